@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv, once; a changed pyproject.toml or constraints.txt sets up again.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test lint bench clean
+
+help:  ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+
+setup: .venv/dev.stamp  ## everything for development, in .venv
+
+demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, join, train, plot
+	$(BIN)/reflogp demo
+
+test: .venv/dev.stamp  ## the tests
+	$(BIN)/python -m pytest
+
+lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: .venv/dev.stamp  ## speed, both sides measured in one run
+	$(BIN)/python benchmarks/scoring.py
+
+clean:  ## remove .venv, the demo's folder and caches
+	rm -rf .venv reflogp-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/python.stamp:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/run.stamp: .venv/python.stamp pyproject.toml constraints.txt
+	$(PIP) --editable '.[service,trainer]'
+	@touch $@
+
+.venv/dev.stamp: .venv/run.stamp
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Talks to a scoring service, and holds the `reflogp` command."""

@@ -1,0 +1,127 @@
+"""What every subcommand shares with its user: exit codes, progress on stderr, one JSON object as the last line of stdout.
+
+Knows the terminal only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
+#: Rows whose problem is printed; the rest is counted.
+_PRINTED_ROWS = 10
+
+out = Console(soft_wrap=True, highlight=False)
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def needs(extra: str, error: ImportError) -> typer.Exit:
+    """The exit for a subcommand whose extra is not installed."""
+    err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp\\[{extra}]' ({error})", style="red")
+    return typer.Exit(EXIT_FAILED)
+
+
+def print_json(summary: dict[str, Any]) -> None:
+    """One object on one line."""
+    sys.stdout.write(json.dumps(summary) + "\n")
+    sys.stdout.flush()
+
+
+def quiet_libraries() -> None:
+    """Keep the model libraries' own progress bars and notices off the terminal."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        elapsed = task.finished_time if task.finished else task.elapsed
+        tokens = task.fields.get("tokens", 0)
+        return Text(f"{tokens / elapsed:,.0f} tokens/s" if tokens and elapsed else "", style="cyan")
+
+
+class Bar:
+    """A progress bar with rate and time left; collects bad rows and prints the first few when it closes."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=None, tokens=0)
+        self._tokens = 0
+        self._bad: list[tuple[int, str]] = []
+        self._bad_count = 0
+
+    def begin(self, sequences: int) -> None:
+        self._progress.update(self._task, total=sequences)
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        self._tokens += tokens
+        self._progress.update(self._task, advance=sequences, tokens=self._tokens)
+
+    def bad_row(self, row: int, problem: str) -> None:
+        self._bad_count += 1
+        if len(self._bad) < _PRINTED_ROWS:
+            self._bad.append((row, problem))
+
+    def hashed(self, done: int, total: int) -> None:
+        """Progress of hashing weight files, in bytes."""
+        self._progress.update(self._task, completed=done, total=total)
+
+    def report(self) -> None:
+        if not self._bad_count:
+            return
+        err.print(f"{self._bad_count} rows have no values (rows count from 0; the others were kept):", style="yellow")
+        for row, problem in self._bad:
+            err.print(f"  row {row}: {problem}", markup=False)
+        if self._bad_count > len(self._bad):
+            err.print(f"  … and {self._bad_count - len(self._bad)} more")
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Bar]:
+    """A bar on stderr for the time of the block. Off a terminal it draws nothing until the end."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    bar: Bar | None = None
+    try:
+        with Progress(*columns, console=err, transient=not err.is_terminal) as progress:
+            bar = Bar(progress, label)
+            yield bar
+    finally:
+        if bar is not None:
+            bar.report()

@@ -1,0 +1,74 @@
+"""`reflogp join`: a dataset's rows with reference log-prob columns."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from reflogp_store import LogprobStore
+
+from reflogp_client.cli import options
+from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_json, progress_bar, quiet_libraries
+from reflogp_client.cli.score import find_reference
+
+
+def join(
+    model: options.Model,
+    data: options.Data,
+    store: options.Store,
+    output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
+    dtype: options.Dtype = "bfloat16",
+    max_length: options.MaxLength = None,
+    truncation_mode: options.TruncationMode = "keep_start",
+    ld_alpha: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="LD-DPO's weight of the longer completion's tail.")
+    ] = None,
+    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    split: options.Split = "train",
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps) as Parquet.
+
+    Loads no model: tokens come from the model folder's tokenizer, values from the store. Rows without values are named and
+    left out; the exit code is then 3.
+
+    Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
+    """
+    try:
+        from reflogp_service.data.read import RowSource
+        from reflogp_service.joining import join_dataset
+    except ImportError as error:
+        raise needs("service", error) from error
+    quiet_libraries()
+    source = RowSource(data, split)
+    folder, reference = find_reference(model, dtype, revision)
+    opened = LogprobStore(store)
+    at = opened.table(reference.reference_id).snapshot(snapshot)
+    with progress_bar("joining") as bar:
+        summary = join_dataset(
+            source,
+            folder,
+            opened.uri,
+            at,
+            output,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            ld_alpha=ld_alpha,
+            trust_remote_code=trust_remote_code,
+            watcher=bar,
+        )
+    if summary.missing:
+        named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
+        err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
+        command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
+        command += f" --max-length {max_length}" if max_length else ""
+        command += f" --truncation-mode {truncation_mode}" if truncation_mode != "keep_start" else ""
+        err.print(f"score them: {command}", markup=False)
+    if as_json:
+        print_json(summary.as_dict())
+    else:
+        out.print(f"{summary.written:,} of {summary.rows:,} rows written to {output} (snapshot {summary.snapshot})")
+    if summary.missing or summary.bad_rows:
+        raise typer.Exit(EXIT_MISSES)

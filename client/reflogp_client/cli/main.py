@@ -1,0 +1,49 @@
+"""The command's root: its subcommands, and how an error becomes one sentence and an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from reflogp_store import ReflogpError, UsageError
+
+from reflogp_client.cli import demo, join, score, store
+from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err
+
+app = typer.Typer(
+    name="reflogp",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Score preference data with a frozen reference model once, keep the log-probs, join them into any trainer.
+
+A first run:
+
+    reflogp score ./sft-model pairs.jsonl --store ./logps
+
+    reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
+
+then give the store to CachedDPOTrainer (reflogp_trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values.""",
+)
+app.command("demo")(demo.demo)
+app.command("score")(score.score)
+app.command("join")(join.join)
+app.add_typer(store.app, name="store")
+
+
+def main() -> None:
+    """Entry point of the `reflogp` command."""
+    try:
+        app()
+    except UsageError as error:
+        err.print(f"reflogp: {error}", style="red", markup=False)
+        sys.exit(EXIT_USAGE)
+    except ReflogpError as error:
+        err.print(f"reflogp: {error}", style="red", markup=False)
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        err.print("reflogp: interrupted; what was committed stays, run the same command again to go on", style="yellow")
+        sys.exit(EXIT_FAILED)

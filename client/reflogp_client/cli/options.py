@@ -1,0 +1,34 @@
+"""Options that several subcommands share, written once so that they mean and read the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors, or a hub id.")]
+Data = Annotated[
+    str,
+    typer.Argument(
+        help="Dataset: JSON lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of them or of "
+        "datasets.save_to_disk, or a hub name."
+    ),
+]
+Store = Annotated[str, typer.Option("--store", help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
+Split = Annotated[str, typer.Option(help="Split of a hub dataset or a saved DatasetDict.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Compute dtype: bfloat16, float32, float16, or auto for the checkpoint's own. Part of the reference id."),
+]
+MaxLength = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of prompt and completion together, as in the trainer's config. Default: all.")
+]
+TruncationMode = Annotated[
+    str,
+    typer.Option(help="Which end a longer sequence keeps: keep_start, or keep_end (every max_length is then scored apart)."),
+]
+Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run modelling code that the checkpoint brings. Off unless given.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one summary object as the last line.")]

@@ -1,0 +1,66 @@
+"""How much arithmetic a pass needs and how much a device can do: the two halves of model flops utilization.
+
+Model flops utilization (PaLM, arxiv.org/abs/2204.02311, appendix B): useful operations per second, over what the device
+reaches. Here "reaches" is measured by a large matrix product, not read from a data sheet.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import torch
+
+from reflogp_service.engine.sequences import Sequence
+
+_SIDE = {"cpu": 2048, "cuda": 8192}
+_REPEATS = 5
+
+
+def forward_flops(model: Any, sequences: list[Sequence]) -> float:
+    """Operations of one forward pass over each sequence on its own, two per multiply-add.
+
+    Every matrix weight of the backbone works on every token (an expert's on its share of them), attention on each token
+    and those before it, the output embedding on completion tokens alone.
+    """
+    config = model.config.get_text_config()
+    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    output = model.get_output_embeddings().weight
+    per_token = 2.0 * _active_weights(model, config, output)
+    per_pair = 4.0 * layers * heads * head_dim
+    total = 0.0
+    for sequence in sequences:
+        n = len(sequence)
+        total += per_token * n + per_pair * n * (n + 1) / 2 + 2.0 * output.numel() * len(sequence.completion_ids)
+    return total
+
+
+def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    share = getattr(config, "num_experts_per_tok", 1) / experts if experts else 1.0
+    tables = {id(output), id(model.get_input_embeddings().weight)}
+    return sum(
+        float(weight.numel()) * (share if "experts" in name else 1.0)
+        for name, weight in model.named_parameters()
+        if weight.dim() >= 2 and id(weight) not in tables
+    )
+
+
+@cache
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Best rate of a square matrix product over a few repeats, in operations per second."""
+    side = _SIDE[device.type]
+    left, right = (torch.full((side, side), 0.5, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(_REPEATS):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            torch.mm(left, right)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    return 2.0 * side**3 / best

@@ -1,0 +1,96 @@
+"""A frozen causal language model out of a checkpoint folder: safetensors only, evaluation mode, no gradients.
+
+Knows transformers' loading. Does not know sequences. Called by the torch engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from reflogp_store.checkpoint import read_checkpoint, resolve_model
+from reflogp_store.reference import resolve_dtype
+from transformers import AutoModelForCausalLM
+
+from reflogp_service.errors import EngineError
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to score.
+
+    Attributes:
+        model: in evaluation mode, parameters without gradients, on `device`.
+        vocab_size: rows of the output embedding; ids must be below it.
+        max_positions: positions that the config allows, None where it names no limit.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int | None
+
+
+def choose_device(device: str) -> torch.device:
+    """ "auto" is the first CUDA device, else the CPU; anything else is torch's own name.
+
+    Raises EngineError for a device that is not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def load_model(
+    model: str, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load a reference model.
+
+    Args:
+        model: folder or hub id.
+        dtype: "float32", "bfloat16", "float16" or "auto".
+        device: "auto", "cpu", "cuda", "cuda:1", …
+        trust_remote_code: run modelling code that the checkpoint brings. Off unless asked for.
+
+    Raises:
+        UsageError, CheckpointError: as `read_checkpoint`.
+        EngineError: transformers cannot build the model, or weights for it are missing from the files.
+    """
+    checkpoint = read_checkpoint(resolve_model(model, revision))
+    torch_dtype = getattr(torch, resolve_dtype(dtype, checkpoint.config))
+    where = choose_device(device)
+    devices = [where] if where.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # building a model draws random numbers; the caller's must not move
+        try:
+            loaded, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=torch_dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # whatever a config or a kernel package can raise
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise EngineError(f"{checkpoint.folder}: the model cannot be loaded: {first}") from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys") or ())
+    if absent:
+        raise EngineError(
+            f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
+            f"({', '.join(absent[:3])}); they would be random"
+        )
+    loaded = loaded.to(where).eval().requires_grad_(False)
+    text_config = loaded.config.get_text_config()
+    return LoadedModel(
+        model=loaded,
+        device=where,
+        dtype=torch_dtype,
+        vocab_size=int(loaded.get_output_embeddings().weight.shape[0]),
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+    )

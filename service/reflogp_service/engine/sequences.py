@@ -1,0 +1,47 @@
+"""The unit that is scored, and what makes one impossible to score. Pure Python and numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Token ids of one side of a sequence: a list, a numpy array or an Arrow scalar's values.
+Ids = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A prompt and the completion whose tokens get log-probs.
+
+    Attributes:
+        prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
+        completion_ids: token ids, at least one.
+    """
+
+    prompt_ids: Ids
+    completion_ids: Ids
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    def ids(self) -> npt.NDArray[np.int64]:
+        """prompt_ids + completion_ids, int64."""
+        return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
+
+
+def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
+    """Why a model cannot score this sequence, or None."""
+    if not len(sequence.prompt_ids):
+        return "its prompt is empty: the first token would have no context; begin the prompt with the BOS token"
+    if not len(sequence.completion_ids):
+        return "its completion is empty"
+    if max_positions is not None and len(sequence) > max_positions:
+        return f"it has {len(sequence)} tokens and the model has {max_positions} positions; set a max_length"
+    ids = sequence.ids()
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
+    return None

@@ -1,0 +1,46 @@
+"""Errors of the scoring side, below the store's ReflogpError.
+
+ReflogpError (reflogp_store.errors)
+├── DatasetError             a dataset cannot be opened or has columns that fit no shape
+├── TokenizerError           a tokenizer lacks what the data needs
+└── EngineError              the engine cannot load a model or score with it
+    ├── InvalidSequencesError   some sequences cannot be scored; the others were
+    └── OutOfMemoryError        not even one sequence fits
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflogp_store.errors import ReflogpError, UsageError
+
+
+class DatasetError(UsageError):
+    """A dataset cannot be opened, or its columns fit no known shape."""
+
+
+class TokenizerError(ReflogpError):
+    """A tokenizer lacks what the data needs: an EOS token, a chat template."""
+
+
+class EngineError(ReflogpError):
+    """The engine cannot load a model, or cannot score with it."""
+
+
+class InvalidSequencesError(EngineError):
+    """Some sequences cannot be scored.
+
+    Attributes:
+        problems: index in the call -> what is wrong.
+        results: one entry per sequence of the call: its float32 token_logps, or None where `problems` names it.
+    """
+
+    def __init__(self, problems: dict[int, str], results: list[Any]) -> None:
+        first = min(problems)
+        super().__init__(f"{len(problems)} of {len(results)} sequences cannot be scored; sequence {first}: {problems[first]}")
+        self.problems = problems
+        self.results = results
+
+
+class OutOfMemoryError(EngineError):
+    """The device cannot hold even one sequence at the smallest token budget."""

@@ -1,0 +1,44 @@
+"""The cache of reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
+
+Needs numpy, pyarrow and deltalake only. Imports no other reflogp package.
+"""
+
+from reflogp_store.checkpoint import read_checkpoint, resolve_model
+from reflogp_store.errors import (
+    CheckpointError,
+    ReferenceNotFoundError,
+    ReflogpError,
+    SnapshotNotFoundError,
+    StoreError,
+    StoreFormatError,
+    StoreUnavailableError,
+    UsageError,
+)
+from reflogp_store.joins import Join, join_logps
+from reflogp_store.keys import example_hash, sequence_keys
+from reflogp_store.reference import Reference, describe_reference
+from reflogp_store.snapshot import Snapshot
+from reflogp_store.store import LogprobStore
+from reflogp_store.table import LogprobTable
+
+__all__ = [
+    "CheckpointError",
+    "Join",
+    "LogprobStore",
+    "LogprobTable",
+    "Reference",
+    "ReferenceNotFoundError",
+    "ReflogpError",
+    "Snapshot",
+    "SnapshotNotFoundError",
+    "StoreError",
+    "StoreFormatError",
+    "StoreUnavailableError",
+    "UsageError",
+    "describe_reference",
+    "example_hash",
+    "join_logps",
+    "read_checkpoint",
+    "resolve_model",
+    "sequence_keys",
+]

@@ -1,0 +1,122 @@
+"""A model folder on disk: its config, its weight files, and whether they are whole.
+
+Knows the file layout that transformers writes (safetensors, index.json, hub cache). Loads no tensor and imports no torch.
+Called by `reference` before hashing and by the engine before loading.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflogp_store.errors import CheckpointError, UsageError
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+#: A larger header than this is not a safetensors file (the format's own limit).
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with `config.json` and safetensors weights, found whole."""
+
+    folder: Path
+    config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+
+
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """The local folder of a model: a path as it is, a hub id through the hub's cache (downloaded where needed).
+
+    Raises:
+        UsageError: neither a folder nor a hub id that can be had.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UsageError(f"model {model!r} is a file; give the folder that holds config.json and the weights")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UsageError(f"model {model!r}: no such folder")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise UsageError(
+            f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install huggingface_hub"
+        ) from error
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UsageError(
+            f"model {model!r} is neither a local folder nor a hub model that can be reached ({type(error).__name__})"
+        ) from error
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a folder's config and check that every weight file is there and whole.
+
+    Raises:
+        UsageError: the folder has no config.json.
+        CheckpointError: weights are missing, truncated, unreadable, or only there as pickles.
+    """
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise UsageError(f"{folder} holds an adapter; merge it into its base model and give that folder")
+        raise UsageError(f"{folder} holds no config.json: not a model folder")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file} cannot be read: {error}") from error
+    files = _weight_files(folder)
+    for file in files:
+        _check_whole(file)
+    return Checkpoint(folder, config, files)
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:5])}"
+            )
+        return tuple(folder / name for name in names)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds pickled weights only ({pickles[0]}); loading a pickle can run code, so save the model as "
+            "safetensors (model.save_pretrained writes it) and give that folder"
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither model.safetensors nor {_INDEX}")
+
+
+def _check_whole(file: Path) -> None:
+    """Compare the file's size with what its header promises (github.com/huggingface/safetensors, 'Format')."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as handle:
+            (header_bytes,) = struct.unpack("<Q", handle.read(8))
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise CheckpointError(f"{file} is not a safetensors file")
+            header = json.loads(handle.read(header_bytes))
+        data_bytes = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{file} is truncated or not a safetensors file: its header cannot be read") from error
+    expected = 8 + header_bytes + data_bytes
+    if size != expected:
+        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, but its header promises {expected}")

@@ -1,0 +1,168 @@
+"""The reference id: a digest that names a reference model's content and numerics, never its name or place.
+
+Knows which parts of a checkpoint can change a log-prob. Loads no tensor. Called by everyone who opens a store's table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from reflogp_store.checkpoint import read_checkpoint, resolve_model
+from reflogp_store.digests import Progress, file_digests
+from reflogp_store.errors import StoreFormatError, UsageError
+from reflogp_store.schema import FORMAT
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+#: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came
+#: from, what wrote it, what generation or training would do, and how attention is computed (that is provenance).
+#: Everything else counts, so an entry that reflogp has never heard of makes a new id, not a wrong hit.
+NOT_SEMANTIC = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "attention_dropout",
+        "attn_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "classifier_dropout",
+        "decoder_start_token_id",
+        "dropout",
+        "dtype",
+        "embd_pdrop",
+        "embedding_dropout",
+        "eos_token_id",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "resid_pdrop",
+        "residual_dropout",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a reference id stands for. Written as reference.json beside the model's table.
+
+    Attributes:
+        reference_id: 32 hex digits.
+        name: a label for people: the folder's or the hub's name at first scoring. Not part of the id.
+        dtype: dtype of weights and activations while scoring.
+        lm_head_dtype: dtype of the product with the output embedding.
+        weights: sorted sha256 digests of the weight files.
+        config: the semantic part of config.json (quantization included).
+        format: number of the store's layout.
+    """
+
+    reference_id: str
+    name: str
+    dtype: str
+    lm_head_dtype: str
+    weights: tuple[str, ...]
+    config: dict[str, Any]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        """Raises StoreFormatError for the layout of a newer reflogp."""
+        fields = json.loads(text)
+        check_format(fields.get("format", 0))
+        return cls(**{**fields, "weights": tuple(fields["weights"])})
+
+
+def check_format(number: int) -> None:
+    """Raise StoreFormatError when a store's layout is newer than this reflogp knows."""
+    if number > FORMAT:
+        raise StoreFormatError(f"the store has format {number}, and this reflogp reads up to format {FORMAT}: upgrade reflogp")
+
+
+def describe_reference(
+    model: str, dtype: str = "bfloat16", *, revision: str | None = None, progress: Progress | None = None
+) -> Reference:
+    """The reference that a model folder (or hub id) is under the given numerics.
+
+    Args:
+        model: folder with config.json and safetensors weights, or a hub id.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the dtype that config.json names.
+        revision: of a hub id.
+        progress: called with (bytes hashed, bytes in all) while weight files are read.
+
+    Raises:
+        UsageError: no such model, or an unknown dtype.
+        CheckpointError: weights that are missing, truncated or pickled.
+    """
+    checkpoint = read_checkpoint(resolve_model(model, revision))
+    compute_dtype = resolve_dtype(dtype, checkpoint.config)
+    digests = file_digests(checkpoint.weight_files, progress)
+    config = _semantic(checkpoint.config)
+    content = {
+        "weights": sorted(digests.values()),
+        "config": config,
+        "adapter": None,
+        "dtype": compute_dtype,
+        "lm_head_dtype": compute_dtype,
+    }
+    digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
+    return Reference(
+        reference_id=digest.hexdigest(),
+        name=checkpoint.folder.resolve().name if Path(model).expanduser().is_dir() else model,
+        dtype=compute_dtype,
+        lm_head_dtype=compute_dtype,
+        weights=tuple(content["weights"]),
+        config=config,
+    )
+
+
+def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
+    """`dtype` as one of the three names; "auto" is what config.json says (float32 where it says nothing).
+
+    Raises UsageError for anything else.
+    """
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in get_args(Dtype):
+        raise UsageError(f"dtype {dtype!r}: use one of auto, {', '.join(get_args(Dtype))}")
+    return cast(Dtype, dtype)
+
+
+def _semantic(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _semantic(entry) for key, entry in value.items() if key not in NOT_SEMANTIC}
+    if isinstance(value, list):
+        return [_semantic(entry) for entry in value]
+    return value
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

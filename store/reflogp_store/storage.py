@@ -1,0 +1,68 @@
+"""Where a store lies: a local folder or an object store, behind one Arrow filesystem.
+
+Knows URIs and delta-rs' own object store client, so that data files, reference.json and the Delta log all go through
+one set of credentials. Does not know what the files mean. Called by the store and its tables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow.fs as pafs
+from deltalake.exceptions import DeltaError
+from deltalake.fs import DeltaStorageHandler
+
+from reflogp_store.errors import StoreUnavailableError
+
+#: What delta-rs and Arrow raise when I/O fails.
+STORAGE_ERRORS = (OSError, ValueError, DeltaError)
+
+
+#: delta-rs' streams take bytes, which Arrow hands them from a buffered stream only.
+_WRITE_BUFFER = 1 << 16
+
+
+def normalize_uri(uri: str | os.PathLike[str]) -> str:
+    """An absolute folder path, or the URI as it is (s3://, gs://, az://, file://) without a closing slash."""
+    text = os.fspath(uri)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if "://" in text:
+        return text.rstrip("/")
+    return str(Path(text).expanduser().absolute())
+
+
+def is_local(uri: str) -> bool:
+    return "://" not in uri
+
+
+def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
+    """An Arrow filesystem rooted at `uri`."""
+    return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
+
+
+def make_folder(uri: str) -> None:
+    """Create a local store's folder; an object store has none to create.
+
+    Raises StoreUnavailableError when it cannot be.
+    """
+    if is_local(uri):
+        try:
+            Path(uri).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailableError(f"the store {uri} cannot be created: {error.strerror or error}") from error
+
+
+def write_file(filesystem: pafs.FileSystem, path: str, data: bytes) -> None:
+    """Write a small file; it appears whole or not at all (delta-rs' object store renames or puts atomically)."""
+    with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
+        sink.write(data)
+
+
+def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
+    """A small file's bytes, or None when it is not there."""
+    if filesystem.get_file_info(path).type == pafs.FileType.NotFound:
+        return None
+    with filesystem.open_input_stream(path) as source:
+        return bytes(source.read())

@@ -1,0 +1,111 @@
+"""The store: a folder or object store prefix with one table per reference model.
+
+Knows the layout `<store>/<reference id>/{reference.json, logprobs/}`. Does not know what scores or who reads. Opened by
+the command line, the service and the trainer extension.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from reflogp_store import storage
+from reflogp_store.errors import ReferenceNotFoundError, StoreUnavailableError, UsageError
+from reflogp_store.reference import Reference
+from reflogp_store.table import LogprobTable
+
+_REFERENCE_FILE = "reference.json"
+_TABLE_FOLDER = "logprobs"
+
+
+class LogprobStore:
+    """A store of reference log-probs.
+
+    Args:
+        uri: a local folder, or s3://…, gs://…, az://…
+        options: delta-rs storage options; the usual environment variables are read without any.
+
+    Example:
+        store = LogprobStore("./logps")
+        for reference in store.references():
+            print(reference.name, len(store.table(reference.reference_id).snapshot()))
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
+        self.uri = storage.normalize_uri(uri)
+        self._options = options
+
+    def references(self) -> list[Reference]:
+        """The reference models that the store holds, ordered by id.
+
+        Raises:
+            UsageError: there is no store at the URI.
+            StoreUnavailableError: it cannot be read.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        try:
+            entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
+            folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
+            found = [reference for folder in folders if (reference := self._read_reference(folder))]
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
+        if not found and storage.is_local(self.uri) and not Path(self.uri).is_dir():
+            raise UsageError(f"there is no store at {self.uri}")
+        return found
+
+    def table(self, reference_id: str) -> LogprobTable:
+        """The table of a reference that the store knows.
+
+        Raises:
+            ReferenceNotFoundError: nothing was ever scored with that reference; the message lists what there is.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        try:
+            reference = self._read_reference(reference_id)
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
+        if reference is None:
+            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references()) or "none"
+            raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
+        return LogprobTable(self._table_uri(reference_id), reference, self._options)
+
+    def create_table(self, reference: Reference) -> LogprobTable:
+        """The table of `reference`, created where the store has none yet; checked to be writable.
+
+        Raises:
+            StoreUnavailableError: the store cannot be written.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        folder = f"{self.uri}/{reference.reference_id}"
+        storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
+        try:
+            if self._read_reference(reference.reference_id) is None:
+                filesystem = storage.open_filesystem(folder, self._options)
+                storage.write_file(filesystem, _REFERENCE_FILE, reference.to_json().encode())
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {error}") from error
+        LogprobTable.create(self._table_uri(reference.reference_id), self._options)
+        table = self.table(reference.reference_id)
+        table.check_writable()
+        return table
+
+    def _root(self) -> pafs.FileSystem:
+        return storage.open_filesystem(self.uri, self._options)
+
+    def _table_uri(self, reference_id: str) -> str:
+        return f"{self.uri}/{reference_id}/{_TABLE_FOLDER}"
+
+    def _read_reference(self, reference_id: str) -> Reference | None:
+        if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():
+            return None
+        filesystem = storage.open_filesystem(f"{self.uri}/{reference_id}", self._options)
+        data = storage.read_file(filesystem, _REFERENCE_FILE)
+        if data is None:
+            return None
+        try:
+            return Reference.from_json(data.decode())
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise StoreUnavailableError(f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged: {error}") from error
