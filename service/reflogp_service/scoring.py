@@ -38,7 +38,7 @@ class Engine(Protocol):
     def problems(self, sequences: list[Sequence]) -> dict[int, str]: ...
     def stream(self, sequences: list[Sequence], skip: Any = ()) -> Iterator[tuple[int, npt.NDArray[np.float32]]]: ...
     def provenance(self) -> dict[str, Any]: ...
-    def flops(self, sequences: list[Sequence]) -> float: ...
+    def flops(self, sequence: Sequence) -> float: ...
     def peak_flops_per_second(self) -> float: ...
 
 
@@ -239,9 +239,9 @@ class _Run:
                 done.append((pending[index], logps))
                 self._summary.scored += 1
                 self._summary.tokens += len(sequences[index])
-                self._flops += self._engine.flops([sequences[index]])
+                self._flops += self._engine.flops(sequences[index])
                 self._advance(1, len(sequences[index]))
-                if time.monotonic() - committed_at > self._commit_seconds:
+                if len(done) >= self._commit_sequences or time.monotonic() - committed_at > self._commit_seconds:
                     self._commit(done)
                     done, committed_at = [], time.monotonic()
         finally:

@@ -46,14 +46,14 @@ class LogprobStore:
             StoreUnavailableError: it cannot be read.
             StoreFormatError: a newer reflogp wrote it.
         """
+        if storage.is_local(self.uri) and not Path(self.uri).is_dir():
+            raise UsageError(f"there is no store at {self.uri}")
         try:
             entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
             found = [reference for folder in folders if (reference := self._read_reference(folder))]
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
-        if not found and storage.is_local(self.uri) and not Path(self.uri).is_dir():
-            raise UsageError(f"there is no store at {self.uri}")
         return found
 
     def table(self, reference_id: str) -> LogprobTable:

@@ -28,6 +28,9 @@ def score(
     token_budget: Annotated[
         str, typer.Option(help="Tokens of one batch, or auto. Halved when memory runs out.", metavar="N|auto")
     ] = "auto",
+    commit_sequences: Annotated[
+        int, typer.Option(min=1, help="Commit at least this often; every 30 seconds in any case.")
+    ] = 4096,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
@@ -69,6 +72,7 @@ def score(
             truncation_mode=truncation_mode,
             trust_remote_code=trust_remote_code,
             watcher=bar,
+            commit_sequences=commit_sequences,
         )
     _print(summary, as_json)
     if summary.bad_rows:

@@ -18,23 +18,26 @@ _SIDE = {"cpu": 2048, "cuda": 8192}
 _REPEATS = 5
 
 
-def forward_flops(model: Any, sequences: list[Sequence]) -> float:
-    """Operations of one forward pass over each sequence on its own, two per multiply-add.
+class ForwardFlops:
+    """Operations of one forward pass over a sequence on its own, two per multiply-add.
 
     Every matrix weight of the backbone works on every token (an expert's on its share of them), attention on each token
     and those before it, the output embedding on completion tokens alone.
     """
-    config = model.config.get_text_config()
-    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    output = model.get_output_embeddings().weight
-    per_token = 2.0 * _active_weights(model, config, output)
-    per_pair = 4.0 * layers * heads * head_dim
-    total = 0.0
-    for sequence in sequences:
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        output = model.get_output_embeddings().weight
+        self._per_token = 2.0 * _active_weights(model, config, output)
+        self._per_attended: float = 4.0 * config.num_hidden_layers * heads * head_dim
+        self._per_prediction = 2.0 * float(output.numel())
+
+    def __call__(self, sequence: Sequence) -> float:
         n = len(sequence)
-        total += per_token * n + per_pair * n * (n + 1) / 2 + 2.0 * output.numel() * len(sequence.completion_ids)
-    return total
+        attended = n * (n + 1) / 2
+        return self._per_token * n + self._per_attended * attended + self._per_prediction * len(sequence.completion_ids)
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:

@@ -93,4 +93,12 @@ class _Answer(torch.nn.Module):
         self.hidden = hidden
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        return _HiddenOnly(last_hidden_state=self.hidden)
+
+
+class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
+    """A backbone's output without the fields that some architectures add and their heads pass on (cross attentions, …)."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from reflogp_service.engine.flops import forward_flops, matmul_flops_per_second
+from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import load_model
 from reflogp_service.engine.plain import length_sorted_batches, score_padded
@@ -61,6 +61,7 @@ class TorchEngine:
     ) -> None:
         self._loaded = load_model(model, dtype, device, revision, trust_remote_code)
         self._head = Head(self._loaded.model)
+        self._flops = ForwardFlops(self._loaded.model)
         self.device = self._loaded.device
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
@@ -107,9 +108,9 @@ class TorchEngine:
             left = [i for i in left if i not in taken]
             yield from zip(batch, logps, strict=True)
 
-    def flops(self, sequences: list[Sequence]) -> float:
-        """Floating point operations of one plain forward over these sequences, head only where it predicts."""
-        return forward_flops(self._loaded.model, sequences)
+    def flops(self, sequence: Sequence) -> float:
+        """Floating point operations of one plain forward over this sequence, head only where it predicts."""
+        return self._flops(sequence)
 
     def peak_flops_per_second(self) -> float:
         """Matrix product rate of this device in this dtype, measured once."""

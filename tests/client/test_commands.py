@@ -1,0 +1,334 @@
+"""The command line as a person meets it: what it prints, what it exits with, and that bad input harms nothing."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from reflogp_client.cli import main
+from reflogp_store import LogprobStore, describe_reference
+
+from tests.conftest import write_rows
+
+DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
+
+
+@pytest.fixture
+def reflogp(monkeypatch, capsys):
+    """reflogp(*arguments) -> (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def score(reflogp, reference_folder, tmp_path):
+    """score(data, *options) with the reference model in float32 into tmp_path/store."""
+    return lambda data, *options, model=reference_folder: reflogp(
+        "score", model, data, "--store", tmp_path / "store", "--dtype", "float32", *options
+    )
+
+
+def last_object(stdout: str) -> dict:
+    return json.loads(stdout.strip().splitlines()[-1])
+
+
+def one_sentence(stderr: str) -> str:
+    """The error message; fails on a traceback."""
+    assert "Traceback" not in stderr
+    lines = [line for line in stderr.strip().splitlines() if line.startswith("reflogp:")]
+    assert len(lines) == 1, stderr
+    return lines[0]
+
+
+def test_score_twice_then_join(score, reflogp, reference_folder, pairs_file, tmp_path):
+    code, out, _ = score(pairs_file, "--json")
+    first = last_object(out)
+    assert code == DONE
+    assert {
+        "sequences",
+        "hits",
+        "scored",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "model_flops_utilization",
+        "reference_id",
+        "snapshot",
+    } <= set(first)
+    assert 0 < first["model_flops_utilization"] < 2
+    assert first["tokens_per_second"] > 0
+    code, out, _ = score(pairs_file, "--json")
+    assert (code, last_object(out)["scored"], last_object(out)["hits"]) == (DONE, 0, 80)
+
+    output = tmp_path / "joined.parquet"
+    code, _, _ = reflogp(
+        "join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", output, "--dtype", "float32"
+    )
+    joined = pq.read_table(output)
+    assert code == DONE
+    assert joined.num_rows == 40
+    assert joined["prompt"].to_pylist() == [json.loads(line)["prompt"] for line in pairs_file.read_text().splitlines()]
+    assert (joined["ref_chosen_logps"].to_numpy() < 0).all()
+    note = json.loads(joined.schema.metadata[b"reflogp"])
+    assert note["reference_id"] == first["reference_id"]
+    assert note["snapshot"] == first["snapshot"]
+
+
+def test_join_names_what_is_missing_and_the_command_that_scores_it(
+    score, reflogp, reference_folder, pairs_file, tmp_path, pair_rows
+):
+    score(pairs_file)
+    more = write_rows(tmp_path / "more.jsonl", pair_rows[:41] + pair_rows[200:203])
+    join = (
+        "join",
+        reference_folder,
+        more,
+        "--store",
+        tmp_path / "store",
+        "-o",
+        tmp_path / "j.parquet",
+        "--dtype",
+        "float32",
+        "--json",
+    )
+    code, out, err = reflogp(*join)
+    summary = last_object(out)
+    assert code == MISSES
+    assert summary["missing_row_numbers"][-3:] == [len(pair_rows[:41]) + i for i in range(3)]
+    assert summary["written"] == pq.read_table(tmp_path / "j.parquet").num_rows == summary["rows"] - summary["missing"]
+    command = next(line for line in err.splitlines() if line.startswith("score them: "))
+    assert reflogp(*command.removeprefix("score them: reflogp ").split())[0] == DONE
+    assert reflogp(*join)[0] == DONE
+
+
+def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
+    score(pairs_file)
+    code, out, _ = reflogp("store", "ls", tmp_path / "store", "--json")
+    [reference] = last_object(out)["references"]
+    assert code == DONE
+    assert reference["sequences"] > 0
+    assert reflogp("store", "ls", tmp_path / "store")[1].count(reference["reference_id"]) == 1
+    assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
+    [shard] = (tmp_path / "store").glob("*/logprobs/shard-*.parquet")
+    shard.write_bytes(shard.read_bytes()[:-50])
+    code, _, err = reflogp("store", "verify", tmp_path / "store")
+    assert code == FAILED
+    assert shard.name in err
+
+
+@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["demo"], ["store"], ["store", "ls"], ["store", "verify"]])
+def test_help_teaches(reflogp, command):
+    code, out, _ = reflogp(*command, "--help")
+    assert code == DONE
+    assert "Usage" in out
+
+
+# Bad input: one clear sentence, the exit code of DESIGN.md, nothing committed is harmed.
+
+
+@pytest.fixture
+def intact(score, pairs_file, reflogp, tmp_path):
+    """Scores something first; afterwards checks that it is all still there and whole."""
+    score(pairs_file)
+    yield
+    assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
+    assert last_object(score(pairs_file, "--json")[1])["hits"] == 80
+
+
+@pytest.fixture
+def broken_model(reference_folder, tmp_path):
+    return Path(shutil.copytree(reference_folder, tmp_path / "broken"))
+
+
+def test_a_missing_weight_file(score, pairs_file, broken_model, intact):
+    (broken_model / "model.safetensors").unlink()
+    code, _, err = score(pairs_file, model=broken_model)
+    assert code == FAILED
+    assert "no weights" in one_sentence(err)
+
+
+def test_a_truncated_weight_file(score, pairs_file, broken_model, intact):
+    weights = broken_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    code, _, err = score(pairs_file, model=broken_model)
+    assert code == FAILED
+    assert "truncated" in one_sentence(err)
+
+
+def test_a_checkpoint_of_pickles(score, pairs_file, broken_model, intact):
+    (broken_model / "model.safetensors").rename(broken_model / "pytorch_model.bin")
+    code, _, err = score(pairs_file, model=broken_model)
+    assert code == FAILED
+    assert "safetensors" in one_sentence(err)
+
+
+def test_a_tokenizer_without_pad_or_eos(score, broken_model, pair_rows, tmp_path, intact):
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = broken_model / name
+        if file.is_file():
+            config = json.loads(file.read_text())
+            file.write_text(json.dumps({k: v for k, v in config.items() if k not in ("pad_token", "eos_token")}))
+    plain = write_rows(tmp_path / "plain.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    code, _, err = score(plain, model=broken_model)
+    assert code == FAILED
+    assert "EOS" in one_sentence(err)
+
+
+def test_a_dataset_with_wrong_columns(score, tmp_path, intact):
+    code, _, err = score(write_rows(tmp_path / "w.jsonl", [{"question": "a", "answer": "b"}]))
+    assert code == USAGE
+    assert "answer, question" in one_sentence(err)
+
+
+def test_a_row_with_null(score, tmp_path, pair_rows, intact):
+    rows = [pair_rows[50], {**pair_rows[51], "chosen": None}, pair_rows[52]]
+    code, out, err = score(write_rows(tmp_path / "n.jsonl", rows), "--json")
+    assert code == MISSES
+    assert "row 1: chosen is null" in err
+    assert last_object(out)["sequences"] == 4
+    assert last_object(out)["bad_row_numbers"] == [1]
+
+
+def test_a_line_that_is_not_json(score, tmp_path, pairs_file, intact):
+    broken = tmp_path / "b.jsonl"
+    broken.write_text(pairs_file.read_text() + '{"prompt": \n')
+    code, _, err = score(broken)
+    assert code == MISSES
+    assert "row 40: not JSON" in err
+
+
+def test_a_completion_longer_than_the_models_positions(score, tmp_path, intact):
+    rows = [
+        {"prompt_ids": [1], "chosen_ids": [2] * 5000, "rejected_ids": [3]},
+        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+    ]
+    file = write_rows(tmp_path / "long.jsonl", rows)
+    code, out, err = score(file, "--json")
+    assert code == MISSES
+    assert "2048 positions" in err
+    assert last_object(out)["scored"] == 2
+    assert score(file, "--max-length", 1000)[0] == DONE
+
+
+def test_a_store_that_cannot_be_written(reflogp, reference_folder, pairs_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = reflogp("score", reference_folder, pairs_file, "--store", tmp_path / "file" / "store")
+    assert code == FAILED
+    assert "cannot be" in one_sentence(err)
+
+
+def test_a_store_of_a_newer_format(score, pairs_file, tmp_path):
+    score(pairs_file)
+    [file] = (tmp_path / "store").glob("*/reference.json")
+    original = file.read_text()
+    file.write_text(json.dumps(json.loads(original) | {"format": 7}))
+    code, _, err = score(pairs_file)
+    assert code == FAILED
+    assert "upgrade reflogp" in one_sentence(err)
+    file.write_text(original)
+    assert last_object(score(pairs_file, "--json")[1])["hits"] == 80
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"model": "./nowhere"}, "no such folder"),
+        ({"data": "nowhere.jsonl"}, "no such file"),
+        ({"options": ["--dtype", "int3"]}, "dtype"),
+        ({"options": ["--truncation-mode", "middle"]}, "keep_start"),
+        ({"options": ["--token-budget", "many"]}, "token-budget"),
+        ({"options": ["--format", "sft"]}, "--format"),
+        ({"options": ["--format", "kto", "--split", "x"], "data": "tokens"}, "not kto"),
+    ],
+)
+def test_bad_usage(reflogp, reference_folder, pairs_file, tmp_path, change, says):
+    data = change.get("data", pairs_file)
+    if data == "tokens":
+        data = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": [1], "completion_ids": [2]}])
+    code, _, err = reflogp(
+        "score", change.get("model", reference_folder), data, "--store", tmp_path / "s", *change.get("options", [])
+    )
+    assert code == USAGE
+    assert says in one_sentence(err)
+
+
+def test_a_snapshot_that_is_not_there(score, reflogp, reference_folder, pairs_file, tmp_path):
+    score(pairs_file)
+    join = (
+        "join",
+        reference_folder,
+        pairs_file,
+        "--store",
+        tmp_path / "store",
+        "-o",
+        tmp_path / "j.parquet",
+        "--dtype",
+        "float32",
+    )
+    code, _, err = reflogp(*join, "--snapshot", 12)
+    assert code == FAILED
+    assert "no snapshot 12" in one_sentence(err)
+    assert not (tmp_path / "j.parquet").exists()
+
+
+def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder, pair_rows, tmp_path):
+    """A real process, killed after its first commits; the second run's values equal an undisturbed run's."""
+    data = write_rows(tmp_path / "pairs.jsonl", pair_rows)
+    reference = describe_reference(str(reference_folder), "float32")
+
+    def command(store):
+        arguments = ["score", str(reference_folder), str(data), "--store", str(store), "--dtype", "float32", "--json"]
+        return [reflogp, *arguments, "--token-budget", "400", "--commit-sequences", "20"]
+
+    def rows_in(store):
+        try:
+            return LogprobStore(store).table(reference.reference_id).snapshot()
+        except Exception:
+            return ()
+
+    reflogp = str(Path(sys.executable).with_name("reflogp"))
+    process = subprocess.Popen(command(tmp_path / "killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(rows_in(tmp_path / "killed")) < 60:
+        assert process.poll() is None, "it finished before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = rows_in(tmp_path / "killed")
+    committed = len(before)
+    assert 60 <= committed < 439
+
+    again = subprocess.run(command(tmp_path / "killed"), capture_output=True, text=True, check=True)
+    undisturbed = subprocess.run(command(tmp_path / "whole"), capture_output=True, text=True, check=True)
+    second, whole = last_object(again.stdout), last_object(undisturbed.stdout)
+    assert second["scored"] == whole["scored"] - committed
+
+    killed_rows, whole_rows = (
+        {
+            row["key"]: row["token_logps"]
+            for path in (tmp_path / store).glob("*/logprobs/shard-*.parquet")
+            for row in pq.read_table(path).to_pylist()
+        }
+        for store in ("killed", "whole")
+    )
+    assert killed_rows.keys() >= whole_rows.keys()
+    snapshot = rows_in(tmp_path / "killed")
+    assert len(snapshot) == whole["scored"] == len(whole_rows)
+    import pyarrow as pa
+
+    stored = snapshot.token_logps(pa.array(list(whole_rows), pa.binary()))
+    assert max(np.abs(np.array(value) - got).max() for value, got in zip(whole_rows.values(), stored, strict=True)) <= 1e-5

@@ -1,0 +1,94 @@
+"""Small real parts for every test: data, tokenizers trained on it, models with random weights. Nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TQDM_DISABLE"] = "1"
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep digests and dataset caches of a test run out of the user's own."""
+    folder = tmp_path_factory.mktemp("caches")
+    os.environ["REFLOGP_CACHE_DIR"] = str(folder / "reflogp")
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = str(folder / "datasets")
+
+
+@pytest.fixture(scope="session")
+def pair_rows() -> list[dict]:
+    """The shipped preference pairs, as dictionaries."""
+    return [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(pair_rows):
+    from reflogp_client.cli.demo_model import train_tokenizer
+
+    return train_tokenizer([m["content"] for row in pair_rows for side in row.values() for m in side], vocab_size=1024)
+
+
+@pytest.fixture(scope="session")
+def reference_folder(tokenizer, tmp_path_factory) -> Path:
+    """A Llama of about 0.4M parameters with random weights, and its tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("reference")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.08,  # wide enough that log-probs are far from uniform
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pairs_file(tmp_path, pair_rows) -> Path:
+    """The first 40 pairs as JSON lines."""
+    return write_rows(tmp_path / "pairs.jsonl", pair_rows[:40])
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def wider_data() -> list[Path]:
+    """The larger data files that $REFLOGP_TEST_DATA names, beside the shipped one."""
+    folder = os.environ.get("REFLOGP_TEST_DATA")
+    files = sorted(Path(folder).glob("*.jsonl.gz")) if folder else []
+    assert files or not folder, f"REFLOGP_TEST_DATA={folder} holds no *.jsonl.gz"
+    return [PAIRS, *files]
+
+
+def plain_token_logps(model, prompt_ids, completion_ids):
+    """log p of each completion token by one unpadded float32 forward, written without any of reflogp's code."""
+    import torch
+
+    ids = torch.tensor([*map(int, prompt_ids), *map(int, completion_ids)])
+    with torch.no_grad():
+        distribution = torch.log_softmax(model(ids[None]).logits[0].double(), dim=-1)
+    return [float(distribution[len(prompt_ids) - 1 + t, int(token)]) for t, token in enumerate(completion_ids)]

@@ -1,0 +1,233 @@
+import random
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.errors import EngineError, InvalidSequencesError
+from reflogp_store import CheckpointError, UsageError
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.conftest import plain_token_logps
+
+
+def random_sequences(count: int, vocab: int = 128, longest: int = 60, seed: int = 0) -> list[Sequence]:
+    source = random.Random(seed)
+
+    def ids():
+        return [source.randrange(vocab) for _ in range(source.randint(1, longest))]
+
+    return [Sequence(ids(), ids()) for _ in range(count)]
+
+
+def tokenized_pairs(rows, tokenizer) -> list[Sequence]:
+    from reflogp_service.data.shape import examples_of
+    from reflogp_service.data.tokenize import tokenize_examples
+
+    examples = [example for row in rows for example in examples_of(row, "preference")]
+    return [Sequence(p, c) for p, completions in tokenize_examples(examples, tokenizer) for c in completions]
+
+
+def test_float32_equals_a_plain_forward_on_real_pairs(reference_folder, pair_rows, tokenizer):
+    sequences = tokenized_pairs(pair_rows[:30], tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    for ours, sequence in zip(TorchEngine(str(reference_folder), "float32").score(sequences), sequences, strict=True):
+        plain = plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)
+        assert ours.dtype == np.float32
+        assert np.abs(ours - plain).max() <= 1e-4
+        assert abs(float(ours.sum(dtype=np.float64)) - sum(plain)) <= 1e-3
+
+
+def test_bfloat16_is_no_further_from_float32_than_trls_own_pass(reference_folder, pair_rows, tokenizer):
+    sequences = tokenized_pairs(pair_rows[:48], tokenizer)
+    exact_model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    exact = [np.array(plain_token_logps(exact_model, s.prompt_ids, s.completion_ids)) for s in sequences]
+    ours = TorchEngine(str(reference_folder), "bfloat16").score(sequences)
+    trl = trl_token_logps(reference_folder, sequences)
+
+    def rms(values):
+        return float(np.sqrt(np.mean(np.concatenate([v - e for v, e in zip(values, exact, strict=True)]) ** 2)))
+
+    assert rms(ours) <= rms(trl)
+
+
+def trl_token_logps(folder, sequences) -> list[np.ndarray]:
+    """Per-token log-probs as TRL's precomputation gets them: bfloat16, its collator, batches of 8 pairs, its fused head."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    add_fused_lm_head(model)
+    pairs = [sequences[i : i + 2] for i in range(0, len(sequences), 2)]
+    collate = DataCollatorForPreference(pad_token_id=0, max_length=None)
+    result = []
+    for start in range(0, len(pairs), 8):
+        rows = [
+            {"prompt_ids": list(c.prompt_ids), "chosen_ids": list(c.completion_ids), "rejected_ids": list(r.completion_ids)}
+            for c, r in pairs[start : start + 8]
+        ]
+        batch = collate(rows)
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+        with torch.no_grad():
+            logps = model(
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels, fused_lm_head=True
+            ).log_probs
+        values = [row[mask.bool()].numpy() for row, mask in zip(logps, batch["completion_mask"][:, 1:], strict=True)]
+        half = len(rows)
+        result += [side for pair in zip(values[:half], values[half:], strict=True) for side in pair]
+    return result
+
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+GQA = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+HEADS = {
+    "soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**GQA, head_dim=16, sliding_window=16, final_logit_softcapping=2.0)),
+    "logit scale": lambda: CohereForCausalLM(CohereConfig(**GQA, logit_scale=0.25)),
+    "logits scaling": lambda: GraniteForCausalLM(GraniteConfig(**GQA, logits_scaling=4.0)),
+    "learned positions": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
+    "sliding window": lambda: MistralForCausalLM(MistralConfig(**GQA, sliding_window=8)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_a_model_does_to_its_logits_is_done(name, tmp_path):
+    torch.manual_seed(1)
+    model = HEADS[name]().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # far from uniform, so that a forgotten scale shows
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences(20)
+    for ours, sequence in zip(TorchEngine(str(tmp_path), "float32").score(sequences), sequences, strict=True):
+        plain = plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)
+        assert np.abs(ours - plain).max() <= 1e-4
+
+
+def test_a_value_does_not_depend_on_the_token_budget(reference_folder):
+    sequences = random_sequences(40)
+    engines = [TorchEngine(str(reference_folder), "float32", token_budget=budget) for budget in (1, 200, 100_000)]
+    results = [engine.score(sequences) for engine in engines]
+    for alone, some, all_at_once in zip(*results, strict=True):
+        assert np.abs(alone - some).max() <= 1e-4
+        assert np.abs(alone - all_at_once).max() <= 1e-4
+
+
+def test_log_probs_are_never_above_zero(tmp_path):
+    """A model that is certain: bfloat16 logits of hundreds round by whole units."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**GQA))
+    model.lm_head.weight.data.mul_(500)
+    model.save_pretrained(tmp_path)
+    assert max(float(logps.max()) for logps in TorchEngine(str(tmp_path), "bfloat16").score(random_sequences(30))) <= 0.0
+
+
+def test_random_states_are_untouched(reference_folder):
+    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    TorchEngine(str(reference_folder), "float32").score(random_sequences(4))
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert (np.random.get_state()[1] == before[2]).all()
+
+
+def test_a_bad_sequence_is_named_and_the_others_are_scored(reference_folder, tokenizer):
+    good = random_sequences(3)
+    bad = [
+        Sequence([], [1]),
+        Sequence([1], []),
+        Sequence([1], [len(tokenizer)]),
+        Sequence([1], [-1]),
+        Sequence([1], [2] * 2048),
+    ]
+    engine = TorchEngine(str(reference_folder), "float32")
+    with pytest.raises(InvalidSequencesError) as caught:
+        engine.score([good[0], *bad, *good[1:]])
+    assert set(caught.value.problems) == {1, 2, 3, 4, 5}
+    for index, says in zip(
+        range(1, 6), ("prompt is empty", "completion is empty", "vocabulary", "vocabulary", "2048 positions"), strict=True
+    ):
+        assert says in caught.value.problems[index]
+    alone = engine.score(good)
+    for index, expected in zip((0, 6, 7), alone, strict=True):
+        assert np.abs(caught.value.results[index] - expected).max() <= 1e-5
+
+
+def test_weights_that_are_nan_are_an_error_not_a_value(tmp_path):
+    model = MistralForCausalLM(MistralConfig(**GQA))
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidSequencesError, match="not finite"):
+        TorchEngine(str(tmp_path), "float32").score(random_sequences(2))
+
+
+def test_a_weight_that_the_files_lack_is_an_error_not_a_random_number(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    MistralForCausalLM(MistralConfig(**GQA)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match="up_proj"):
+        TorchEngine(str(tmp_path), "float32")
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(tmp_path, reference_folder):
+    import json
+    import shutil
+
+    shutil.copytree(reference_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(EngineError):
+        TorchEngine(str(tmp_path), "float32")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_and_missing_folders_are_refused(tmp_path, reference_folder):
+    import shutil
+
+    shutil.copytree(reference_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickle"):
+        TorchEngine(str(tmp_path))
+    with pytest.raises(UsageError):
+        TorchEngine(str(tmp_path / "nowhere"))
+
+
+def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_folder):
+    """A real limit on the address space of a process of its own."""
+    program = f"""
+        import resource
+        import numpy as np, torch
+        from reflogp_service.engine import Sequence, TorchEngine
+        torch.set_num_threads(1)
+        engine = TorchEngine({str(reference_folder)!r}, "float32", token_budget=10_000_000)
+        engine.score([Sequence([1] * 20, [2] * 20)])
+        sequences = [Sequence([i % 100] * 700, [(i + 1) % 100] * 700) for i in range(60)]
+        expected = TorchEngine({str(reference_folder)!r}, "float32", token_budget=1500).score(sequences[:3])
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + 300_000_000
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        results = engine.score(sequences)
+        assert len(results) == 60 and all(len(r) == 700 and np.isfinite(r).all() for r in results)
+        assert max(np.abs(a - b).max() for a, b in zip(expected, results)) < 1e-4
+        assert 1 <= engine.token_budget < 60 * 1400, engine.token_budget
+        print("budget", engine.token_budget)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "budget" in done.stdout

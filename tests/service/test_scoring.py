@@ -1,0 +1,179 @@
+import numpy as np
+import pytest
+import torch
+from reflogp_service.data.read import RowSource
+from reflogp_service.engine import TorchEngine
+from reflogp_service.scoring import score_dataset
+from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import plain_token_logps, write_rows
+
+
+@pytest.fixture
+def score(reference_folder, tmp_path):
+    """score(file, **options) -> summary, into one store."""
+
+    def run(file, make_engine=None, **options):
+        reference = describe_reference(str(reference_folder), "float32")
+        engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
+        return score_dataset(
+            RowSource(str(file)), str(reference_folder), LogprobStore(tmp_path / "store"), reference, engine, **options
+        )
+
+    return run
+
+
+def snapshot(reference_folder, tmp_path):
+    reference = describe_reference(str(reference_folder), "float32")
+    return LogprobStore(tmp_path / "store").table(reference.reference_id).snapshot()
+
+
+def must_not_load():
+    raise AssertionError("a model was loaded though nothing was missing")
+
+
+def test_a_second_run_scores_nothing_and_loads_no_model(score, pairs_file):
+    first = score(pairs_file)
+    assert (first.rows, first.sequences, first.hits) == (40, 80, 0)
+    assert first.scored + first.duplicates == 80
+    second = score(pairs_file, must_not_load)
+    assert (second.sequences, second.hits, second.scored, second.duplicates) == (80, 80, 0, 0)
+    assert second.snapshot == first.snapshot
+
+
+def test_more_rows_score_only_what_is_new(score, pairs_file, pair_rows, tmp_path):
+    score(pairs_file)
+    more = score(write_rows(tmp_path / "more.jsonl", pair_rows[:60]))
+    assert more.hits >= 80
+    assert 0 < more.scored <= 40
+
+
+@pytest.mark.parametrize("commit_sequences", [3, 4096])
+def test_duplicates_are_scored_once_within_and_across_commits(score, tmp_path, pair_rows, commit_sequences):
+    rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
+    file = write_rows(tmp_path / "twice.jsonl", [*rows * 3, {**rows[0], "chosen_ids": [4], "rejected_ids": [5]}])
+    summary = score(file, commit_sequences=commit_sequences)
+    assert (summary.sequences, summary.hits, summary.duplicates, summary.scored) == (62, 0, 41, 21)
+
+
+def test_values_equal_a_plain_forward(score, tmp_path, reference_folder):
+    rows = [{"prompt_ids": [5, 6, 7 + i], "chosen_ids": [10 + i, 11, 12], "rejected_ids": [13, 14 + i]} for i in range(9)]
+    score(write_rows(tmp_path / "t.jsonl", rows))
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    at = snapshot(reference_folder, tmp_path)
+    for side in ("chosen_ids", "rejected_ids"):
+        stored = at.token_logps(sequence_keys([r["prompt_ids"] for r in rows], [r[side] for r in rows]))
+        for row, values in zip(rows, stored, strict=True):
+            assert np.abs(values - plain_token_logps(model, row["prompt_ids"], row[side])).max() <= 1e-4
+
+
+def test_an_early_stop_is_a_hit_for_less_and_a_miss_for_more(score, tmp_path):
+    file = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": [1] * 10, "chosen_ids": [2] * 30, "rejected_ids": [3] * 5}])
+    assert score(file, max_length=20).scored == 2
+    assert score(file, must_not_load, max_length=15).hits == 2
+    longer = score(file, max_length=25)
+    assert (longer.hits, longer.scored) == (1, 1)
+    whole = score(file)
+    assert (whole.hits, whole.scored) == (1, 1)
+    assert score(file, must_not_load, max_length=33).hits == 2
+
+
+def test_rows_whose_prompt_fills_max_length_are_dropped_as_trl_does(score, tmp_path):
+    rows = [{"prompt_ids": [1] * n, "chosen_ids": [2], "rejected_ids": [3]} for n in (5, 8, 9)]
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), max_length=8)
+    assert (summary.rows, summary.dropped_rows, summary.sequences, summary.bad_rows) == (3, 2, 2, 0)
+
+
+def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_folder):
+    """The window's own plain forward, also where it begins inside the completion."""
+    prompt, chosen, rejected = [1, 2, 3, 4, 5, 6], [7, 8, 9], [20 + i for i in range(15)]
+    file = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}])
+    score(file, max_length=8, truncation_mode="keep_end")
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    windows = [((prompt + chosen)[-8:-3], chosen), (rejected[-8:-7], rejected[-7:])]
+    at = snapshot(reference_folder, tmp_path)
+    stored = at.token_logps(sequence_keys([p for p, _ in windows], [c for _, c in windows]))
+    for (context, completion), values in zip(windows, stored, strict=True):
+        assert np.abs(values - plain_token_logps(model, context, completion)).max() <= 1e-4
+
+
+def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_folder):
+    class Notes:
+        def __init__(self):
+            self.bad, self.done, self.total = {}, 0, 0
+
+        def begin(self, sequences):
+            self.total = sequences
+
+        def advance(self, sequences, tokens):
+            self.done += sequences
+
+        def bad_row(self, row, problem):
+            self.bad[row] = problem
+
+    good = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
+    rows = [
+        good,
+        {**good, "chosen_ids": []},
+        {**good, "rejected_ids": None},
+        {**good, "chosen_ids": [3] * 2047},
+        {**good, "chosen_ids": [3, 100_000]},
+        {**good, "prompt_ids": [], "chosen_ids": [1, 2], "rejected_ids": [1, 3]},
+        {**good, "prompt_ids": [9]},
+    ]
+    notes = Notes()
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), watcher=notes)
+    assert set(notes.bad) == {1, 2, 3, 4} == set(summary.bad_row_numbers)
+    assert "empty" in notes.bad[1]
+    assert "not a list" in notes.bad[2]
+    assert "2048 positions" in notes.bad[3]
+    assert "vocabulary" in notes.bad[4]
+    keys = sequence_keys([[1, 2], [1, 2], [9], [1]], [[3, 4], [5], [3, 4], [2]])
+    assert (snapshot(reference_folder, tmp_path).stored_lengths(keys) > 0).all()
+
+
+def test_an_interrupt_keeps_what_was_computed(score, pairs_file, reference_folder):
+    class Interrupted(TorchEngine):
+        def stream(self, sequences, skip=()):
+            for count, item in enumerate(super().stream(sequences, skip)):
+                if count == 17:
+                    raise KeyboardInterrupt
+                yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        score(pairs_file, lambda: Interrupted(str(reference_folder), "float32", token_budget=500))
+    after = score(pairs_file)
+    assert after.hits >= 17
+    assert after.sequences == after.hits + after.duplicates + after.scored
+
+
+def test_values_that_are_not_finite_are_reported_and_not_stored(score, tmp_path, reference_folder):
+    class Broken(TorchEngine):
+        def stream(self, sequences, skip=()):
+            for index, logps in super().stream(sequences, skip):
+                yield index, logps * np.nan if len(sequences[index].completion_ids) == 3 else logps
+
+    rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [2] * n} for n in (2, 3)]
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: Broken(str(reference_folder), "float32"))
+    assert (summary.failed, summary.bad_row_numbers) == (1, [1])
+    assert snapshot(reference_folder, tmp_path).stored_lengths(sequence_keys([[1]], [[2, 2, 2]])).tolist() == [-1]
+
+
+def test_memory_does_not_grow_with_the_dataset(score, tmp_path):
+    """Rows and values pass through in windows and commits; what stays is an index entry per sequence."""
+    import tracemalloc
+
+    def peak(rows):
+        file = write_rows(
+            tmp_path / f"{rows}.jsonl",
+            [{"prompt_ids": [1 + i % 900], "chosen_ids": [1 + i // 900] + [3] * 80, "rejected_ids": [4]} for i in range(rows)],
+        )
+        tracemalloc.start()
+        assert score(file, commit_sequences=256).scored > 0
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return highest
+
+    peak(100)
+    assert peak(4 * 1024) < 1.3 * peak(1024)

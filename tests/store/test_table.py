@@ -1,0 +1,196 @@
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from reflogp_store import (
+    LogprobStore,
+    Reference,
+    ReferenceNotFoundError,
+    SnapshotNotFoundError,
+    StoreFormatError,
+    StoreUnavailableError,
+    UsageError,
+    sequence_keys,
+)
+from reflogp_store.schema import shard_table
+
+REFERENCE = Reference("ab" * 16, "model", "float32", "float32", ("00" * 32,), {"hidden_size": 8})
+
+
+def some_rows(first: int, count: int, values: int = 5, seed: int = 0, completion: int = 10):
+    """(keys, shard rows) of `count` sequences numbered from `first`, each with so many of `completion` values."""
+    prompts = [[i, 1, 2] for i in range(first, first + count)]
+    completions = [[i + t for t in range(completion)] for i in range(first, first + count)]
+    keys = sequence_keys(prompts, completions)
+    random = np.random.default_rng(seed)
+    logps = pa.array(list(-random.random((count, values), np.float32)), pa.list_(pa.float32()))
+    lens = np.full(count, completion, np.int32)
+    return keys, shard_table(keys, np.full(count, 3, np.int32), lens, logps, {"engine": "test"})
+
+
+@pytest.fixture
+def table(tmp_path):
+    return LogprobStore(tmp_path / "store").create_table(REFERENCE)
+
+
+def test_what_is_appended_is_found_by_key(table):
+    keys, rows = some_rows(0, 100)
+    done = table.append(rows)
+    snapshot = table.snapshot()
+    assert (done.written, done.already_there, snapshot.number) == (100, 0, done.snapshot)
+    expected = rows["token_logps"].to_pylist()
+    assert [values.tolist() for values in snapshot.token_logps(keys)] == expected
+    assert snapshot.stored_lengths(keys).tolist() == [5] * 100
+    absent = sequence_keys([[9]], [[9]])
+    assert snapshot.stored_lengths(absent).tolist() == [-1]
+    assert snapshot.token_logps(absent) == [None]
+
+
+def test_prefix_sums_are_sums_of_the_first_values(table):
+    keys, rows = some_rows(0, 50)
+    table.append(rows)
+    values = np.array(rows["token_logps"].to_pylist())
+    for length in range(6):
+        got = table.snapshot().prefix_sums(keys, np.full(50, length))
+        assert np.allclose(got, values[:, :length].sum(1), rtol=0, atol=1e-12)
+    assert np.isnan(table.snapshot().prefix_sums(keys, np.full(50, 6))).all()
+
+
+def test_one_bad_value_spoils_only_its_own_row(table):
+    keys, rows = some_rows(0, 3)
+    values = rows["token_logps"].to_pylist()
+    values[1][4] = float("nan")
+    lists = pa.array(values, pa.list_(pa.float32()))
+    table.append(shard_table(keys, np.full(3, 3, np.int32), np.full(3, 10, np.int32), lists, {}))
+    assert np.isfinite(table.snapshot().prefix_sums(keys, np.full(3, 4))).all()
+    assert np.isnan(table.snapshot().prefix_sums(keys, np.full(3, 5))).tolist() == [False, True, False]
+
+
+def test_snapshots_are_numbered_and_keep_what_they_had(table):
+    first_keys, first = some_rows(0, 10)
+    second_keys, second = some_rows(10, 10)
+    one = table.append(first).snapshot
+    two = table.append(second).snapshot
+    assert two == one + 1
+    assert table.snapshot(one).stored_lengths(second_keys).tolist() == [-1] * 10
+    assert table.snapshot(two).stored_lengths(first_keys).tolist() == [5] * 10
+    with pytest.raises(SnapshotNotFoundError, match="99"):
+        table.snapshot(99)
+
+
+def test_the_first_commit_wins_for_a_key(table, tmp_path):
+    other_writer = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    keys, mine = some_rows(0, 10, seed=1)
+    _, theirs = some_rows(0, 20, seed=2)
+    table.append(mine)
+    done = other_writer.append(theirs)
+    assert (done.written, done.already_there) == (10, 10)
+    got = table.snapshot().token_logps(keys)
+    assert [values.tolist() for values in got] == mine["token_logps"].to_pylist()
+
+
+def test_a_longer_row_begins_with_the_values_that_were_read_before(table):
+    keys, short = some_rows(0, 10, values=4, seed=1)
+    _, long = some_rows(0, 10, values=9, seed=2)
+    table.append(short)
+    assert table.append(long).written == 10
+    got = np.stack(table.snapshot().token_logps(keys))
+    assert (got[:, :4] == np.array(short["token_logps"].to_pylist(), np.float32)).all()
+    assert (got[:, 4:] == np.array(long["token_logps"].to_pylist(), np.float32)[:, 4:]).all()
+    assert not table.verify()
+    _, shorter = some_rows(0, 10, values=2, seed=3)
+    assert table.append(shorter).written == 0
+
+
+def test_a_key_twice_in_one_append_is_written_once(table):
+    _, rows = some_rows(0, 10)
+    assert table.append(pa.concat_tables([rows, rows])).written == 10
+    assert len(table.snapshot()) == 10
+
+
+def test_many_appends_stay_findable(table):
+    """More commits than the index has layers."""
+    batches = [some_rows(100 * i, 7, seed=i) for i in range(25)]
+    for _, rows in batches:
+        table.append(rows)
+        table.snapshot()
+    for keys, rows in batches:
+        assert [v.tolist() for v in table.snapshot().token_logps(keys)] == rows["token_logps"].to_pylist()
+
+
+def _append_in_process(uri: str, seed: int) -> int:
+    table = LogprobStore(uri).table(REFERENCE.reference_id)
+    return sum(table.append(some_rows(10 * i, 20, seed=seed)[1]).written for i in range(15))
+
+
+def test_writers_that_race_write_every_key_once(table, tmp_path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        written = pool.starmap(_append_in_process, [(str(tmp_path / "store"), seed) for seed in range(3)])
+    keys, _ = some_rows(0, 160)
+    assert sum(written) == 160 == len(table.snapshot())
+    assert (table.snapshot().stored_lengths(keys) == 5).all()
+    assert not table.verify()
+
+
+def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
+    _, rows = some_rows(0, 10)
+    table.append(rows)
+    from reflogp_store.schema import write_shard
+
+    write_shard(some_rows(50, 5)[1], f"{table.uri}/shard-left-behind.parquet")
+    assert len(table.snapshot()) == 10
+    assert not table.verify()
+
+
+def test_verify_names_a_damaged_shard(table):
+    table.append(some_rows(0, 2000, values=50, completion=50)[1])
+    table.append(some_rows(5000, 10)[1])
+    shards = sorted(Path(table.uri).glob("shard-*.parquet"), key=lambda path: path.stat().st_size)
+    data = bytearray(shards[-1].read_bytes())
+    data[len(data) // 2] ^= 0x40
+    shards[-1].write_bytes(data)
+    assert [damage.shard for damage in table.verify()] == [shards[-1].name]
+    shards[0].unlink()
+    assert {damage.shard for damage in table.verify()} == {shard.name for shard in shards}
+
+
+def test_other_tools_read_the_table_as_it_is(table):
+    from deltalake import DeltaTable
+
+    keys, rows = some_rows(0, 30)
+    table.append(rows)
+    read = DeltaTable(table.uri).to_pyarrow_table()
+    assert sorted(read["key"].to_pylist()) == sorted(keys.to_pylist())
+    assert read.column_names == ["key", "prompt_len", "completion_len", "token_logps", "logp_sum", "provenance"]
+
+
+def test_a_store_of_a_newer_format_is_refused_and_left_alone(table, tmp_path):
+    file = tmp_path / "store" / REFERENCE.reference_id / "reference.json"
+    newer = json.loads(file.read_text()) | {"format": 2}
+    file.write_text(json.dumps(newer))
+    for opening in ("table", "references", "create_table"):
+        argument = {"table": [REFERENCE.reference_id], "references": [], "create_table": [REFERENCE]}[opening]
+        with pytest.raises(StoreFormatError, match="format 2"):
+            getattr(LogprobStore(tmp_path / "store"), opening)(*argument)
+    assert json.loads(file.read_text()) == newer
+
+
+def test_a_store_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailableError, match="cannot be"):
+        LogprobStore(tmp_path / "file" / "store").create_table(REFERENCE)
+
+
+def test_a_reference_that_was_never_scored(table, tmp_path):
+    with pytest.raises(ReferenceNotFoundError, match=REFERENCE.reference_id):
+        LogprobStore(tmp_path / "store").table("cd" * 16)
+    with pytest.raises(UsageError, match="no store"):
+        LogprobStore(tmp_path / "nowhere").references()
+    assert [r.reference_id for r in LogprobStore(tmp_path / "store").references()] == [REFERENCE.reference_id]
+
+
+def test_the_reference_comes_back_as_it_was(table, tmp_path):
+    assert LogprobStore(tmp_path / "store").references() == [REFERENCE]

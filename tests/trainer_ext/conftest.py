@@ -1,0 +1,100 @@
+"""Real TRL runs on a small reference model whose pairs are scored in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, load_dataset
+from reflogp_service.data.read import RowSource
+from reflogp_service.engine import TorchEngine
+from reflogp_service.scoring import score_dataset
+from reflogp_store import LogprobStore, describe_reference
+from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+
+from tests.conftest import write_rows
+
+
+def score_pairs(model: Path, data: Path, store: Path, **options):
+    return score_dataset(
+        RowSource(str(data)),
+        str(model),
+        LogprobStore(store),
+        describe_reference(str(model), "float32"),
+        lambda: TorchEngine(str(model), "float32"),
+        **options,
+    )
+
+
+@pytest.fixture(scope="session")
+def data_file(pair_rows, tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "pairs.jsonl", pair_rows[:80])
+
+
+@pytest.fixture(scope="session")
+def store(reference_folder, data_file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    score_pairs(reference_folder, data_file, folder)
+    return folder
+
+
+@pytest.fixture
+def source(store, reference_folder) -> ReferenceSource:
+    return ReferenceSource(store, model=str(reference_folder), dtype="float32")
+
+
+@pytest.fixture
+def dataset(data_file, tmp_path) -> Dataset:
+    """From a file, in a cache of the test's own, as a user would load it: TRL's cache works for such datasets only."""
+    return load_dataset("json", data_files=str(data_file), split="train", cache_dir=str(tmp_path / "datasets-cache"))
+
+
+@pytest.fixture
+def policy(reference_folder):
+    return lambda: AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(**changes) -> DPOConfig:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 4,
+            "max_steps": 2,
+            "learning_rate": 1e-4,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 7,
+        }
+        return DPOConfig(**{**settings, **changes})
+
+    return make
+
+
+@pytest.fixture
+def cached_trainer(policy, config, dataset, tokenizer, source):
+    """cached_trainer(trainer options, **config changes)"""
+
+    def make(options=None, **changes) -> CachedDPOTrainer:
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source, **(options or {})}
+        return CachedDPOTrainer(arguments.pop("model", None) or policy(), args=config(**changes), **arguments)
+
+    return make
+
+
+@pytest.fixture
+def trl_trainer(policy, config, dataset, tokenizer):
+    """trl_trainer(trainer options, **config changes), precomputing unless told otherwise"""
+
+    def make(options=None, **changes) -> DPOTrainer:
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, **(options or {})}
+        return DPOTrainer(policy(), args=config(**{"precompute_ref_log_probs": True, **changes}), **arguments)
+
+    return make
