@@ -167,7 +167,10 @@ def test_memory_does_not_grow_with_the_dataset(score, tmp_path):
     def peak(rows):
         file = write_rows(
             tmp_path / f"{rows}.jsonl",
-            [{"prompt_ids": [1 + i % 900], "chosen_ids": [1 + i // 900] + [3] * 80, "rejected_ids": [4]} for i in range(rows)],
+            [
+                {"prompt_ids": [rows % 1000, 1 + i % 900], "chosen_ids": [1 + i // 900] + [3] * 80, "rejected_ids": [4]}
+                for i in range(rows)
+            ],
         )
         tracemalloc.start()
         assert score(file, commit_sequences=256).scored > 0
