@@ -132,11 +132,13 @@ def _build(folder: Path, source: Any) -> None:
 
 
 def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Path, rows: int, steps: int) -> Any:
-    from datasets import Dataset
+    import torch
+    from datasets import Dataset, disable_progress_bars
     from reflogp_service.data.read import RowSource
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig
 
+    disable_progress_bars()
     readable = [row.columns for row, _ in zip(RowSource(data_file), range(rows), strict=False) if row.columns]
     args = DPOConfig(
         output_dir=str(run),
@@ -147,6 +149,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
         save_strategy="no",
         report_to=[],
         bf16=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         max_length=1024,
     )
