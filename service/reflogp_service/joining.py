@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from reflogp_store import Snapshot, StoreUnavailableError, UsageError, join_logps
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp_service.scoring import NAMED_ROWS, Watcher
+from reflogp_store import Snapshot, StoreUnavailableError, UsageError, join_logps
 
 
 @dataclass

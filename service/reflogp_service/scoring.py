@@ -15,15 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
-from reflogp_store.joins import completion_columns
-from reflogp_store.schema import shard_table
-from reflogp_store.windows import check_truncation, windows
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.shape import Format
 from reflogp_service.data.tokenize import TokenizedRows, load_tokenizer, tokenize_dataset
 from reflogp_service.engine.sequences import Sequence
+from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
+from reflogp_store.joins import completion_columns
+from reflogp_store.schema import shard_table
+from reflogp_store.windows import check_truncation, windows
 
 #: A commit at least this often, in sequences and in seconds: what a crash can lose.
 COMMIT_SEQUENCES = 4096

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+
 from reflogp_client.cli import main
 from reflogp_store import LogprobStore, describe_reference
-
 from tests.conftest import write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3

@@ -6,9 +6,6 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.errors import EngineError, InvalidSequencesError
-from reflogp_store import CheckpointError, UsageError
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -25,6 +22,9 @@ from transformers import (
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.errors import EngineError, InvalidSequencesError
+from reflogp_store import CheckpointError, UsageError
 from tests.conftest import plain_token_logps
 
 

@@ -4,6 +4,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from reflogp_service.data.read import RowSource
 from reflogp_service.errors import DatasetError
 

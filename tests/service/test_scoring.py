@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from reflogp_service.data.read import RowSource
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
-from transformers import AutoModelForCausalLM
-
 from tests.conftest import plain_token_logps, write_rows
 
 

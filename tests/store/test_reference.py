@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+
 from reflogp_store import CheckpointError, UsageError, describe_reference, digests
 
 

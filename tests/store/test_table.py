@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+
 from reflogp_store import (
     LogprobStore,
     Reference,

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+
 from reflogp_service.data.read import RowSource
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
 from reflogp_trainer import CachedDPOTrainer, ReferenceSource
-from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer
-
 from tests.conftest import write_rows
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from reflogp_store import LogprobStore, UsageError
 from reflogp_trainer import (
     CachedDPOTrainer,
@@ -15,8 +17,6 @@ from reflogp_trainer import (
     StepZeroError,
     join_reference_logps,
 )
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests.trainer_ext.conftest import score_pairs
 
 
@@ -132,6 +132,7 @@ def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
 
 def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_path, store):
     import pyarrow as pa
+
     from reflogp_store import sequence_keys
     from reflogp_store.schema import shard_table
 

@@ -6,9 +6,9 @@ Each test first shows TRL's answer. Where an upstream release mends it, the firs
 import numpy as np
 import pytest
 import torch
-from reflogp_trainer import ReferenceSource
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from reflogp_trainer import ReferenceSource
 from tests.conftest import plain_token_logps
 from tests.trainer_ext.conftest import score_pairs
 

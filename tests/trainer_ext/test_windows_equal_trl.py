@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
 from reflogp_store import LogprobStore, Reference, UsageError, join_logps, sequence_keys
 from reflogp_store.schema import shard_table
 from reflogp_store.windows import windows
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 row = st.fixed_dictionaries(
     {

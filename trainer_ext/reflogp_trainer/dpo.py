@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
-from reflogp_store import UsageError
 from trl import DPOConfig, DPOTrainer
 
+from reflogp_store import UsageError
 from reflogp_trainer.join import JoinRecord, join_with_record
 from reflogp_trainer.no_reference import NoReferenceModel, no_reference_model
 from reflogp_trainer.source import ReferenceSource

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
+
 from reflogp_store import Join, Snapshot, join_logps
 from reflogp_store.joins import completion_columns
-
 from reflogp_trainer.errors import MissingLogpsError, NotFiniteLogpsError
 from reflogp_trainer.source import ReferenceSource
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from reflogp_store import LogprobStore, UsageError, describe_reference
 
 from reflogp_client.cli.console import needs, out, progress_bar, quiet_libraries
+from reflogp_store import LogprobStore, UsageError, describe_reference
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
 
@@ -38,6 +38,7 @@ def demo(
     try:
         quiet_libraries()
         import torch
+
         from reflogp_service.data.read import RowSource
         from reflogp_service.engine import TorchEngine
         from reflogp_service.scoring import score_dataset
@@ -110,9 +111,8 @@ def shipped_data() -> Path:
 
 
 def _build(folder: Path, source: Any) -> None:
-    from reflogp_service.data.shape import RowError, examples_of
-
     from reflogp_client.cli.demo_model import build_model
+    from reflogp_service.data.shape import RowError, examples_of
 
     conversations = []
     for row in source:
@@ -134,9 +134,10 @@ def _build(folder: Path, source: Any) -> None:
 def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Path, rows: int, steps: int) -> Any:
     import torch
     from datasets import Dataset, disable_progress_bars
-    from reflogp_service.data.read import RowSource
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig
+
+    from reflogp_service.data.read import RowSource
 
     disable_progress_bars()
     readable = [row.columns for row, _ in zip(RowSource(data_file), range(rows), strict=False) if row.columns]

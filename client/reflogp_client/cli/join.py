@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from reflogp_store import LogprobStore
 
 from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_json, progress_bar, quiet_libraries
 from reflogp_client.cli.score import find_reference
+from reflogp_store import LogprobStore
 
 
 def join(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import typer
-from reflogp_store import ReflogpError, UsageError
 
 from reflogp_client.cli import demo, join, score, store
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err
+from reflogp_store import ReflogpError, UsageError
 
 app = typer.Typer(
     name="reflogp",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import typer
-from reflogp_store import LogprobStore, Reference, UsageError, describe_reference, resolve_model
 
 from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, needs, out, print_json, progress_bar, quiet_libraries
+from reflogp_store import LogprobStore, Reference, UsageError, describe_reference, resolve_model
 
 
 def score(

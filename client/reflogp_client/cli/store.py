@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from reflogp_store import LogprobStore
 from rich.table import Table
 
 from reflogp_client.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
+from reflogp_store import LogprobStore
 
 app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs and check it.")
 

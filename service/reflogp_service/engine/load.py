@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reflogp_store.checkpoint import read_checkpoint, resolve_model
-from reflogp_store.reference import resolve_dtype
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.errors import EngineError
+from reflogp_store.checkpoint import read_checkpoint, resolve_model
+from reflogp_store.reference import resolve_dtype
 
 
 @dataclass(frozen=True)
