@@ -74,6 +74,10 @@ def join_dataset(
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store_uri, output=output)
     settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
     target = Path(output)
+    if target.suffix != ".parquet":
+        raise UsageError(f"the output {output} would be a Parquet file; give it a name that ends in .parquet")
+    if any(target.exists() and target.samefile(file) for file in source.files):
+        raise UsageError(f"the output {output} is the dataset itself; give it another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     writer: pq.ParquetWriter | None = None
     tokenizer = load_tokenizer(model_folder, trust_remote_code)

@@ -144,7 +144,7 @@ def score_dataset(
     tokenizer = load_tokenizer(model_folder, trust_remote_code)
     for window in tokenize_dataset(source, tokenizer, form):
         if watcher and not summary.rows:
-            watcher.begin(source.count() * len(completion_columns(window.table.column_names)))
+            watcher.begin(source.count() * max(1, len(window.table.column_names) - 2))  # all but row and prompt_ids
         run.take(window, max_length, truncation_mode)
     run.flush()
     summary.seconds = time.monotonic() - started

@@ -109,12 +109,14 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
     return b"".join(keys)
 
 
-def keys_as_words(keys: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Keys as two uint64 arrays of shape (n,), big-endian, so that numeric order is byte order."""
     if isinstance(keys, pa.ChunkedArray):
         keys = keys.combine_chunks()
         if isinstance(keys, pa.ChunkedArray):
             keys = pa.concat_arrays(keys.chunks) if keys.num_chunks else pa.array([], KEY_TYPE)
+    if not isinstance(keys, pa.Array):
+        keys = pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)
     words = np.frombuffer(fixed.buffers()[1] or b"", dtype=">u8")[2 * fixed.offset : 2 * (fixed.offset + len(fixed))]
     pairs = words.reshape(-1, 2).astype(np.uint64)

@@ -7,13 +7,14 @@ one set of credentials. Does not know what the files mean. Called by the store a
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pyarrow.fs as pafs
 from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 
-from reflogp_store.errors import StoreUnavailableError
+from reflogp_store.errors import StoreUnavailableError, UsageError
 
 #: What delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
@@ -28,6 +29,8 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
     text = os.fspath(uri)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
+    if re.match(r"(s3a?|gs|az|abfss?|https?):/(?!/)", text):
+        raise UsageError(f"store {text!r}: a URI has two slashes after the colon")
     if "://" in text:
         return text.rstrip("/")
     return str(Path(text).expanduser().absolute())

@@ -72,6 +72,18 @@ class LogprobStore:
             raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
         return LogprobTable(self._table_uri(reference_id), reference, self._options)
 
+    def table_of(self, reference: Reference) -> LogprobTable:
+        """As `table`, for a described reference: the error can then say what differs from what is there.
+
+        Raises ReferenceNotFoundError, StoreFormatError.
+        """
+        try:
+            return self.table(reference.reference_id)
+        except ReferenceNotFoundError as error:
+            same = [other.dtype for other in self.references() if other.weights == reference.weights]
+            hint = f"; the same weights were scored in {', '.join(same)}: give that dtype" if same else ""
+            raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
+
     def create_table(self, reference: Reference) -> LogprobTable:
         """The table of `reference`, created where the store has none yet; checked to be writable.
 

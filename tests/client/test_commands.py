@@ -251,6 +251,7 @@ def test_a_store_of_a_newer_format(score, pairs_file, tmp_path):
         ({"options": ["--truncation-mode", "middle"]}, "keep_start"),
         ({"options": ["--token-budget", "many"]}, "token-budget"),
         ({"options": ["--format", "sft"]}, "--format"),
+        ({"options": ["--store", "s3:/bucket"]}, "two slashes"),
         ({"options": ["--format", "kto", "--split", "x"], "data": "tokens"}, "not kto"),
     ],
 )
@@ -263,6 +264,38 @@ def test_bad_usage(reflogp, reference_folder, pairs_file, tmp_path, change, says
     )
     assert code == USAGE
     assert says in one_sentence(err)
+
+
+def test_an_output_that_would_overwrite_the_data_is_refused(score, reflogp, reference_folder, pairs_file, tmp_path):
+    score(pairs_file)
+    join = ("join", reference_folder, "--store", tmp_path / "store", "--dtype", "float32")
+    data = tmp_path / "d.parquet"
+    assert reflogp(*join, pairs_file, "-o", data)[0] == DONE
+    before = data.read_bytes()
+    code, _, err = reflogp(*join, data, "-o", data)
+    assert code == USAGE
+    assert "the dataset itself" in one_sentence(err)
+    assert data.read_bytes() == before
+    assert reflogp(*join, pairs_file, "-o", tmp_path / "out.csv")[0] == USAGE
+
+
+def test_a_wrong_dtype_is_told_the_right_one(score, reflogp, reference_folder, pairs_file, tmp_path):
+    score(pairs_file)
+    code, _, err = reflogp("join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", tmp_path / "j.parquet")
+    assert code == FAILED
+    assert "in bfloat16 was never scored" in one_sentence(err)
+    assert "scored in float32" in one_sentence(err)
+
+
+def test_a_file_without_one_readable_row(score, tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"PAR1\x90\n\xff\n")
+    code, _, err = score(tmp_path / "x.jsonl")
+    assert code == USAGE
+    assert "no readable row" in one_sentence(err)
+
+
+def test_version(reflogp):
+    assert reflogp("--version")[1].startswith("reflogp 0")
 
 
 def test_a_snapshot_that_is_not_there(score, reflogp, reference_folder, pairs_file, tmp_path):

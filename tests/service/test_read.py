@@ -63,6 +63,14 @@ def test_a_csv_line_with_too_few_cells_is_named(tmp_path):
     assert "2 columns" in rows[1].problem
 
 
+def test_an_empty_csv_cell_is_null_as_it_is_to_datasets(tmp_path):
+    import datasets
+
+    file = tmp_path / "a.csv"
+    file.write_text("prompt,chosen,rejected\na,,c\nd,e,f\n")
+    assert columns_of(file) == datasets.load_dataset("csv", data_files=str(file), split="train").to_list()
+
+
 @pytest.mark.parametrize(
     "name, content, says",
     [
@@ -73,6 +81,7 @@ def test_a_csv_line_with_too_few_cells_is_named(tmp_path):
         ("x.jsonl.gz", b"not gzip", "cannot be read as jsonl"),
         ("x.json", b"[1, 2", "not JSON"),
         ("x.csv", b"", "no header"),
+        ("y.csv", b"a,b\n\xff\xfe,\x90", "cannot be read as csv"),
     ],
 )
 def test_what_cannot_be_opened_says_why(tmp_path, name, content, says):

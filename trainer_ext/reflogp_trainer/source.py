@@ -8,7 +8,14 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from reflogp_store import LogprobStore, LogprobTable, Snapshot, UsageError, describe_reference
+from reflogp_store import (
+    LogprobStore,
+    LogprobTable,
+    ReferenceNotFoundError,
+    Snapshot,
+    UsageError,
+    describe_reference,
+)
 
 
 class ReferenceSource:
@@ -49,11 +56,10 @@ class ReferenceSource:
         self.store = LogprobStore(location)
         self.model = model
         self.dtype = dtype
-        self.reference_id = reference_id or describe_reference(str(model), dtype).reference_id
-        if model is not None and reference_id is not None:
-            found = describe_reference(model, dtype).reference_id
-            if found != reference_id:
-                raise UsageError(f"{model} in {dtype} is reference {found}, not {reference_id}")
+        self._described = describe_reference(model, dtype) if model is not None else None
+        if self._described is not None and reference_id not in (None, self._described.reference_id):
+            raise UsageError(f"{model} in {dtype} is reference {self._described.reference_id}, not {reference_id}")
+        self.reference_id = self._described.reference_id if self._described is not None else str(reference_id)
         self.snapshot_number = snapshot
         self._table: LogprobTable | None = None
 
@@ -64,7 +70,13 @@ class ReferenceSource:
         Raises ReferenceNotFoundError when nothing was ever scored with this reference.
         """
         if self._table is None:
-            self._table = self.store.table(self.reference_id)
+            if self._described is not None:
+                try:
+                    self._table = self.store.table_of(self._described)
+                except ReferenceNotFoundError as error:
+                    raise ReferenceNotFoundError(f"{error}. Score the data: {self.score_command('DATA')}") from error
+            else:
+                self._table = self.store.table(self.reference_id)
         return self._table
 
     def snapshot(self) -> Snapshot:

@@ -97,7 +97,8 @@ class Bar:
     def report(self) -> None:
         if not self._bad_count:
             return
-        err.print(f"{self._bad_count} rows have no values (rows count from 0; the others were kept):", style="yellow")
+        rows = "1 row was" if self._bad_count == 1 else f"{self._bad_count} rows were"
+        err.print(f"{rows} left out (rows count from 0; the others were kept):", style="yellow")
         for row, problem in self._bad:
             err.print(f"  row {row}: {problem}", markup=False)
         if self._bad_count > len(self._bad):
@@ -106,7 +107,7 @@ class Bar:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """A bar on stderr for the time of the block. Off a terminal it draws nothing until the end."""
+    """A bar on stderr for the time of the block; off a terminal nothing is drawn."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -119,7 +120,7 @@ def progress_bar(label: str) -> Iterator[Bar]:
     )
     bar: Bar | None = None
     try:
-        with Progress(*columns, console=err, transient=not err.is_terminal) as progress:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
             bar = Bar(progress, label)
             yield bar
     finally:

@@ -45,7 +45,7 @@ def join(
     source = RowSource(data, split)
     folder, reference = find_reference(model, dtype, revision)
     opened = LogprobStore(store)
-    at = opened.table(reference.reference_id).snapshot(snapshot)
+    at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("joining") as bar:
         summary = join_dataset(
             source,

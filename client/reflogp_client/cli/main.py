@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from reflogp_client.cli import demo, join, score, store
-from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err
+from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_store import ReflogpError, UsageError
 
 app = typer.Typer(
@@ -28,6 +30,22 @@ then give the store to CachedDPOTrainer (reflogp_trainer). [bold]reflogp demo[/b
 
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values.""",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"reflogp {version('reflogp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
 app.command("demo")(demo.demo)
 app.command("score")(score.score)
 app.command("join")(join.join)

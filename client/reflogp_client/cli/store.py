@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from reflogp_client.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
 from reflogp_store import LogprobStore
@@ -40,11 +39,11 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
     elif not found:
         out.print(f"{store.uri} holds no reference yet")
     else:
-        view = Table(*(name.replace("_", " ") for name in found[0]))
-        view.columns[0].no_wrap = True
         for entry in found:
-            view.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in entry.values()))
-        out.print(view)
+            out.print(
+                f"{entry['reference_id']}  {entry['name']} in {entry['dtype']}: snapshot {entry['snapshot']}, "
+                f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {entry['bytes'] / 1e6:,.1f} MB"
+            )
 
 
 @app.command("verify")
@@ -56,11 +55,11 @@ def verify(uri: Uri, as_json: AsJson = False) -> None:
         table = store.table(reference.reference_id)
         with progress_bar(f"verifying {reference.name}") as bar:
             damaged += [
-                {"reference_id": reference.reference_id, "shard": d.shard, "problem": d.problem}
+                {"reference_id": reference.reference_id, "shard": f"{table.uri}/{d.shard}", "problem": d.problem}
                 for d in table.verify(bar.hashed)
             ]
     for entry in damaged:
-        err.print(f"damaged: {entry['reference_id']}/{entry['shard']}: {entry['problem']}", style="red", markup=False)
+        err.print(f"damaged: {entry['shard']}: {entry['problem']}", style="red", markup=False)
     if as_json:
         print_json({"store": store.uri, "damaged": damaged})
     elif not damaged:

@@ -107,7 +107,7 @@ class RowSource:
         for file in self.files:
             try:
                 yield from read(file)
-            except (OSError, pa.ArrowException, EOFError) as error:
+            except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
                 raise DatasetError(f"{file} cannot be read as {self.format}: {str(error).splitlines()[0]}") from error
 
 
@@ -191,7 +191,7 @@ def _json(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
 
 
 def _csv(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    """Every column as text, as it stands; a line with another number of columns is a bad row."""
+    """Every column as text; an empty cell is null, as it is to `datasets`. A line with another number of cells is a bad row."""
     csv.field_size_limit(1 << 30)
     with pa.input_stream(str(file), compression="detect") as stream:
         reader = csv.reader(io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline=""))
@@ -202,7 +202,7 @@ def _csv(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
             if len(cells) != len(header):
                 yield None, f"{len(cells)} columns where the header has {len(header)}"
             else:
-                yield dict(zip(header, cells, strict=True)), None
+                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None
 
 
 def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], None]]:

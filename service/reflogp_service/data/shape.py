@@ -83,6 +83,8 @@ def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
         prompt, *rest = split_implicit_prompt(*completions)
         completions = tuple(rest)
     conversational = is_conversational(prompt, *completions)
+    if conversational and not prompt:
+        raise RowError("chosen and rejected share no turn, so there is no prompt")
     for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
         _check_type(name, value, conversational)
     kwargs = _template_kwargs(columns)

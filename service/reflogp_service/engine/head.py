@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-#: float32 logits held at once; 2**25 are 128 MiB.
-_CHUNK_LOGITS = 1 << 25
+#: Logits held at once: 2**25 are 64 MiB in bfloat16 and 128 MiB in float32 on top.
+_CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
+#: Rows of logits that are summed at once on a CPU: few enough that their float32 copy stays in cache.
+_SUM_ROWS = 16
 
 
 class Head:
@@ -22,42 +24,59 @@ class Head:
     A plain linear head is applied here, with each target's logit computed in float32: a rounded bfloat16 logit is the
     largest single error of a log-prob, and one dot product per token removes it. A head that does more (a scale, a soft
     cap) runs through the model's own forward with the hidden states put in, so no architecture needs code here.
+
+    Args:
+        model: a causal language model.
+        float32: compute the logits in float32 whatever the model's dtype is.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, float32: bool = False) -> None:
         self._model = model
         self._output = model.get_output_embeddings()
+        self._weight, self._bias = self._output.weight, getattr(self._output, "bias", None)
         self.linear = self._is_linear()
+        self._float32 = float32 and self._weight.dtype != torch.float32
 
     @torch.inference_mode()
-    def logps(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """log p(target) at each position.
+    def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """log p(target) at some positions.
 
         Args:
-            hidden: last hidden states, (n, hidden size), in the model's dtype.
-            targets: token ids, int64 (n,).
+            states: last hidden states, (positions, hidden size), in the model's dtype.
+            at: which of them predict, int64 (n,).
+            targets: token ids that they predict, int64 (n,).
+            temperature: logits are divided by it.
 
         Returns:
             float32 (n,).
         """
-        rows = max(1, _CHUNK_LOGITS // self._output.weight.shape[0])
-        parts = [
-            self._chunk(hidden[start : start + rows], targets[start : start + rows]) for start in range(0, len(targets), rows)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, device=hidden.device)
+        rows = max(1, _CHUNK_LOGITS[states.device.type] // self._weight.shape[0])
+        out = torch.empty(len(targets), dtype=torch.float32, device=states.device)
+        for start in range(0, len(targets), rows):
+            chunk = slice(start, start + rows)
+            out[chunk] = self._chunk(states[at[chunk]], targets[chunk], temperature)
+        return out
 
-    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         if not self.linear:
-            logits = self._own_logits(hidden).float()
+            logits = self._own_logits(hidden).float() / temperature
             return torch.gather(logits, 1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
-        weight, bias = self._output.weight, self._output.bias
-        logits = F.linear(hidden, weight, bias).float()
-        exact = (hidden.float() * weight[targets].float()).sum(1)
-        if bias is not None:
-            exact = exact + bias[targets].float()
-        # The exact logit takes the rounded one's place in the sum as well, so that log p never rises above zero.
-        logits.scatter_(1, targets[:, None], exact[:, None])
-        logps: torch.Tensor = exact - torch.logsumexp(logits, 1)
+        if self._float32:
+            logits = F.linear(hidden.float(), self._weight.float(), None if self._bias is None else self._bias.float())
+        else:
+            logits = F.linear(hidden, self._weight, self._bias)
+        rounded = torch.gather(logits, 1, targets[:, None])[:, 0].float() / temperature
+        exact = (hidden.float() * self._weight[targets].float()).sum(1)
+        if self._bias is not None:
+            exact = exact + self._bias[targets].float()
+        exact = exact / temperature
+        total = _log_sum_exp(logits, temperature)
+        # The exact logit takes the rounded one's place in the sum as well, so that log p never rises above zero:
+        # with p = exp(rounded - total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
+        share = torch.exp(rounded - total).clamp(max=1.0)
+        others = 1.0 - share
+        corrected = torch.log(others + share * torch.exp(exact - rounded)) + total
+        logps: torch.Tensor = torch.clamp(exact - corrected, max=0.0)
         return logps
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,14 +94,26 @@ class Head:
     @torch.inference_mode()
     def _is_linear(self) -> bool:
         """Whether the model's logits are its hidden states times the output embedding, found by trying."""
-        weight = self._output.weight
-        if getattr(self._output, "bias", None) is not None and self._output.bias.shape != weight.shape[:1]:
+        weight = self._weight
+        if self._bias is not None and self._bias.shape != weight.shape[:1]:
             return False
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         own = self._own_logits(hidden).float()
-        plain = F.linear(hidden, weight, getattr(self._output, "bias", None)).float()
+        plain = F.linear(hidden, weight, self._bias).float()
         return bool(torch.allclose(own, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max())))
+
+
+def _log_sum_exp(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log sum exp of each row in float32, shape (n,)."""
+    scale = 1.0 / temperature
+    if logits.device.type != "cpu":
+        return torch.logsumexp(logits.float() * scale if scale != 1.0 else logits.float(), 1)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    for start in range(0, len(logits), _SUM_ROWS):
+        part = logits[start : start + _SUM_ROWS].float()
+        out[start : start + _SUM_ROWS] = torch.logsumexp(part * scale if scale != 1.0 else part, 1)
+    return out
 
 
 class _Answer(torch.nn.Module):

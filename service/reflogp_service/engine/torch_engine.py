@@ -1,13 +1,15 @@
 """The torch engine: a frozen model on one device that scores token sequences.
 
-Knows batches, token budgets and what to do when memory runs out. It is purely token ids: nothing here knows text, keys or
-stores. Called by the scoring job and by anyone who has sequences in hand.
+Knows token budgets, the queue between preparation, device and results, and what to do when memory runs out. It is purely token
+ids: nothing here knows text, keys or stores. Called by the scoring job and by anyone who has sequences in hand.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,27 +18,32 @@ import torch
 import transformers
 
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
+from reflogp_service.engine.forward import forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import load_model
-from reflogp_service.engine.plain import length_sorted_batches, score_padded
+from reflogp_service.engine.memory import auto_token_budget
+from reflogp_service.engine.packing import Pack, packs
+from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import Sequence, problem_of
 from reflogp_service.errors import EngineError, InvalidSequencesError, OutOfMemoryError
 
 Logps = npt.NDArray[np.float32]
 
-#: Tokens per batch to begin with. Out-of-memory halves it, so too large a number costs one failed try.
-_AUTO_TOKEN_BUDGET = {"cpu": 4_096, "cuda": 32_768}
-
 
 class TorchEngine:
     """Scores sequences with a reference model.
+
+    Sequences are packed without padding, and what several share (a prompt, earlier turns, a common first sentence) is computed
+    once. At load a few sequences are scored packed and plainly; a model that disagrees is scored on a slower path that agrees,
+    with a warning (`self_check`).
 
     Args:
         model: model folder or hub id; safetensors weights.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         device: "auto" (CUDA when there), "cpu", "cuda", "cuda:1", …
-        token_budget: tokens of one batch, padding included; "auto" begins with a size that suits the device. When memory
-            runs out the budget is halved, for good, and the batch is tried again.
+        token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved, for good, and
+            nothing is lost.
+        lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         revision: of a hub id.
         trust_remote_code: run modelling code that the checkpoint brings.
 
@@ -56,27 +63,43 @@ class TorchEngine:
         device: str = "auto",
         token_budget: int | Literal["auto"] = "auto",
         *,
+        lm_head_dtype: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self._loaded = load_model(model, dtype, device, revision, trust_remote_code)
-        self._head = Head(self._loaded.model)
-        self._flops = ForwardFlops(self._loaded.model)
-        self.device = self._loaded.device
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
-        self.token_budget = _AUTO_TOKEN_BUDGET[self.device.type] if token_budget == "auto" else token_budget
+        self._loaded = load_model(model, dtype, device, revision, trust_remote_code)
+        self.device = self._loaded.device
+        own_head = str(self._loaded.dtype).removeprefix("torch.")
+        if lm_head_dtype not in (None, "float32", own_head):
+            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
+        self._head = Head(self._loaded.model, float32=lm_head_dtype == "float32")
+        self._flops = ForwardFlops(self._loaded.model)
+        self.self_check: SelfCheck = check(
+            self._loaded.model, self._head, self.device, self._loaded.dtype, self._loaded.vocab_size
+        )
+        self.token_budget = (
+            auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
+        )
 
-    def score(self, sequences: list[Sequence]) -> list[Logps]:
+    def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
         """token_logps of each sequence: float32 arrays of len(completion_ids), in order.
+
+        Args:
+            sequences: prompts and completions as token ids. A prompt holds at least one token: where a model has a BOS token it
+                begins with it; without any token before it, a completion's first token has no log-prob.
+            temperature: logits are divided by it (RLOO and GRPO compare at their sampling temperature).
 
         Raises:
             InvalidSequencesError: some cannot be scored; its `results` hold the others' values.
             OutOfMemoryError: one sequence alone does not fit the device.
         """
+        if not temperature > 0:
+            raise EngineError(f"temperature {temperature}: must be above 0")
         problems = self.problems(sequences)
         results: list[Any] = [None] * len(sequences)
-        for index, logps in self.stream(sequences, skip=problems):
+        for index, logps in self.stream(sequences, skip=problems, temperature=temperature):
             results[index] = logps
             if not np.isfinite(logps).all():
                 problems[index] = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
@@ -90,23 +113,33 @@ class TorchEngine:
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
-    def stream(self, sequences: list[Sequence], skip: Any = ()) -> Iterator[tuple[int, Logps]]:
-        """(index, token_logps) as batches come off the device, longest sequences first.
+    def stream(
+        self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
+    ) -> Iterator[tuple[int, Logps]]:
+        """(index, token_logps) as passes come off the device, the longest first.
+
+        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs.
 
         Args:
             sequences: ones without `problems`.
             skip: indices to leave out.
+            temperature: logits are divided by it.
         """
         left = [i for i in range(len(sequences)) if i not in skip]
         while left:
-            lengths = [len(sequences[i]) for i in left]
-            batch = [left[at] for at in next(length_sorted_batches(lengths, self.token_budget))]
-            logps = self._score_batch([sequences[i] for i in batch])
-            if logps is None:
-                continue  # the budget is smaller now: cut a new batch
-            taken = set(batch)
-            left = [i for i in left if i not in taken]
-            yield from zip(batch, logps, strict=True)
+            done: set[int] = set()
+            flying: _Flying | None = None
+            for unit in _prepared_ahead(self._units([sequences[i] for i in left])):
+                launched = self._launch(unit, temperature)
+                if launched is None:
+                    break  # the budget is smaller now: prepare what is left anew
+                if flying is not None:
+                    yield from ((left[at], logps) for at, logps in flying.land())
+                flying = launched
+                done.update(at for at, _ in unit.members)
+            if flying is not None:
+                yield from ((left[at], logps) for at, logps in flying.land())
+            left = [index for at, index in enumerate(left) if at not in done]
 
     def flops(self, sequence: Sequence) -> float:
         """Floating point operations of one plain forward over this sequence, head only where it predicts."""
@@ -125,30 +158,92 @@ class TorchEngine:
             "python": ".".join(map(str, sys.version_info[:2])),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "dtype": str(self._loaded.dtype).removeprefix("torch."),
-            "attention": self._loaded.model.config._attn_implementation,
-            "path": "plain",
+            "self_check": self.self_check.as_dict(),
             "batch_invariant": False,
         }
 
-    def _score_batch(self, batch: list[Sequence]) -> list[Logps] | None:
-        """token_logps of a batch, or None after memory ran out and the budget was halved."""
+    def _units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
+        """Passes over all of `sequences` within the present budget."""
+        if self.self_check.path == "packed":
+            for pack in packs(sequences, self.token_budget):
+                yield _Unit(pack, pack.members, len(pack))
+            return
+        budget = self.token_budget if self.self_check.path == "padded" else 1
+        for batch in padded_batches(sequences, budget):
+            members, start = [], 0
+            for index in batch:
+                stop = start + len(sequences[index].completion_ids)
+                members.append((index, np.arange(start, stop)))
+                start = stop
+            chosen = [sequences[index] for index in batch]
+            yield _Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
+
+    def _launch(self, unit: _Unit, temperature: float) -> _Flying | None:
+        """Start a pass; None after memory ran out and the budget was halved."""
+        model = self._loaded.model
         try:
-            return score_padded(self._loaded.model, self._head, batch, self.device)
+            if isinstance(unit.work, Pack):
+                values = forward_pack(model, self._head, unit.work, self.device, temperature)
+            else:
+                values = forward_padded(model, self._head, unit.work, self.device, temperature)
+            return _Flying.begin(unit, values)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
         # Outside the handler, where the failed pass's tensors are no longer held by its traceback.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(batch) == 1:
+        if len(unit.members) == 1:
             raise OutOfMemoryError(
-                f"a sequence of {len(batch[0])} tokens alone does not fit the memory of {self.device}; set a max_length"
+                f"a sequence of {unit.tokens} tokens alone does not fit the memory of {self.device}; set a max_length"
             )
-        padded = len(batch) * max(len(sequence) for sequence in batch)
-        self.token_budget = max(1, min(self.token_budget, padded) // 2)
+        self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
         return None
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """One pass: a pack or a padded batch, where each member's values will be, and its size in tokens."""
+
+    work: Pack | list[Sequence]
+    members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Flying:
+    """A pass whose values are on their way off the device."""
+
+    unit: _Unit
+    values: torch.Tensor
+    copied: Any
+
+    @classmethod
+    def begin(cls, unit: _Unit, values: torch.Tensor) -> _Flying:
+        if values.device.type != "cuda":
+            return cls(unit, values, None)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return cls(unit, host, copied)
+
+    def land(self) -> Iterator[tuple[int, Logps]]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        values = self.values.numpy()
+        for index, where in self.unit.members:
+            yield index, values[where]
+
+
+def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:
+    """`units`, each made in the background while the one before it is used."""
+    with ThreadPoolExecutor(1, thread_name_prefix="reflogp-pack") as background:
+        coming = background.submit(next, units, None)
+        while (unit := coming.result()) is not None:
+            coming = background.submit(next, units, None)
+            yield unit
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

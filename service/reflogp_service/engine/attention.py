@@ -1,0 +1,380 @@
+"""Attention over packs: each branch's queries attend to the keys on its own path. One place decides which kernel runs.
+
+Registered with transformers' AttentionInterface as "reflogp_packed", so a model needs no code of its own; what a layer passes
+(scaling, sliding window, soft cap, sinks) is honoured here. Knows packs and kernels, not models.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from reflogp_service.engine.packing import Pack
+
+NAME = "reflogp_packed"
+
+#: Scores held at once by the kernel for soft caps and sinks, in float32 numbers: 2**26 are 256 MiB.
+_MAX_SCORES = 1 << 26
+
+
+class UnsupportedAttentionError(RuntimeError):
+    """A layer asks for something that packed attention does not do. The engine then takes the padded path."""
+
+
+class PackLayout:
+    """A pack's branches as tensors on a device, made once per pack and used by every layer."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self.device = device
+        self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
+        self.layers_seen = 0
+        self._paths = [branch.path for branch in pack.branches]
+        self._pack = pack
+        self._cache: dict[str, Any] = {}
+
+    def path(self, branch: int) -> torch.Tensor:
+        """Places of the branch's keys, int64."""
+        made: torch.Tensor = self._once(f"path {branch}", lambda: torch.from_numpy(self._paths[branch]).to(self.device))
+        return made
+
+    def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
+        """Which keys each of a branch's queries sees, bool (queries, keys); None where plain causality says it."""
+        start, stop, shared = self.spans[branch]
+        length = shared + stop - start
+        if window is not None and window >= length:
+            window = None
+        if window is None and shared == 0:
+            return None
+
+        def make() -> torch.Tensor:
+            query = torch.arange(shared, length, device=self.device)[:, None]
+            key = torch.arange(length, device=self.device)[None]
+            seen = key <= query
+            return seen if window is None else seen & (key > query - window)
+
+        made: torch.Tensor = self._once(f"mask {branch} {window}", make)
+        return made
+
+    def varlen(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
+        """(keys' places or None where every token is its own key, cu_seqlens of queries, of keys, longest of each)."""
+
+        def make() -> Any:
+            queries = torch.tensor([0, *(stop for _, stop, _ in self.spans)], dtype=torch.int32, device=self.device)
+            lengths = [len(path) for path in self._paths]
+            keys = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
+            gather = None
+            if any(shared for _, _, shared in self.spans):
+                gather = torch.cat([torch.from_numpy(path) for path in self._paths]).to(self.device)
+            return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(lengths)
+
+        made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
+        return made
+
+    def subtree_ends(self) -> torch.Tensor:
+        """For each token the place behind the last token that descends from it, int64 (tokens,).
+
+        Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k].
+        """
+
+        def make() -> torch.Tensor:
+            ends = torch.zeros(len(self._pack), dtype=torch.int64)
+            for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
+                ends[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
+            return ends.to(self.device)
+
+        made: torch.Tensor = self._once("ends", make)
+        return made
+
+    def positions(self) -> torch.Tensor:
+        made: torch.Tensor = self._once("positions", lambda: torch.from_numpy(self._pack.positions).to(self.device))
+        return made
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+
+_current = threading.local()
+
+
+@contextmanager
+def packed(layout: PackLayout) -> Iterator[None]:
+    """While the block runs, this thread's packed attention follows `layout`."""
+    _current.layout = layout
+    try:
+        yield
+    finally:
+        _current.layout = None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function for packs.
+
+    Args:
+        query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
+        attention_mask: None; the pack's layout is the mask.
+        scaling: of the scores; 1/sqrt(head size) when None.
+        sliding_window: keys that a query sees, itself included (Mistral, arxiv.org/abs/2310.06825).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
+        s_aux: one logit per head that joins the softmax and takes no value (attention sinks of gpt-oss), (heads,).
+
+    Returns:
+        (1, tokens, heads, head size), None.
+
+    Raises:
+        UnsupportedAttentionError: position biases, bidirectional layers, or no pack at hand.
+    """
+    layout: PackLayout | None = getattr(_current, "layout", None)
+    if layout is None:
+        raise UnsupportedAttentionError("packed attention outside of a pack")
+    if kwargs.get("position_bias") is not None or attention_mask is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedAttentionError("the layer brings a mask or a position bias of its own")
+    if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise UnsupportedAttentionError("the layer is not causal self-attention")
+    layout.layers_seen += 1
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    kernel = choose_kernel(query, key, value, softcap, s_aux)
+    return kernel(layout, query, key, value, scale, sliding_window, softcap, s_aux), None
+
+
+Kernel = Callable[..., torch.Tensor]
+
+
+def choose_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None
+) -> Kernel:
+    """The one decision about kernels: what can do this layer, fastest first."""
+    if query.device.type == "cuda":
+        half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
+        if half and sinks is None and softcap is None and _torch_varlen() is not None:
+            return torch_varlen
+        if half and sinks is None and _flash_varlen() is not None:
+            return flash_varlen
+        if query.shape[-1] == value.shape[-1]:
+            return flex
+    return by_branch
+
+
+def kernel_names(device: torch.device) -> list[str]:
+    """Kernels that `choose_kernel` can pick on this device, for provenance."""
+    if device.type != "cuda":
+        return ["sdpa by branch"]
+    names = ["torch varlen"] if _torch_varlen() is not None else []
+    return names + (["flash-attn varlen"] if _flash_varlen() is not None else []) + ["flex", "sdpa by branch"]
+
+
+def by_branch(
+    layout: PackLayout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One attention call per branch; any device, dtype and variant."""
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for branch, (start, stop, shared) in enumerate(layout.spans):
+        q = query[:, :, start:stop]
+        if shared:
+            path = layout.path(branch)
+            k, v = key.index_select(2, path), value.index_select(2, path)
+        else:
+            k, v = key[:, :, start:stop], value[:, :, start:stop]
+        mask = layout.mask(branch, window)
+        if softcap is None and sinks is None:
+            grouped = k.shape[1] != q.shape[1]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        else:
+            attended = _scores_by_hand(q, k, v, mask, scale, softcap, sinks)
+        out[0, start:stop] = attended[0].transpose(0, 1)
+    return out
+
+
+def _scores_by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(cap(q·k)) with sinks, float32 scores, some queries at a time."""
+    heads, length = query.shape[1], key.shape[2]
+    repeat = heads // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    step = max(1, _MAX_SCORES // (heads * length))
+    parts = []
+    for start in range(0, query.shape[2], step):
+        part = query[:, :, start : start + step]
+        scores = torch.matmul(part, key.transpose(2, 3)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        rows = part.shape[2]
+        seen = (
+            torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(start)
+            if mask is None
+            else mask[start : start + rows]
+        )
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().reshape(1, -1, 1, 1).expand(1, heads, rows, 1)
+            weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        parts.append(torch.matmul(weights.to(value.dtype), value))
+    return torch.cat(parts, 2)
+
+
+def torch_varlen(
+    layout: PackLayout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token."""
+    attend = _torch_varlen()
+    assert attend is not None
+    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
+    q, k, v = (_flat(tensor) for tensor in (query, key, value))
+    if gather is not None:
+        k, v = k[gather], v[gather]
+    left = -1 if window is None else window - 1
+    grouped = k.shape[1] != q.shape[1]
+    out: torch.Tensor = attend(
+        q, k, v, cu_queries, cu_keys, longest_query, longest_key, scale=scale, window_size=(left, 0), enable_gqa=grouped
+    )
+    return out[None]
+
+
+def flash_varlen(
+    layout: PackLayout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """FlashAttention's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
+    attend = _flash_varlen()
+    assert attend is not None
+    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
+    q, k, v = (_flat(tensor) for tensor in (query, key, value))
+    if gather is not None:
+        k, v = k[gather], v[gather]
+    out: torch.Tensor = attend(
+        q,
+        k,
+        v,
+        cu_queries,
+        cu_keys,
+        longest_query,
+        longest_key,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+    return out[None]
+
+
+def flex(
+    layout: PackLayout,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """FlexAttention over the whole pack: no keys are gathered, the tree is the mask. Soft caps and sinks included."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ends, positions, tokens = layout.subtree_ends(), layout.positions(), query.shape[2]
+
+    def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        on_path = (k <= q) & (q < ends[k])
+        return on_path if window is None else on_path & (positions[q] - positions[k] < window)
+
+    def capped(score: torch.Tensor, batch: Any, head: Any, q: Any, k: Any) -> torch.Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    mask = layout._once(f"flex {window}", lambda: create_block_mask(seen, None, None, tokens, tokens, device=query.device))
+    grouped = key.shape[1] != query.shape[1]
+    out, lse = _compiled_flex(query.device.type)(
+        query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=grouped, return_lse=True
+    )
+    if sinks is not None:  # one more term in the denominator
+        out = out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
+    return out.transpose(1, 2)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(1, heads, tokens, size) -> (tokens, heads, size), contiguous."""
+    return tensor[0].transpose(0, 1).contiguous()
+
+
+@cache
+def _torch_varlen() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Any = varlen_attn
+    return cast(Callable[..., Any], found)
+
+
+@cache
+def _flash_varlen() -> Callable[..., Any] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
+@cache
+def _compiled_flex(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """transformers' mask function for packs: the layout is the mask."""
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,98 @@
+"""The three ways to run a model over sequences: packed, padded, one by one. Each gives float32 log-probs.
+
+Knows the backbone's interface and packs. Does not know budgets, queues or stores. Called by the torch engine and its
+self-check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reflogp_service.engine import attention
+from reflogp_service.engine.attention import PackLayout, packed
+from reflogp_service.engine.head import Head
+from reflogp_service.engine.packing import Pack
+from reflogp_service.engine.sequences import Sequence
+
+Logps = npt.NDArray[np.float32]
+Path = Literal["packed", "padded", "single"]
+
+
+@torch.inference_mode()
+def forward_pack(model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0) -> torch.Tensor:
+    """log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must be set to packed attention.
+
+    Raises UnsupportedAttentionError when a layer cannot be packed.
+    """
+    layout = PackLayout(pack, device)
+    with packed(layout):
+        states = model.base_model(
+            input_ids=torch.from_numpy(pack.token_ids)[None].to(device),
+            position_ids=torch.from_numpy(pack.positions)[None].to(device),
+            use_cache=False,
+        ).last_hidden_state[0]
+    parents = torch.from_numpy(pack.parents).to(device)
+    targets = torch.from_numpy(pack.token_ids[pack.predicted]).to(device)
+    return head.logps(states, parents, targets, temperature)
+
+
+def attention_layers(model: Any, pack: Pack, device: torch.device) -> int:
+    """How many times packed attention is called in one pass over `pack`."""
+    layout = PackLayout(pack, device)
+    with torch.inference_mode(), packed(layout):
+        model.base_model(
+            input_ids=torch.from_numpy(pack.token_ids)[None].to(device),
+            position_ids=torch.from_numpy(pack.positions)[None].to(device),
+            use_cache=False,
+        )
+    return layout.layers_seen
+
+
+@torch.inference_mode()
+def forward_padded(
+    model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
+) -> torch.Tensor:
+    """log-probs of every completion token of a right-padded batch, float32 (tokens,) on the device, sequence by sequence."""
+    lengths = [len(sequence) for sequence in batch]
+    width = max(lengths)
+    input_ids = torch.zeros(len(batch), width, dtype=torch.long)
+    mask = torch.zeros(len(batch), width, dtype=torch.long)
+    predicts = torch.zeros(len(batch), width, dtype=torch.bool)  # positions whose next token is a completion token
+    for row, sequence in enumerate(batch):
+        input_ids[row, : lengths[row]] = torch.from_numpy(sequence.ids())
+        mask[row, : lengths[row]] = 1
+        predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
+    targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
+    padding = {} if min(lengths) == width else {"attention_mask": mask.to(device)}
+    states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **padding).last_hidden_state
+    parents = predicts.flatten().nonzero()[:, 0].to(device)
+    return head.logps(states.flatten(0, 1), parents, targets, temperature)
+
+
+def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
+    """Indices of sequences in batches whose padded size stays within the budget, longest first.
+
+    A sequence longer than the budget is a batch of its own.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Set the model's attention implementation."""
+    model.set_attn_implementation(name)
+
+
+PACKED = attention.NAME

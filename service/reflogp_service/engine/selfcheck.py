@@ -1,0 +1,121 @@
+"""Finds out at load which path is right for a model, by running it: packed, padded or one by one.
+
+Knows forward passes and tolerances. Called once by the torch engine, before it scores anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reflogp_service.engine.attention import kernel_names
+from reflogp_service.engine.forward import (
+    PACKED,
+    Path,
+    attention_layers,
+    forward_pack,
+    forward_padded,
+    use_attention,
+)
+from reflogp_service.engine.head import Head
+from reflogp_service.engine.packing import packs
+from reflogp_service.engine.sequences import Sequence
+
+#: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
+#: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees a
+#: neighbour, or a wrong position, is off by tenths.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+_PROMPT, _COMPLETIONS = 40, (23, 31, 17)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was found at load.
+
+    Attributes:
+        path: the path that the engine takes.
+        difference: root mean square difference of that path from a plain pass, nats per token.
+        tolerance: what was allowed.
+        rejected: path -> why it was not taken.
+        kernels: attention kernels that can run on this device.
+    """
+
+    path: Path
+    difference: float
+    tolerance: float
+    rejected: dict[str, str]
+    kernels: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(model: Any, head: Head, device: torch.device, dtype: torch.dtype, vocab_size: int) -> SelfCheck:
+    """Choose the fastest path that agrees with a plain pass, leave the model set to it, and warn unless it is packed."""
+    own_attention = model.config._attn_implementation
+    sequences = _sequences(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
+    tolerance = TOLERANCE[dtype]
+    rejected: dict[str, str] = {}
+    found: tuple[Path, float] = ("single", 0.0)
+    for path in ("packed", "padded"):
+        try:
+            values = _packed(model, head, sequences, device) if path == "packed" else _padded(model, head, sequences, device)
+        except Exception as error:  # an architecture can refuse in any way; each means "not this path"
+            rejected[path] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            use_attention(model, own_attention)
+            continue
+        difference = float(np.sqrt(np.mean((values - plain) ** 2)))
+        if difference <= tolerance:
+            found = (path, difference)
+            break
+        rejected[path] = f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+        use_attention(model, own_attention)
+    kernels = kernel_names(device) if found[0] == "packed" else [str(own_attention)]
+    if found[0] != "packed":
+        warnings.warn(
+            f"{type(model).__name__} is scored on the {found[0]} path, which is slower: packed {rejected['packed']}",
+            stacklevel=2,
+        )
+    return SelfCheck(found[0], found[1], tolerance, rejected, kernels)
+
+
+def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
+    """A prompt with three completions, and one sequence on its own; shorter where the model has few positions."""
+    random = np.random.default_rng(0)
+    room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
+    shrink = min(1.0, room)
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in random.integers(0, vocab_size, max(1, int(count * shrink)))]
+
+    prompt = ids(_PROMPT)
+    return [*(Sequence(prompt, ids(n)) for n in _COMPLETIONS), Sequence(ids(_PROMPT // 2), ids(_PROMPT // 2))]
+
+
+@torch.inference_mode()
+def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
+    """The model's own forward on one unpadded sequence, with its own attention and head."""
+    ids = torch.from_numpy(sequence.ids()).to(device)
+    logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
+    start = len(sequence.prompt_ids)
+    return logps[torch.arange(start - 1, len(ids) - 1, device=device), ids[start:]].cpu().numpy()
+
+
+def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
+    use_attention(model, PACKED)
+    [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
+    layers, calls = int(model.config.get_text_config().num_hidden_layers), attention_layers(model, pack, device)
+    if calls != layers:
+        raise ValueError(f"only {calls} of {layers} layers mix tokens through the attention interface")
+    values = forward_pack(model, head, pack, device).cpu().numpy()
+    by_sequence = {index: values[where] for index, where in pack.members}
+    return np.concatenate([by_sequence[index] for index in range(len(sequences))])
+
+
+def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
+    return forward_padded(model, head, sequences, device).cpu().numpy()
