@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench fidelity clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -24,6 +24,9 @@ lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-li
 
 bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/scoring.py
+
+fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
+	$(BIN)/python -m tests.service.fidelity
 
 clean:  ## remove .venv, the demo's folder and caches
 	rm -rf .venv reflogp-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

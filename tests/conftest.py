@@ -84,11 +84,11 @@ def wider_data() -> list[Path]:
     return [PAIRS, *files]
 
 
-def plain_token_logps(model, prompt_ids, completion_ids):
+def plain_token_logps(model, prompt_ids, completion_ids, temperature=1.0):
     """log p of each completion token by one unpadded float32 forward, written without any of reflogp's code."""
     import torch
 
     ids = torch.tensor([*map(int, prompt_ids), *map(int, completion_ids)])
     with torch.no_grad():
-        distribution = torch.log_softmax(model(ids[None]).logits[0].double(), dim=-1)
+        distribution = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, dim=-1)
     return [float(distribution[len(prompt_ids) - 1 + t, int(token)]) for t, token in enumerate(completion_ids)]

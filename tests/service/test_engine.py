@@ -19,13 +19,12 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
-from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import add_fused_lm_head
 
 from reflogp_service.engine import Sequence, TorchEngine
 from reflogp_service.errors import EngineError, InvalidSequencesError
 from reflogp_store import CheckpointError, UsageError
 from tests.conftest import plain_token_logps
+from tests.service.fidelity import rms, trl_token_logps
 
 
 def random_sequences(count: int, vocab: int = 128, longest: int = 60, seed: int = 0) -> list[Sequence]:
@@ -61,35 +60,7 @@ def test_bfloat16_is_no_further_from_float32_than_trls_own_pass(reference_folder
     exact = [np.array(plain_token_logps(exact_model, s.prompt_ids, s.completion_ids)) for s in sequences]
     ours = TorchEngine(str(reference_folder), "bfloat16").score(sequences)
     trl = trl_token_logps(reference_folder, sequences)
-
-    def rms(values):
-        return float(np.sqrt(np.mean(np.concatenate([v - e for v, e in zip(values, exact, strict=True)]) ** 2)))
-
-    assert rms(ours) <= rms(trl)
-
-
-def trl_token_logps(folder, sequences) -> list[np.ndarray]:
-    """Per-token log-probs as TRL's precomputation gets them: bfloat16, its collator, batches of 8 pairs, its fused head."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    add_fused_lm_head(model)
-    pairs = [sequences[i : i + 2] for i in range(0, len(sequences), 2)]
-    collate = DataCollatorForPreference(pad_token_id=0, max_length=None)
-    result = []
-    for start in range(0, len(pairs), 8):
-        rows = [
-            {"prompt_ids": list(c.prompt_ids), "chosen_ids": list(c.completion_ids), "rejected_ids": list(r.completion_ids)}
-            for c, r in pairs[start : start + 8]
-        ]
-        batch = collate(rows)
-        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-        with torch.no_grad():
-            logps = model(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels, fused_lm_head=True
-            ).log_probs
-        values = [row[mask.bool()].numpy() for row, mask in zip(logps, batch["completion_mask"][:, 1:], strict=True)]
-        half = len(rows)
-        result += [side for pair in zip(values[:half], values[half:], strict=True) for side in pair]
-    return result
+    assert rms(ours, exact) <= rms(trl, exact)
 
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}

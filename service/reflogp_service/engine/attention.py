@@ -115,6 +115,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
         _current.layout = None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the layout differs from pack to pack
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -223,15 +224,15 @@ def _scores_by_hand(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap(q·k)) with sinks, float32 scores, some queries at a time."""
+    """softmax(cap(q·k)) with sinks, in float32, some queries at a time. Gives the queries' dtype back."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
     step = max(1, _MAX_SCORES // (heads * length))
     parts = []
     for start in range(0, query.shape[2], step):
-        part = query[:, :, start : start + step]
-        scores = torch.matmul(part, key.transpose(2, 3)).float() * scale
+        part = query[:, :, start : start + step].float()
+        scores = torch.matmul(part, key.transpose(2, 3)) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         rows = part.shape[2]
@@ -246,8 +247,8 @@ def _scores_by_hand(
             weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
         else:
             weights = torch.softmax(scores, -1)
-        parts.append(torch.matmul(weights.to(value.dtype), value))
-    return torch.cat(parts, 2)
+        parts.append(torch.matmul(weights, value))
+    return torch.cat(parts, 2).to(query.dtype)
 
 
 def torch_varlen(

@@ -6,6 +6,7 @@ passes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +19,41 @@ _CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 _SUM_ROWS = 16
 
 
+@dataclass(frozen=True)
+class Logits:
+    """What stands between the output embedding's product and the logits: softcap * tanh(scale * product / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, product: torch.Tensor) -> torch.Tensor:
+        """Logits of a float32 product."""
+        scaled = product if self.scale == 1.0 else product * self.scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+
 class Head:
     """A model's output layer.
 
-    A plain linear head is applied here, with each target's logit computed in float32: a rounded bfloat16 logit is the
-    largest single error of a log-prob, and one dot product per token removes it. A head that does more (a scale, a soft
-    cap) runs through the model's own forward with the hidden states put in, so no architecture needs code here.
+    A head that is a matrix product, perhaps scaled and soft-capped, is applied here, with each target's logit computed in
+    float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token removes it. Any
+    other head runs through the model's own forward with the hidden states put in, so no architecture needs code here.
 
     Args:
         model: a causal language model.
-        float32: compute the logits in float32 whatever the model's dtype is.
+        float32: compute the products in float32 whatever the model's dtype is.
+
+    Attributes:
+        logits: what the head does to its products, found by trying; None where only the model's own forward knows.
     """
 
     def __init__(self, model: Any, float32: bool = False) -> None:
         self._model = model
         self._output = model.get_output_embeddings()
         self._weight, self._bias = self._output.weight, getattr(self._output, "bias", None)
-        self.linear = self._is_linear()
+        self.logits = self._find_logits()
         self._float32 = float32 and self._weight.dtype != torch.float32
+        self.log_sum_exp = log_sum_exp
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -54,36 +72,58 @@ class Head:
         out = torch.empty(len(targets), dtype=torch.float32, device=states.device)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
-            out[chunk] = self._chunk(states[at[chunk]], targets[chunk], temperature)
+            out[chunk] = self._chunk(states[at[chunk]].to(self._weight.dtype), targets[chunk], temperature)
         return out
 
     def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-        if not self.linear:
+        if self.logits is None:
             logits = self._own_logits(hidden).float() / temperature
             return torch.gather(logits, 1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
         if self._float32:
-            logits = F.linear(hidden.float(), self._weight.float(), None if self._bias is None else self._bias.float())
+            product = F.linear(hidden.float(), self._weight.float(), None if self._bias is None else self._bias.float())
         else:
-            logits = F.linear(hidden, self._weight, self._bias)
-        rounded = torch.gather(logits, 1, targets[:, None])[:, 0].float() / temperature
+            product = F.linear(hidden, self._weight, self._bias)
+        rounded = self.logits(torch.gather(product, 1, targets[:, None])[:, 0].float()) / temperature
         exact = (hidden.float() * self._weight[targets].float()).sum(1)
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
-        exact = exact / temperature
-        total = _log_sum_exp(logits, temperature)
+        exact = self.logits(exact) / temperature
+        total = self.log_sum_exp(product, self.logits, 1.0 / temperature)
         # The exact logit takes the rounded one's place in the sum as well, so that log p never rises above zero:
         # with p = exp(rounded - total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
         share = torch.exp(rounded - total).clamp(max=1.0)
-        others = 1.0 - share
-        corrected = torch.log(others + share * torch.exp(exact - rounded)) + total
+        corrected = total + torch.log(1.0 - share + share * torch.exp(exact - rounded))
         logps: torch.Tensor = torch.clamp(exact - corrected, max=0.0)
         return logps
+
+    @torch.inference_mode()
+    def _find_logits(self) -> Logits | None:
+        """The first of the forms that configs name (trl/trainer/utils.py, add_fused_lm_head, lists them) that agrees with the
+        model's own forward; None when none does."""
+        weight = self._weight
+        if self._bias is not None and self._bias.shape != weight.shape[:1]:
+            return None
+        generator = torch.Generator(weight.device).manual_seed(0)
+        hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+        own = self._own_logits(hidden).float()
+        product = F.linear(hidden, weight, self._bias).float()
+        config = self._model.config.get_text_config()
+        scales = [1.0]
+        for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):
+            value = getattr(config, name, None)
+            scales += [float(value), 1.0 / float(value)] if value else []
+        for scale in scales:
+            for softcap in dict.fromkeys([getattr(config, "final_logit_softcapping", None), None]):
+                form = Logits(scale, softcap)
+                if torch.allclose(form(product), own, rtol=2e-2, atol=2e-2 * float(own.abs().max())):
+                    return form
+        return None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits by the model's own forward, its backbone replaced by one that answers `hidden`."""
         name = self._model.base_model_prefix
         backbone = self._model._modules[name]
-        self._model._modules[name] = _Answer(hidden[None])
+        self._model._modules[name] = _Answer(hidden[None], backbone)
         try:
             position = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             logits: torch.Tensor = self._model(input_ids=position, use_cache=False).logits[0]
@@ -91,37 +131,32 @@ class Head:
         finally:
             self._model._modules[name] = backbone
 
-    @torch.inference_mode()
-    def _is_linear(self) -> bool:
-        """Whether the model's logits are its hidden states times the output embedding, found by trying."""
-        weight = self._weight
-        if self._bias is not None and self._bias.shape != weight.shape[:1]:
-            return False
-        generator = torch.Generator(weight.device).manual_seed(0)
-        hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-        own = self._own_logits(hidden).float()
-        plain = F.linear(hidden, weight, self._bias).float()
-        return bool(torch.allclose(own, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max())))
 
-
-def _log_sum_exp(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log sum exp of each row in float32, shape (n,)."""
-    scale = 1.0 / temperature
-    if logits.device.type != "cpu":
-        return torch.logsumexp(logits.float() * scale if scale != 1.0 else logits.float(), 1)
-    out = torch.empty(len(logits), dtype=torch.float32)
-    for start in range(0, len(logits), _SUM_ROWS):
-        part = logits[start : start + _SUM_ROWS].float()
-        out[start : start + _SUM_ROWS] = torch.logsumexp(part * scale if scale != 1.0 else part, 1)
+def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:
+    """log sum exp of each row's logits times `scale` (one over the temperature), float32 (n,)."""
+    if product.device.type != "cpu":
+        return torch.logsumexp(logits(product.float()) * scale, 1)
+    out = torch.empty(len(product), dtype=torch.float32)
+    for start in range(0, len(product), _SUM_ROWS):
+        rows = slice(start, start + _SUM_ROWS)
+        out[rows] = torch.logsumexp(logits(product[rows].float()) * scale, 1)
     return out
 
 
 class _Answer(torch.nn.Module):
-    """Stands where a backbone stands and gives back one tensor of hidden states."""
+    """Stands where a backbone stands and gives back one tensor of hidden states; constants are the backbone's own."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
+        self._backbone = [backbone]  # in a list, so that it does not become a child
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # OPT's head calls `model.decoder`; others read a multiplier off the backbone.
+            return self if name == "decoder" else getattr(self._backbone[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
         return _HiddenOnly(last_hidden_state=self.hidden)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 #: Tokens beyond which a pass gains no speed: the matrix products are as large as they need to be.
-_ENOUGH_TOKENS = {"cpu": 8_192, "cuda": 65_536}
+_ENOUGH_TOKENS = {"cpu": 4_096, "cuda": 65_536}
 _LEAST_TOKENS = 512
 #: Share of the free memory that activations may take; the head's chunks, kernels and fragments take the rest.
 _SHARE = 0.5

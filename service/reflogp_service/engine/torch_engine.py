@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from reflogp_service.engine.compiled import worth_compiling
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp_service.engine.forward import forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
@@ -44,6 +45,7 @@ class TorchEngine:
         token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved, for good, and
             nothing is lost.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
+        compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
         revision: of a hub id.
         trust_remote_code: run modelling code that the checkpoint brings.
 
@@ -64,6 +66,7 @@ class TorchEngine:
         token_budget: int | Literal["auto"] = "auto",
         *,
         lm_head_dtype: str | None = None,
+        compile_layers: bool | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -77,7 +80,12 @@ class TorchEngine:
         self._head = Head(self._loaded.model, float32=lm_head_dtype == "float32")
         self._flops = ForwardFlops(self._loaded.model)
         self.self_check: SelfCheck = check(
-            self._loaded.model, self._head, self.device, self._loaded.dtype, self._loaded.vocab_size
+            self._loaded.model,
+            self._head,
+            self.device,
+            self._loaded.dtype,
+            self._loaded.vocab_size,
+            compile_layers=worth_compiling(self._loaded.model, self.device) if compile_layers is None else compile_layers,
         )
         self.token_budget = (
             auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
