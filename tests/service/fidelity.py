@@ -103,7 +103,7 @@ def write_table() -> None:
         "# Fidelity",
         "",
         "Tiny random models of each family, 128 sequences of which every four share a prompt, on a CPU. Errors are against",
-        "plain, unpadded float32 forwards, in nats per token. *Packed* shares prompts and wastes no padding; *padded* is for models",
+        "plain, unpadded float32 forwards, in nats per token. *Packed* shares prompts, without padding; *padded* is for models",
         "that carry state from token to token or bypass transformers' attention interface; the engine finds out at load. TRL's",
         "column is its own precomputation in bfloat16 at batch size 8. Written by `make fidelity`.",
         "",

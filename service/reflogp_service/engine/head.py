@@ -72,14 +72,15 @@ class Head:
         out = torch.empty(len(targets), dtype=torch.float32, device=states.device)
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)
-            out[chunk] = self._chunk(states[at[chunk]].to(self._weight.dtype), targets[chunk], temperature)
+            out[chunk] = self._chunk(states[at[chunk]], targets[chunk], temperature)
         return out
 
     def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         if self.logits is None:
+            hidden = hidden.to(self._weight.dtype)
             logits = self._own_logits(hidden).float() / temperature
             return torch.gather(logits, 1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
-        if self._float32:
+        if self._float32 or hidden.dtype == torch.float32:  # Mamba keeps its residual stream, and so these, in float32
             product = F.linear(hidden.float(), self._weight.float(), None if self._bias is None else self._bias.float())
         else:
             product = F.linear(hidden, self._weight, self._bias)

@@ -30,6 +30,8 @@ from reflogp_service.engine.sequences import Sequence
 #: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees a
 #: neighbour, or a wrong position, is off by tenths.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+#: Rounding grows with the logits, so where log-probs are larger than this (root mean square) the tolerance grows with them.
+_TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
 
 
@@ -66,7 +68,7 @@ def check(model: Any, head: Head, device: torch.device, dtype: torch.dtype, voca
     own_attention = model.config._attn_implementation
     sequences = _sequences(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
-    tolerance = TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(plain**2))) / _TYPICAL_LOGP)
     rejected: dict[str, str] = {}
     found: tuple[Path, float] = ("single", 0.0)
     for path in ("packed", "padded"):
