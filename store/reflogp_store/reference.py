@@ -67,6 +67,11 @@ NOT_SEMANTIC = frozenset(
     }
 )
 
+#: The same for adapter_config.json: where it came from and what only training reads.
+_ADAPTER_NOT_SEMANTIC = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version", "lora_dropout"}
+)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -79,6 +84,7 @@ class Reference:
         lm_head_dtype: dtype of the product with the output embedding.
         weights: sorted sha256 digests of the weight files.
         config: the semantic part of config.json (quantization included).
+        adapter: None, or the sha256 of an adapter's weights and the semantic part of its config (rank, scale, targets).
         format: number of the store's layout.
     """
 
@@ -88,6 +94,7 @@ class Reference:
     lm_head_dtype: str
     weights: tuple[str, ...]
     config: dict[str, Any]
+    adapter: dict[str, Any] | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -108,13 +115,19 @@ def check_format(number: int) -> None:
 
 
 def describe_reference(
-    model: str, dtype: str = "bfloat16", *, revision: str | None = None, progress: Progress | None = None
+    model: str,
+    dtype: str = "bfloat16",
+    *,
+    lm_head_dtype: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
 ) -> Reference:
     """The reference that a model folder (or hub id) is under the given numerics.
 
     Args:
-        model: folder with config.json and safetensors weights, or a hub id.
+        model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
         dtype: "float32", "bfloat16", "float16", or "auto" for the dtype that config.json names.
+        lm_head_dtype: "float32" when logits are computed in float32; None when in `dtype`.
         revision: of a hub id.
         progress: called with (bytes hashed, bytes in all) while weight files are read.
 
@@ -124,23 +137,30 @@ def describe_reference(
     """
     checkpoint = read_checkpoint(resolve_model(model, revision))
     compute_dtype = resolve_dtype(dtype, checkpoint.config)
-    digests = file_digests(checkpoint.weight_files, progress)
+    head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
+    adapter = checkpoint.adapter
+    digests = file_digests([*checkpoint.weight_files, *([adapter.weight_file] if adapter else [])], progress)
+    on_top = None
+    if adapter is not None:
+        settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}
+        on_top = {"weights": digests.pop(adapter.weight_file), "config": settings}
     config = _semantic(checkpoint.config)
     content = {
         "weights": sorted(digests.values()),
         "config": config,
-        "adapter": None,
+        "adapter": on_top,
         "dtype": compute_dtype,
-        "lm_head_dtype": compute_dtype,
+        "lm_head_dtype": head_dtype,
     }
     digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
     return Reference(
         reference_id=digest.hexdigest(),
-        name=checkpoint.folder.resolve().name if Path(model).expanduser().is_dir() else model,
+        name=Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model,
         dtype=compute_dtype,
-        lm_head_dtype=compute_dtype,
+        lm_head_dtype=head_dtype,
         weights=tuple(content["weights"]),
         config=config,
+        adapter=on_top,
     )
 
 

@@ -28,6 +28,7 @@ class ReferenceSource:
         dtype: the dtype that it was scored in. Part of the reference id.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
+        lm_head_dtype: "float32" where it was scored with `--lm-head-dtype float32`.
         on_miss: "error" is the only way: a row without values stops the run before it trains.
 
     Raises:
@@ -45,6 +46,7 @@ class ReferenceSource:
         dtype: str = "bfloat16",
         reference_id: str | None = None,
         snapshot: int | None = None,
+        lm_head_dtype: str | None = None,
         on_miss: Literal["error"] = "error",
     ) -> None:
         if on_miss != "error":
@@ -56,7 +58,8 @@ class ReferenceSource:
         self.store = LogprobStore(location)
         self.model = model
         self.dtype = dtype
-        self._described = describe_reference(model, dtype) if model is not None else None
+        self.lm_head_dtype = lm_head_dtype
+        self._described = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype) if model is not None else None
         if self._described is not None and reference_id not in (None, self._described.reference_id):
             raise UsageError(f"{model} in {dtype} is reference {self._described.reference_id}, not {reference_id}")
         self.reference_id = self._described.reference_id if self._described is not None else str(reference_id)
@@ -91,6 +94,7 @@ class ReferenceSource:
         """The command line that scores `data` into this source's table."""
         model = self.model or f"MODEL_OF_{self.reference_id[:8]}"
         command = f"reflogp score {model} {data} --store {self.store.uri} --dtype {self.dtype}"
+        command += f" --lm-head-dtype {self.lm_head_dtype}" if self.lm_head_dtype else ""
         if truncation_mode != "keep_start" and max_length is not None:
             command += f" --max-length {max_length} --truncation-mode {truncation_mode}"
         return command

@@ -18,6 +18,7 @@ def join(
     store: options.Store,
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
     dtype: options.Dtype = "bfloat16",
+    lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
     ld_alpha: Annotated[
@@ -43,7 +44,7 @@ def join(
         raise needs("service", error) from error
     quiet_libraries()
     source = RowSource(data, split)
-    folder, reference = find_reference(model, dtype, revision)
+    folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
     opened = LogprobStore(store)
     at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("joining") as bar:
@@ -63,6 +64,7 @@ def join(
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
         command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
+        command += f" --lm-head-dtype {lm_head_dtype}" if lm_head_dtype else ""
         command += f" --max-length {max_length}" if max_length else ""
         command += f" --truncation-mode {truncation_mode}" if truncation_mode != "keep_start" else ""
         err.print(f"score them: {command}", markup=False)

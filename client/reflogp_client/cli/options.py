@@ -20,6 +20,10 @@ Dtype = Annotated[
     str,
     typer.Option(help="Compute dtype: bfloat16, float32, float16, or auto for the checkpoint's own. Part of the reference id."),
 ]
+LmHeadDtype = Annotated[
+    str | None,
+    typer.Option(help="float32 computes the logits in float32. Default: in --dtype. Part of the reference id."),
+]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Tokens of prompt and completion together, as in the trainer's config. Default: all.")
 ]

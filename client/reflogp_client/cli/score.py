@@ -16,6 +16,7 @@ def score(
     data: options.Data,
     store: options.Store,
     dtype: options.Dtype = "bfloat16",
+    lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
     form: Annotated[
@@ -53,12 +54,19 @@ def score(
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
     budget = _token_budget(token_budget)
     source = RowSource(data, split)
-    folder, reference = find_reference(model, dtype, revision)
+    folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
 
     def make_engine() -> Engine:  # torch is imported only when something is missing
         from reflogp_service.engine import TorchEngine
 
-        return TorchEngine(folder, reference.dtype, device, budget, trust_remote_code=trust_remote_code)
+        return TorchEngine(
+            folder,
+            reference.dtype,
+            device,
+            budget,
+            lm_head_dtype=reference.lm_head_dtype,
+            trust_remote_code=trust_remote_code,
+        )
 
     with progress_bar("scoring") as bar:
         summary = score_dataset(
@@ -79,11 +87,11 @@ def score(
         raise typer.Exit(EXIT_MISSES)
 
 
-def find_reference(model: str, dtype: str, revision: str | None) -> tuple[str, Reference]:
+def find_reference(model: str, dtype: str, lm_head_dtype: str | None, revision: str | None) -> tuple[str, Reference]:
     """(local folder, reference) of a model, hashing its weights under a progress bar unless they are known."""
     folder = resolve_model(model, revision)
     with progress_bar("hashing weights (bytes)") as bar:
-        reference = describe_reference(model, dtype, revision=revision, progress=bar.hashed)
+        reference = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)
     return str(folder), reference
 
 

@@ -25,6 +25,7 @@ from reflogp_service.data.shape import (
     token_row,
 )
 from reflogp_service.errors import DatasetError, TokenizerError
+from reflogp_store import read_checkpoint, resolve_model
 
 _IDS = pa.list_(pa.int64())
 
@@ -48,12 +49,15 @@ class TokenizedRows:
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder; an adapter's folder without one has its base model's.
 
     Raises TokenizerError when there is none.
     """
+    folder = resolve_model(model)
+    if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        folder = read_checkpoint(folder).folder
     try:
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for a broken tokenizer
         raise TokenizerError(f"{model}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
 

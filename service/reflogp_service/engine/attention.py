@@ -338,7 +338,8 @@ def flex(
     )
     if sinks is not None:  # one more term in the denominator
         out = out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
-    return out.transpose(1, 2)
+    attended: torch.Tensor = out.transpose(1, 2)
+    return attended
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +371,8 @@ def _flash_varlen() -> Callable[..., Any] | None:
 def _compiled_flex(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    chosen: Any = torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    return cast(Callable[..., Any], chosen)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

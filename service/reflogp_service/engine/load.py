@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.errors import EngineError
-from reflogp_store.checkpoint import read_checkpoint, resolve_model
+from reflogp_store.checkpoint import Adapter, read_checkpoint, resolve_model
 from reflogp_store.reference import resolve_dtype
 
 
@@ -47,13 +47,31 @@ def choose_device(device: str) -> torch.device:
         raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
+def _with_adapter(model: Any, adapter: Adapter) -> Any:
+    """The model with the adapter's layers in place, in the model's dtype.
+
+    The adapter is applied, not merged: merging would round its small products into the weights.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise EngineError(f"{adapter.folder} is an adapter: pip install peft") from error
+    try:
+        wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False)
+    except Exception as error:  # adapters of other shapes, unknown methods, …
+        raise EngineError(f"{adapter.folder}: the adapter does not fit: {str(error).splitlines()[0]}") from error
+    if wrapped.active_peft_config.is_prompt_learning:
+        raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
+    return wrapped.get_base_model()
+
+
 def load_model(
     model: str, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> LoadedModel:
     """Load a reference model.
 
     Args:
-        model: folder or hub id.
+        model: model folder, PEFT adapter folder, or hub id.
         dtype: "float32", "bfloat16", "float16" or "auto".
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: run modelling code that the checkpoint brings. Off unless asked for.
@@ -65,6 +83,7 @@ def load_model(
     checkpoint = read_checkpoint(resolve_model(model, revision))
     torch_dtype = getattr(torch, resolve_dtype(dtype, checkpoint.config))
     where = choose_device(device)
+    quantized = "quantization_config" in checkpoint.config  # such weights are placed while they are loaded, not moved
     devices = [where] if where.type == "cuda" else []
     with torch.random.fork_rng(devices):  # building a model draws random numbers; the caller's must not move
         try:
@@ -75,6 +94,7 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                **({"device_map": {"": str(where)}} if quantized else {}),
             )
         except Exception as error:  # whatever a config or a kernel package can raise
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -85,7 +105,11 @@ def load_model(
             f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
             f"({', '.join(absent[:3])}); they would be random"
         )
-    loaded = loaded.to(where).eval().requires_grad_(False)
+    if checkpoint.adapter is not None:
+        loaded = _with_adapter(loaded, checkpoint.adapter)
+    loaded = (loaded if quantized else loaded.to(where)).eval()
+    for parameter in loaded.parameters():
+        parameter.requires_grad_(False)
     text_config = loaded.config.get_text_config()
     return LoadedModel(
         model=loaded,
