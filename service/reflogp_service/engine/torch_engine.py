@@ -30,6 +30,9 @@ from reflogp_service.errors import EngineError, InvalidSequencesError, OutOfMemo
 
 Logps = npt.NDArray[np.float32]
 
+#: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
+_WINDOW = 8_192
+
 
 class TorchEngine:
     """Scores sequences with a reference model.
@@ -124,7 +127,7 @@ class TorchEngine:
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Logps]]:
-        """(index, token_logps) as passes come off the device, the longest first.
+        """(index, token_logps) as passes come off the device, the longest of each window first.
 
         The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs.
 
@@ -133,7 +136,11 @@ class TorchEngine:
             skip: indices to leave out.
             temperature: logits are divided by it.
         """
-        left = [i for i in range(len(sequences)) if i not in skip]
+        wanted = [i for i in range(len(sequences)) if i not in skip]
+        for start in range(0, len(wanted), _WINDOW):
+            yield from self._stream_window(sequences, wanted[start : start + _WINDOW], temperature)
+
+    def _stream_window(self, sequences: list[Sequence], left: list[int], temperature: float) -> Iterator[tuple[int, Logps]]:
         while left:
             done: set[int] = set()
             flying: _Flying | None = None

@@ -1,0 +1,77 @@
+"""PEFT adapters as references: applied, in the reference id, scored like peft itself."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.engine import TorchEngine
+from reflogp_store import CheckpointError, UsageError, describe_reference
+from tests.conftest import plain_token_logps
+from tests.service.test_engine import random_sequences
+
+
+@pytest.fixture(scope="module")
+def adapter(reference_folder, tmp_path_factory):
+    """A LoRA adapter with weights far from zero on the reference model."""
+    folder = tmp_path_factory.mktemp("adapter")
+    base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    torch.manual_seed(4)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("compile_layers", [False, True])
+def test_an_adapter_is_scored_as_peft_itself_runs_it(adapter, reference_folder, compile_layers):
+    base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    expected_model = PeftModel.from_pretrained(base, adapter).eval()
+    sequences = random_sequences(12)
+    engine = TorchEngine(str(adapter), "float32", compile_layers=compile_layers)
+    assert engine.self_check.path == "packed"
+    plain_base = TorchEngine(str(reference_folder), "float32").score(sequences)
+    for ours, sequence, without in zip(engine.score(sequences), sequences, plain_base, strict=True):
+        assert np.abs(ours - plain_token_logps(expected_model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+        assert np.abs(ours - without).max() > 1e-2, "the adapter does something"
+
+
+def test_the_adapter_and_its_scale_are_in_the_reference_id(adapter, reference_folder, tmp_path):
+    def reference_id(folder):
+        return describe_reference(str(folder), "float32").reference_id
+
+    same = shutil.copytree(adapter, tmp_path / "same")
+    scaled = shutil.copytree(adapter, tmp_path / "scaled")
+    config = json.loads((scaled / "adapter_config.json").read_text())
+    (scaled / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 32}))
+    assert reference_id(same) == reference_id(adapter)
+    assert len({reference_id(adapter), reference_id(scaled), reference_id(reference_folder)}) == 3
+
+
+def test_a_float32_head_is_another_reference(reference_folder):
+    plain, mixed = (describe_reference(str(reference_folder), "bfloat16", lm_head_dtype=dtype) for dtype in (None, "float32"))
+    assert plain.reference_id != mixed.reference_id
+    assert mixed.lm_head_dtype == "float32"
+
+
+def test_an_adapters_folder_without_a_tokenizer_has_its_bases(adapter, reference_folder):
+    assert load_tokenizer(str(adapter)).get_vocab() == load_tokenizer(str(reference_folder)).get_vocab()
+
+
+def test_what_is_missing_is_named(adapter, tmp_path):
+    pickled = shutil.copytree(adapter, tmp_path / "pickled")
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        describe_reference(str(pickled))
+    lost = shutil.copytree(adapter, tmp_path / "lost")
+    config = json.loads((lost / "adapter_config.json").read_text())
+    (lost / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such/base"}))
+    with pytest.raises(UsageError, match="/no/such/base"):
+        describe_reference(str(lost))
