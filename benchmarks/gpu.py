@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--shapes 0.5B 1.5B 7B] [--data FILE:ROWS] [--rounds 3] [--out benchmarks/results]
 
-Needs torch >= 2.11, transformers >= 5.16, what this repository's store and command line import (pyarrow, deltalake, typer, rich),
-and trl for TRL's side. Random weights, real text. Writes JSON with the hardware's name: medians, ratios, model flops utilization
+Needs torch >= 2.11, transformers >= 5.16, what this repository's store and command line import (pyarrow, deltalake, typer,
+rich), and trl for TRL's side. Random weights, real text. Writes JSON with the hardware's name: medians, ratios, utilization
 against a matrix product of the same run, peak memory, what the self-check found, and the head's chunked log-sum-exp against
 Liger and cut-cross-entropy where they are installed.
 """

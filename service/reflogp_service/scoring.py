@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.shape import Format
@@ -54,6 +55,9 @@ class Watcher(Protocol):
     def bad_row(self, row: int, problem: str) -> None:
         """A row that has no values after this run, and why."""
 
+    def note(self, row: int, remark: str) -> None:
+        """A row that has values, and something worth knowing about it."""
+
 
 @dataclass
 class ScoreSummary:
@@ -63,6 +67,7 @@ class ScoreSummary:
         rows: rows read.
         bad_rows: rows without values after the run; `bad_row_numbers` names the first hundred.
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
+        empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
         sequences: sequences of usable rows.
         hits: of these, ones that the store had before the run.
         duplicates: ones that came up earlier in the same run.
@@ -80,6 +85,7 @@ class ScoreSummary:
     bad_rows: int = 0
     bad_row_numbers: list[int] = field(default_factory=list)
     dropped_rows: int = 0
+    empty_prompts: int = 0
     sequences: int = 0
     hits: int = 0
     duplicates: int = 0
@@ -204,6 +210,11 @@ class _Run:
         for row in rows[empty]:
             self._bad_row(int(row), "a completion is empty: it has no token to score")
         usable = np.flatnonzero(~dropped & ~empty)
+        bare = pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0
+        for row in rows[usable[bare[usable]]]:
+            self._summary.empty_prompts += 1
+            if self._watcher:
+                self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")
         for view in views:
             keys = view.keys()
             hit_before = self._before.stored_lengths(keys) >= view.needed

@@ -61,6 +61,35 @@ def test_a_value_does_not_depend_on_its_neighbours(name, dtype, spread, tmp_path
     assert float(np.ptp(np.stack(values), axis=0).max()) <= spread
 
 
+def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_path):
+    """Phi-3's long rope changes every rotation of a pass once one sequence in it is longer than the original context."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    config = transformers.Phi3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        original_max_position_embeddings=40,
+        rope_parameters=factors | {"original_max_position_embeddings": 40},
+        initializer_range=0.3,
+        pad_token_id=0,
+    )
+    transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    sequences = some_pairs(16)
+    assert {len(s) > 40 for s in sequences} == {True, False}
+    engine = TorchEngine(str(tmp_path), "float32")
+    for values, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Mamba"])
 def test_temperature_divides_the_logits(name, tmp_path):
     build(name).save_pretrained(tmp_path)
@@ -108,7 +137,7 @@ def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch
         sequences = some_pairs(4)
         expected = TorchEngine(str(folder), "float32").score(sequences)
         with monkeypatch.context() as patched:
-            patched.setattr(attention, "choose_kernel", lambda *layer: attention.flex)
+            patched.setattr(attention, "choose_kernel", lambda call: attention.flex)
             engine = TorchEngine(str(folder), "float32")
             assert engine.self_check.path == "packed"
             for a, b in zip(engine.score(sequences), expected, strict=True):

@@ -101,7 +101,7 @@ def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_fold
 def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_folder):
     class Notes:
         def __init__(self):
-            self.bad, self.done, self.total = {}, 0, 0
+            self.bad, self.notes, self.done, self.total = {}, {}, 0, 0
 
         def begin(self, sequences):
             self.total = sequences
@@ -111,6 +111,9 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
 
         def bad_row(self, row, problem):
             self.bad[row] = problem
+
+        def note(self, row, remark):
+            self.notes[row] = remark
 
     good = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
     rows = [
@@ -125,6 +128,8 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
     notes = Notes()
     summary = score(write_rows(tmp_path / "t.jsonl", rows), watcher=notes)
     assert set(notes.bad) == {1, 2, 3, 4} == set(summary.bad_row_numbers)
+    assert "prompt is empty" in notes.notes[5]
+    assert (notes.total, notes.done) == (14, 6)
     assert "empty" in notes.bad[1]
     assert "not a list" in notes.bad[2]
     assert "2048 positions" in notes.bad[3]

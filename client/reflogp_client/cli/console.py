@@ -75,8 +75,7 @@ class Bar:
         self._progress = progress
         self._task = progress.add_task(label, total=None, tokens=0)
         self._tokens = 0
-        self._bad: list[tuple[int, str]] = []
-        self._bad_count = 0
+        self._bad, self._notes = _Rows(), _Rows()
 
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
@@ -86,23 +85,41 @@ class Bar:
         self._progress.update(self._task, advance=sequences, tokens=self._tokens)
 
     def bad_row(self, row: int, problem: str) -> None:
-        self._bad_count += 1
-        if len(self._bad) < _PRINTED_ROWS:
-            self._bad.append((row, problem))
+        self._bad.add(row, problem)
+
+    def note(self, row: int, remark: str) -> None:
+        self._notes.add(row, remark)
 
     def hashed(self, done: int, total: int) -> None:
         """Progress of hashing weight files, in bytes."""
         self._progress.update(self._task, completed=done, total=total)
 
     def report(self) -> None:
-        if not self._bad_count:
+        self._bad.print("left out (the others were kept)")
+        self._notes.print("kept, with a remark")
+
+
+class _Rows:
+    """Rows with something to say about each: the first few are printed, the rest counted."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, str]] = []
+        self._count = 0
+
+    def add(self, row: int, text: str) -> None:
+        self._count += 1
+        if len(self._first) < _PRINTED_ROWS:
+            self._first.append((row, text))
+
+    def print(self, what: str) -> None:
+        if not self._count:
             return
-        rows = "1 row was" if self._bad_count == 1 else f"{self._bad_count} rows were"
-        err.print(f"{rows} left out (rows count from 0; the others were kept):", style="yellow")
-        for row, problem in self._bad:
-            err.print(f"  row {row}: {problem}", markup=False)
-        if self._bad_count > len(self._bad):
-            err.print(f"  … and {self._bad_count - len(self._bad)} more")
+        rows = "1 row was" if self._count == 1 else f"{self._count} rows were"
+        err.print(f"{rows} {what}; rows count from 0:", style="yellow")
+        for row, text in self._first:
+            err.print(f"  row {row}: {text}", markup=False)
+        if self._count > len(self._first):
+            err.print(f"  … and {self._count - len(self._first)} more")
 
 
 @contextmanager

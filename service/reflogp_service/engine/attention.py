@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -77,24 +78,28 @@ class PackLayout:
         made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
         return made
 
-    def subtree_ends(self) -> torch.Tensor:
-        """For each token the place behind the last token that descends from it, int64 (tokens,).
+    def block_mask(self, window: int | None) -> Any:
+        """FlexAttention's mask of the pack.
 
-        Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k].
+        Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
+        behind the last token that descends from k.
         """
+        from torch.nn.attention.flex_attention import create_block_mask
 
-        def make() -> torch.Tensor:
-            ends = torch.zeros(len(self._pack), dtype=torch.int64)
+        def make() -> Any:
+            tokens = len(self._pack)
+            last = torch.zeros(tokens, dtype=torch.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
-                ends[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
-            return ends.to(self.device)
+                last[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
+            ends, positions = last.to(self.device), torch.from_numpy(self._pack.positions).to(self.device)
 
-        made: torch.Tensor = self._once("ends", make)
-        return made
+            def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+                on_path = (k <= q) & (q < ends[k])
+                return on_path if window is None else on_path & (positions[q] - positions[k] < window)
 
-    def positions(self) -> torch.Tensor:
-        made: torch.Tensor = self._once("positions", lambda: torch.from_numpy(self._pack.positions).to(self.device))
-        return made
+            return create_block_mask(seen, None, None, tokens, tokens, device=str(self.device))
+
+        return self._once(f"block mask {window}", make)
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
@@ -113,6 +118,19 @@ def packed(layout: PackLayout) -> Iterator[None]:
         yield
     finally:
         _current.layout = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer asks of attention; shapes as in `packed_attention`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the layout differs from pack to pack
@@ -154,25 +172,20 @@ def packed_attention(
         raise UnsupportedAttentionError("the layer is not causal self-attention")
     layout.layers_seen += 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    kernel = choose_kernel(query, key, value, softcap, s_aux)
-    return kernel(layout, query, key, value, scale, sliding_window, softcap, s_aux), None
+    call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
+    return choose_kernel(call)(layout, call), None
 
 
-Kernel = Callable[..., torch.Tensor]
-
-
-def choose_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None
-) -> Kernel:
+def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
     """The one decision about kernels: what can do this layer, fastest first."""
-    if query.device.type == "cuda":
-        half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
-        if half and sinks is None and softcap is None and _torch_varlen() is not None:
+    query, value = call.query, call.value
+    if query.device.type == "cuda" and query.shape[-1] == value.shape[-1]:
+        half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+        if half and call.sinks is None and call.softcap is None and _torch_varlen() is not None:
             return torch_varlen
-        if half and sinks is None and _flash_varlen() is not None:
+        if half and call.sinks is None and _flash_varlen() is not None:
             return flash_varlen
-        if query.shape[-1] == value.shape[-1]:
-            return flex
+        return flex
     return by_branch
 
 
@@ -184,17 +197,9 @@ def kernel_names(device: torch.device) -> list[str]:
     return names + (["flash-attn varlen"] if _flash_varlen() is not None else []) + ["flex", "sdpa by branch"]
 
 
-def by_branch(
-    layout: PackLayout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
     """One attention call per branch; any device, dtype and variant."""
+    query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
         q = query[:, :, start:stop]
@@ -203,26 +208,20 @@ def by_branch(
             k, v = key.index_select(2, path), value.index_select(2, path)
         else:
             k, v = key[:, :, start:stop], value[:, :, start:stop]
-        mask = layout.mask(branch, window)
-        if softcap is None and sinks is None:
+        mask = layout.mask(branch, call.window)
+        if call.softcap is None and call.sinks is None:
             grouped = k.shape[1] != q.shape[1]
             attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=call.scale, enable_gqa=grouped
             )
         else:
-            attended = _scores_by_hand(q, k, v, mask, scale, softcap, sinks)
+            attended = _scores_by_hand(q, k, v, mask, call)
         out[0, start:stop] = attended[0].transpose(0, 1)
     return out
 
 
 def _scores_by_hand(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
     """softmax(cap(q·k)) with sinks, in float32, some queries at a time. Gives the queries' dtype back."""
     heads, length = query.shape[1], key.shape[2]
@@ -232,112 +231,73 @@ def _scores_by_hand(
     parts = []
     for start in range(0, query.shape[2], step):
         part = query[:, :, start : start + step].float()
-        scores = torch.matmul(part, key.transpose(2, 3)) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
         rows = part.shape[2]
-        seen = (
-            torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(start)
-            if mask is None
-            else mask[start : start + rows]
-        )
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            sink = sinks.float().reshape(1, -1, 1, 1).expand(1, heads, rows, 1)
-            weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+        scores = torch.matmul(part, key.transpose(2, 3)) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if mask is None:
+            seen = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(start)
         else:
+            seen = mask[start : start + rows]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if call.sinks is None:
             weights = torch.softmax(scores, -1)
+        else:
+            sink = call.sinks.float().reshape(1, -1, 1, 1).expand(1, heads, rows, 1)
+            weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
         parts.append(torch.matmul(weights, value))
     return torch.cat(parts, 2).to(query.dtype)
 
 
-def torch_varlen(
-    layout: PackLayout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token."""
     attend = _torch_varlen()
     assert attend is not None
-    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
-    q, k, v = (_flat(tensor) for tensor in (query, key, value))
-    if gather is not None:
-        k, v = k[gather], v[gather]
-    left = -1 if window is None else window - 1
-    grouped = k.shape[1] != q.shape[1]
-    out: torch.Tensor = attend(
-        q, k, v, cu_queries, cu_keys, longest_query, longest_key, scale=scale, window_size=(left, 0), enable_gqa=grouped
-    )
+    grouped = call.key.shape[1] != call.query.shape[1]
+    left = -1 if call.window is None else call.window - 1
+    out: torch.Tensor = attend(*_varlen(layout, call), scale=call.scale, window_size=(left, 0), enable_gqa=grouped)
     return out[None]
 
 
-def flash_varlen(
-    layout: PackLayout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
     """FlashAttention's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
     attend = _flash_varlen()
     assert attend is not None
-    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
-    q, k, v = (_flat(tensor) for tensor in (query, key, value))
-    if gather is not None:
-        k, v = k[gather], v[gather]
+    left = -1 if call.window is None else call.window - 1
     out: torch.Tensor = attend(
-        q,
-        k,
-        v,
-        cu_queries,
-        cu_keys,
-        longest_query,
-        longest_key,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-        softcap=softcap or 0.0,
+        *_varlen(layout, call), softmax_scale=call.scale, causal=True, window_size=(left, 0), softcap=call.softcap or 0.0
     )
     return out[None]
 
 
-def flex(
-    layout: PackLayout,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _varlen(layout: PackLayout, call: Call) -> tuple[Any, ...]:
+    """What both variable-length kernels take first: (queries, keys, values, cu_seqlens and longest of queries and keys)."""
+    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
+    query, key, value = (_flat(tensor) for tensor in (call.query, call.key, call.value))
+    if gather is not None:
+        key, value = key[gather], value[gather]
+    return query, key, value, cu_queries, cu_keys, longest_query, longest_key
+
+
+def flex(layout: PackLayout, call: Call) -> torch.Tensor:
     """FlexAttention over the whole pack: no keys are gathered, the tree is the mask. Soft caps and sinks included."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    ends, positions, tokens = layout.subtree_ends(), layout.positions(), query.shape[2]
-
-    def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        on_path = (k <= q) & (q < ends[k])
-        return on_path if window is None else on_path & (positions[q] - positions[k] < window)
+    query, window, softcap = call.query, call.window, call.softcap
 
     def capped(score: torch.Tensor, batch: Any, head: Any, q: Any, k: Any) -> torch.Tensor:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    mask = layout._once(f"flex {window}", lambda: create_block_mask(seen, None, None, tokens, tokens, device=query.device))
-    grouped = key.shape[1] != query.shape[1]
     out, lse = _compiled_flex(query.device.type)(
-        query, key, value, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=grouped, return_lse=True
+        query,
+        call.key,
+        call.value,
+        score_mod=capped,
+        block_mask=layout.block_mask(window),
+        scale=call.scale,
+        enable_gqa=call.key.shape[1] != query.shape[1],
+        return_lse=True,
     )
-    if sinks is not None:  # one more term in the denominator
-        out = out * torch.sigmoid(lse - sinks.float()[None, :, None])[..., None].to(out.dtype)
+    if call.sinks is not None:  # one more term in the denominator
+        out = out * torch.sigmoid(lse - call.sinks.float()[None, :, None])[..., None].to(out.dtype)
     attended: torch.Tensor = out.transpose(1, 2)
     return attended
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reflogp_service.engine import attention
 from reflogp_service.engine.attention import PackLayout, packed
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.packing import Pack
@@ -29,28 +28,22 @@ def forward_pack(model: Any, head: Head, pack: Pack, device: torch.device, tempe
 
     Raises UnsupportedAttentionError when a layer cannot be packed.
     """
-    layout = PackLayout(pack, device)
-    with packed(layout):
-        states = model.base_model(
-            input_ids=torch.from_numpy(pack.token_ids)[None].to(device),
-            position_ids=torch.from_numpy(pack.positions)[None].to(device),
-            use_cache=False,
-        ).last_hidden_state[0]
+    states = pack_states(model, pack, PackLayout(pack, device))
     parents = torch.from_numpy(pack.parents).to(device)
     targets = torch.from_numpy(pack.token_ids[pack.predicted]).to(device)
     return head.logps(states, parents, targets, temperature)
 
 
-def attention_layers(model: Any, pack: Pack, device: torch.device) -> int:
-    """How many times packed attention is called in one pass over `pack`."""
-    layout = PackLayout(pack, device)
-    with torch.inference_mode(), packed(layout):
-        model.base_model(
-            input_ids=torch.from_numpy(pack.token_ids)[None].to(device),
-            position_ids=torch.from_numpy(pack.positions)[None].to(device),
+@torch.inference_mode()
+def pack_states(model: Any, pack: Pack, layout: PackLayout) -> torch.Tensor:
+    """Last hidden states of a pack's tokens, (tokens, hidden size)."""
+    with packed(layout):
+        states: torch.Tensor = model.base_model(
+            input_ids=torch.from_numpy(pack.token_ids)[None].to(layout.device),
+            position_ids=torch.from_numpy(pack.positions)[None].to(layout.device),
             use_cache=False,
-        )
-    return layout.layers_seen
+        ).last_hidden_state[0]
+    return states
 
 
 @torch.inference_mode()
@@ -88,11 +81,3 @@ def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[lis
         batch.append(index)
     if batch:
         yield batch
-
-
-def use_attention(model: Any, name: str) -> None:
-    """Set the model's attention implementation."""
-    model.set_attn_implementation(name)
-
-
-PACKED = attention.NAME

@@ -24,6 +24,8 @@ class LoadedModel:
         model: in evaluation mode, parameters without gradients, on `device`.
         vocab_size: rows of the output embedding; ids must be below it.
         max_positions: positions that the config allows, None where it names no limit.
+        rope_limit: the length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and
+            "dynamic" scaling), None elsewhere. Longer sequences are scored alone.
     """
 
     model: Any
@@ -31,6 +33,7 @@ class LoadedModel:
     dtype: torch.dtype
     vocab_size: int
     max_positions: int | None
+    rope_limit: int | None
 
 
 def choose_device(device: str) -> torch.device:
@@ -117,4 +120,18 @@ def load_model(
         dtype=torch_dtype,
         vocab_size=int(loaded.get_output_embeddings().weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),
+        rope_limit=_rope_limit(text_config),
     )
+
+
+def _rope_limit(config: Any) -> int | None:
+    """Length beyond which this model's rotary embeddings depend on the longest sequence of a pass (transformers,
+    modeling_rope_utils.dynamic_rope_update)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_layer_type or [rope]:
+        if parameters.get("rope_type") in ("longrope", "dynamic"):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return int(original or config.max_position_embeddings)
+    return None

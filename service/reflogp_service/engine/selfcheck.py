@@ -13,15 +13,9 @@ import numpy as np
 import torch
 
 from reflogp_service.engine import compiled
-from reflogp_service.engine.attention import kernel_names
-from reflogp_service.engine.forward import (
-    PACKED,
-    Path,
-    attention_layers,
-    forward_pack,
-    forward_padded,
-    use_attention,
-)
+from reflogp_service.engine.attention import NAME as PACKED
+from reflogp_service.engine.attention import PackLayout, kernel_names
+from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.packing import packs
 from reflogp_service.engine.sequences import Sequence
@@ -76,14 +70,14 @@ def check(model: Any, head: Head, device: torch.device, dtype: torch.dtype, voca
             values = _packed(model, head, sequences, device) if path == "packed" else _padded(model, head, sequences, device)
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
             rejected[path] = str(error).splitlines()[0] if str(error) else type(error).__name__
-            use_attention(model, own_attention)
+            model.set_attn_implementation(own_attention)
             continue
         difference = float(np.sqrt(np.mean((values - plain) ** 2)))
         if difference <= tolerance:
             found = (path, difference)
             break
         rejected[path] = f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
-        use_attention(model, own_attention)
+        model.set_attn_implementation(own_attention)
     kernels = kernel_names(device) if found[0] == "packed" else [str(own_attention)]
     if found[0] != "packed":
         warnings.warn(
@@ -161,11 +155,13 @@ def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.dev
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")
-    use_attention(model, PACKED)
+    model.set_attn_implementation(PACKED)
     [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
-    layers, calls = int(model.config.get_text_config().num_hidden_layers), attention_layers(model, pack, device)
-    if calls != layers:
-        raise ValueError(f"only {calls} of {layers} layers mix tokens through the attention interface")
+    layout = PackLayout(pack, device)
+    pack_states(model, pack, layout)
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    if layout.layers_seen != layers:
+        raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
     values = forward_pack(model, head, pack, device).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
     return np.concatenate([by_sequence[index] for index in range(len(sequences))])
