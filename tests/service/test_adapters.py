@@ -1,4 +1,4 @@
-"""PEFT adapters as references: applied, in the reference id, scored like peft itself."""
+"""Adapters and quantized weights as references: in the reference id, scored as peft and transformers themselves run them."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.engine import TorchEngine
@@ -75,3 +75,26 @@ def test_what_is_missing_is_named(adapter, tmp_path):
     (lost / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such/base"}))
     with pytest.raises(UsageError, match="/no/such/base"):
         describe_reference(str(lost))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+    ],
+    ids=["8-bit", "4-bit"],
+)
+def test_a_quantized_checkpoint_is_scored_as_transformers_runs_it(settings, reference_folder, tmp_path):
+    quantization = BitsAndBytesConfig(**settings)
+    model = AutoModelForCausalLM.from_pretrained(
+        reference_folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences(8)
+    engine = TorchEngine(str(tmp_path), "float32", device="cpu")
+    assert engine.self_check.path == "packed"
+    for ours, sequence in zip(engine.score(sequences), sequences, strict=True):
+        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+    ids = {describe_reference(str(folder), "float32").reference_id for folder in (tmp_path, reference_folder)}
+    assert len(ids) == 2

@@ -86,6 +86,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
     sequences = some_pairs(16)
     assert {len(s) > 40 for s in sequences} == {True, False}
     engine = TorchEngine(str(tmp_path), "float32")
+    assert engine.self_check.path == "packed"
     for values, sequence in zip(engine.score(sequences), sequences, strict=True):
         assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
 

@@ -17,6 +17,7 @@ from reflogp_service.engine.attention import NAME as PACKED
 from reflogp_service.engine.attention import PackLayout, kernel_names
 from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
+from reflogp_service.engine.load import LoadedModel
 from reflogp_service.engine.packing import packs
 from reflogp_service.engine.sequences import Sequence
 
@@ -53,16 +54,20 @@ class SelfCheck:
         return asdict(self)
 
 
-def check(model: Any, head: Head, device: torch.device, dtype: torch.dtype, vocab_size: int, compile_layers: bool) -> SelfCheck:
+def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
     """Choose the fastest path that agrees with a plain pass, leave the model set to it, and warn unless it is packed.
 
     Args:
+        head: its output layer.
+        loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
         compile_layers: try packed with compiled layers first.
     """
+    model, device = loaded.model, loaded.device
+    limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
     own_attention = model.config._attn_implementation
-    sequences = _sequences(vocab_size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    sequences = _sequences(loaded.vocab_size, min(limits, default=None))
     plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
-    tolerance = TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(plain**2))) / _TYPICAL_LOGP)
+    tolerance = TOLERANCE[loaded.dtype] * max(1.0, float(np.sqrt(np.mean(plain**2))) / _TYPICAL_LOGP)
     rejected: dict[str, str] = {}
     found: tuple[Path, float] = ("single", 0.0)
     for path in ("packed", "padded"):

@@ -82,14 +82,9 @@ class TorchEngine:
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
         self._head = Head(self._loaded.model, float32=lm_head_dtype == "float32")
         self._flops = ForwardFlops(self._loaded.model)
-        self.self_check: SelfCheck = check(
-            self._loaded.model,
-            self._head,
-            self.device,
-            self._loaded.dtype,
-            self._loaded.vocab_size,
-            compile_layers=worth_compiling(self._loaded.model, self.device) if compile_layers is None else compile_layers,
-        )
+        if compile_layers is None:
+            compile_layers = worth_compiling(self._loaded.model, self.device)
+        self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
         self.token_budget = (
             auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
         )
