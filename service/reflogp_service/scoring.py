@@ -209,7 +209,7 @@ class _Run:
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
             self._bad_row(int(row), "a completion is empty: it has no token to score")
-        usable = np.flatnonzero(~dropped & ~empty)
+        usable = np.flatnonzero(~dropped)
         bare = pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0
         for row in rows[usable[bare[usable]]]:
             self._summary.empty_prompts += 1
@@ -219,6 +219,7 @@ class _Run:
             keys = view.keys()
             hit_before = self._before.stored_lengths(keys) >= view.needed
             hit_now = self._now.stored_lengths(keys) >= view.needed
+            usable = np.flatnonzero(~dropped & (view.needed > 0))  # an empty side counts 0, the other is still needed
             self._summary.sequences += len(usable)
             self._summary.hits += int(hit_before[usable].sum())
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())

@@ -145,13 +145,15 @@ def describe_reference(
         settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}
         on_top = {"weights": digests.pop(adapter.weight_file), "config": settings}
     config = _semantic(checkpoint.config)
-    content = {
+    content: dict[str, Any] = {
         "weights": sorted(digests.values()),
         "config": config,
         "adapter": on_top,
         "dtype": compute_dtype,
         "lm_head_dtype": head_dtype,
     }
+    if "auto_map" in checkpoint.config:  # modelling code that comes with the weights is part of what they mean
+        content["code"] = sorted(file_digests(sorted(checkpoint.folder.glob("*.py"))).values())
     digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
     return Reference(
         reference_id=digest.hexdigest(),

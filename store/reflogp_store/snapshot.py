@@ -91,6 +91,8 @@ class Snapshot:
         n = len(hi)
         found = _Found(np.full(n, MISS, np.int32), np.full(n, np.nan), np.zeros(n, np.int32), np.zeros(n, np.int32))
         for layer in self._layers:
+            if not len(layer.hi):
+                continue
             at = layer.positions(hi, lo)
             better = np.flatnonzero((at >= 0) & (layer.length[at] > found.length))
             for name in ("length", "total", "file", "row"):

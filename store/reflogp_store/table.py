@@ -97,10 +97,11 @@ class LogprobTable:
             SnapshotNotFoundError: no such number, or its files were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
-        if number is None:
+        if number is None or number == self._delta.version():
             self._refresh()
             assert self._latest is not None
-            return self._latest
+            if number in (None, self._latest.number):
+                return self._latest
         try:
             at = DeltaTable(self.uri, version=number, storage_options=self._options)
         except storage.STORAGE_ERRORS as error:
@@ -125,7 +126,7 @@ class LogprobTable:
             for attempt in range(_MAX_COMMIT_TRIES):
                 assert self._latest is not None
                 fresh = _without_stored(rows, self._latest)
-                if len(fresh) < len(rows) and shard is not None:
+                if fresh is not rows and shard is not None:  # the file that was written no longer says what we would commit
                     self._filesystem.delete_file(shard)
                     shard = None
                 rows = fresh
@@ -139,6 +140,8 @@ class LogprobTable:
                     self._refresh()
                     return Appended(before + 1, len(rows), asked - len(rows))
                 self._refresh()
+                if shard in self._latest.files:  # it did arrive; only the answer was lost
+                    return Appended(self._latest.number, len(rows), asked - len(rows))
                 if self._delta.version() == before:
                     raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
                 if on_wait:
@@ -257,7 +260,7 @@ def _files(delta: DeltaTable) -> list[str]:
 
 
 def _without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Rows that the snapshot lacks; rows that it has in part begin with the stored values."""
+    """Rows that the snapshot lacks, those it has in part with the stored values first; `rows` itself when nothing changes."""
     rows = _longest_per_key(rows)
     keys = rows["key"].combine_chunks()
     lengths = _list_lengths(rows)

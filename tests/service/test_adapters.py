@@ -43,6 +43,19 @@ def test_an_adapter_is_scored_as_peft_itself_runs_it(adapter, reference_folder, 
         assert np.abs(ours - without).max() > 1e-2, "the adapter does something"
 
 
+def test_an_adapter_on_the_head_is_not_overlooked(reference_folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    torch.manual_seed(4)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    model.save_pretrained(tmp_path)
+    sequences = random_sequences(6)
+    for ours, sequence in zip(TorchEngine(str(tmp_path), "float32").score(sequences), sequences, strict=True):
+        assert np.abs(ours - plain_token_logps(model.eval(), sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
 def test_the_adapter_and_its_scale_are_in_the_reference_id(adapter, reference_folder, tmp_path):
     def reference_id(folder):
         return describe_reference(str(folder), "float32").reference_id

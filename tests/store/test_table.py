@@ -136,6 +136,46 @@ def test_writers_that_race_write_every_key_once(table, tmp_path):
     assert not table.verify()
 
 
+def commit_in_between(table, monkeypatch, other):
+    """Make `other()` happen right before the table's next commit."""
+    original = table._commit
+
+    def late(*arguments):
+        monkeypatch.setattr(table, "_commit", original)
+        other()
+        return original(*arguments)
+
+    monkeypatch.setattr(table, "_commit", late)
+
+
+def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_path, monkeypatch):
+    """The winner's commit falls between our shard's writing and our commit, and holds fewer values of the same keys."""
+    keys, short = some_rows(0, 10, values=4, seed=1)
+    _, long = some_rows(0, 10, values=9, seed=2)
+    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    commit_in_between(table, monkeypatch, lambda: winner.append(short))
+    assert table.append(long).written == 10
+    got = np.stack(table.snapshot().token_logps(keys))
+    assert (got[:, :4] == np.array(short["token_logps"].to_pylist(), np.float32)).all()
+    assert got.shape == (10, 9)
+
+
+def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkeypatch):
+    keys, rows = some_rows(0, 10)
+    original = table._commit
+
+    def unanswered(*arguments):
+        monkeypatch.setattr(table, "_commit", original)
+        assert original(*arguments)
+        return False
+
+    monkeypatch.setattr(table, "_commit", unanswered)
+    done = table.append(rows)
+    assert (done.written, done.already_there) == (10, 0)
+    assert (table.snapshot().stored_lengths(keys) == 5).all()
+    assert not table.verify()
+
+
 def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
     _, rows = some_rows(0, 10)
     table.append(rows)

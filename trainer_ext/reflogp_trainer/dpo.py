@@ -83,7 +83,8 @@ class CachedDPOTrainer(DPOTrainer):
         """TRL's hook: the tokenised, filtered dataset in, the same with reference columns out."""
         if isinstance(dataset, IterableDataset):
             raise UsageError("CachedDPOTrainer joins map-style datasets; an IterableDataset cannot be checked for misses")
-        pinned = [self.reference.snapshot().number]
+        source = self.reference
+        pinned = [source.table.snapshot_number() if source.snapshot_number is None else source.snapshot_number]
         broadcast_object_list(pinned, from_process=0)  # every process reads one snapshot, whatever is committed meanwhile
         joined, record = join_with_record(
             dataset,
@@ -117,7 +118,7 @@ class CachedDPOTrainer(DPOTrainer):
         reference = torch.cat([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
         tokens = batch["completion_mask"][:, 1:].sum(1)
         seen = self.accelerator.gather(differences(policy, reference, tokens)[None])
-        autocast = self.args.bf16 or self.args.fp16
+        autocast = bool(self.args.bf16 or self.args.fp16 or self.args.tf32)
         tolerance = self._step_zero_tolerance
         if tolerance is None:
             tolerance = default_tolerance(self.reference.scored_dtype(), policy_dtype=self.model.dtype, autocast=autocast)
@@ -128,8 +129,12 @@ class CachedDPOTrainer(DPOTrainer):
             return
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        file = folder / PROVENANCE_FILE
+        seen = self.step_zero.as_dict() if self.step_zero else None
+        if seen is None and file.is_file():  # a resumed run keeps what its first start saw
+            seen = json.loads(file.read_text(encoding="utf-8")).get("step_zero")
         content = {
             "joins": {name: record.as_dict() for name, record in self.joins.items()},
-            "step_zero": self.step_zero.as_dict() if self.step_zero else None,
+            "step_zero": seen,
         }
-        (folder / PROVENANCE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

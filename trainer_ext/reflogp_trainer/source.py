@@ -57,8 +57,6 @@ class ReferenceSource:
             raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
         self.store = LogprobStore(location)
         self.model = model
-        self.dtype = dtype
-        self.lm_head_dtype = lm_head_dtype
         self._described = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype) if model is not None else None
         if self._described is not None and reference_id not in (None, self._described.reference_id):
             raise UsageError(f"{model} in {dtype} is reference {self._described.reference_id}, not {reference_id}")
@@ -92,9 +90,11 @@ class ReferenceSource:
 
     def score_command(self, data: str, max_length: int | None = None, truncation_mode: str = "keep_start") -> str:
         """The command line that scores `data` into this source's table."""
-        model = self.model or f"MODEL_OF_{self.reference_id[:8]}"
-        command = f"reflogp score {model} {data} --store {self.store.uri} --dtype {self.dtype}"
-        command += f" --lm-head-dtype {self.lm_head_dtype}" if self.lm_head_dtype else ""
+        reference = self._described or self.table.reference
+        model = self.model or reference.name
+        command = f"reflogp score {model} {data} --store {self.store.uri} --dtype {reference.dtype}"
+        if reference.lm_head_dtype != reference.dtype:
+            command += f" --lm-head-dtype {reference.lm_head_dtype}"
         if truncation_mode != "keep_start" and max_length is not None:
             command += f" --max-length {max_length} --truncation-mode {truncation_mode}"
         return command

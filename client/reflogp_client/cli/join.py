@@ -67,6 +67,8 @@ def join(
         command += f" --lm-head-dtype {lm_head_dtype}" if lm_head_dtype else ""
         command += f" --max-length {max_length}" if max_length else ""
         command += f" --truncation-mode {truncation_mode}" if truncation_mode != "keep_start" else ""
+        command += f" --split {split}" if split != "train" else ""
+        command += f" --revision {revision}" if revision else ""
         err.print(f"score them: {command}", markup=False)
     if as_json:
         print_json(summary.as_dict())

@@ -36,6 +36,7 @@ class PackLayout:
         self.device = device
         self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
         self.layers_seen = 0
+        self.windows_seen = 0
         self._paths = [branch.path for branch in pack.branches]
         self._pack = pack
         self._cache: dict[str, Any] = {}
@@ -171,6 +172,7 @@ def packed_attention(
     if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError("the layer is not causal self-attention")
     layout.layers_seen += 1
+    layout.windows_seen += sliding_window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
     return choose_kernel(call)(layout, call), None

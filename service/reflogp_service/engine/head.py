@@ -102,8 +102,8 @@ class Head:
         """The first of the forms that configs name (trl/trainer/utils.py, add_fused_lm_head, lists them) that agrees with the
         model's own forward; None when none does."""
         weight = self._weight
-        if self._bias is not None and self._bias.shape != weight.shape[:1]:
-            return None
+        if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
+            return None  # an adapter on the head shows its base's weight and adds to the product itself
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         own = self._own_logits(hidden).float()

@@ -45,6 +45,8 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
         return torch.device(device)
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -122,6 +124,13 @@ def load_model(
         max_positions=getattr(text_config, "max_position_embeddings", None),
         rope_limit=_rope_limit(text_config),
     )
+
+
+def forget_longest_pass(model: Any, limit: int) -> None:
+    """Make "dynamic" rotary embeddings fit the next pass, not the longest so far (they only ever grow above `limit`)."""
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(module, name, limit)
 
 
 def _rope_limit(config: Any) -> int | None:

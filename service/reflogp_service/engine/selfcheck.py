@@ -143,6 +143,19 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
     return logps[torch.arange(start - 1, len(ids) - 1, device=device), ids[start:]].cpu().numpy()
 
 
+def _windowed_layers(config: Any) -> int:
+    """How many layers see less than the whole context, by the config.
+
+    The check's sequences are shorter than most windows, so a layer whose window is only in its mask, which packed attention
+    replaces, would pass it. Chunks (Llama 4) never reach the attention function.
+    """
+    types = getattr(config, "layer_types", None)
+    if types:
+        return sum(kind in ("sliding_attention", "chunked_attention") for kind in types)
+    used = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return int(config.num_hidden_layers) if used else 0
+
+
 def _recurrent_part(model: Any) -> str | None:
     """The name of a part that carries state from token to token, which a pack's neighbours would inherit; None if none does.
 
@@ -167,6 +180,8 @@ def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.dev
     layers = int(model.config.get_text_config().num_hidden_layers)
     if layout.layers_seen != layers:
         raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
+    if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
+        raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
     values = forward_pack(model, head, pack, device).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
     return np.concatenate([by_sequence[index] for index in range(len(sequences))])

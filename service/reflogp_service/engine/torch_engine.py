@@ -21,7 +21,7 @@ from reflogp_service.engine.compiled import worth_compiling
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp_service.engine.forward import forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
-from reflogp_service.engine.load import load_model
+from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
@@ -140,7 +140,12 @@ class TorchEngine:
             done: set[int] = set()
             flying: _Flying | None = None
             for unit in _prepared_ahead(self._units([sequences[i] for i in left])):
-                launched = self._launch(unit, temperature)
+                try:
+                    launched = self._launch(unit, temperature)
+                except EngineError:
+                    if flying is not None:  # what was computed before is not lost
+                        yield from ((left[at], logps) for at, logps in flying.land())
+                    raise
                 if launched is None:
                     break  # the budget is smaller now: prepare what is left anew
                 if flying is not None:
@@ -203,7 +208,9 @@ class TorchEngine:
 
     def _launch(self, unit: _Unit, temperature: float) -> _Flying | None:
         """Start a pass; None after memory ran out and the budget was halved."""
-        model = self._loaded.model
+        model, limit = self._loaded.model, self._loaded.rope_limit
+        if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
+            forget_longest_pass(model, limit)
         try:
             if isinstance(unit.work, Pack):
                 values = forward_pack(model, self._head, unit.work, self.device, temperature)
@@ -269,4 +276,5 @@ def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    texts = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
