@@ -5,6 +5,7 @@ Every side gets the same model folder and the same pairs, and answers with its s
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import subprocess
@@ -153,7 +154,7 @@ class Trl:
         row = {"prompt": "a", "chosen": "b", "rejected": "c"}
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self._trainer = DPOTrainer(
-            policy, policy_copy(policy), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
+            policy, copy.deepcopy(policy), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
         reference = self._trainer.ref_model  # only this one runs: let the policy go
         self._trainer.model = self._trainer.model_wrapped = reference
@@ -170,13 +171,6 @@ class Trl:
         start = synchronized(self._device)
         self._trainer._precompute_ref_logps(dataset, "train", self._batch)
         return synchronized(self._device) - start
-
-
-def policy_copy(model: Any) -> Any:
-    """The same weights in another module object: TRL insists on two."""
-    import copy
-
-    return copy.deepcopy(model)
 
 
 class Padded:

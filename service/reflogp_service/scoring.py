@@ -209,9 +209,8 @@ class _Run:
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
             self._bad_row(int(row), "a completion is empty: it has no token to score")
-        usable = np.flatnonzero(~dropped)
         bare = pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0
-        for row in rows[usable[bare[usable]]]:
+        for row in rows[bare & ~dropped]:
             self._summary.empty_prompts += 1
             if self._watcher:
                 self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")

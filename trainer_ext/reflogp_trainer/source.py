@@ -16,6 +16,7 @@ from reflogp_store import (
     UsageError,
     describe_reference,
 )
+from reflogp_store.commands import score_command
 
 
 class ReferenceSource:
@@ -91,10 +92,13 @@ class ReferenceSource:
     def score_command(self, data: str, max_length: int | None = None, truncation_mode: str = "keep_start") -> str:
         """The command line that scores `data` into this source's table."""
         reference = self._described or self.table.reference
-        model = self.model or reference.name
-        command = f"reflogp score {model} {data} --store {self.store.uri} --dtype {reference.dtype}"
-        if reference.lm_head_dtype != reference.dtype:
-            command += f" --lm-head-dtype {reference.lm_head_dtype}"
-        if truncation_mode != "keep_start" and max_length is not None:
-            command += f" --max-length {max_length} --truncation-mode {truncation_mode}"
-        return command
+        scored_apart = truncation_mode != "keep_start" and max_length is not None  # keep_start is served by whole sequences
+        return score_command(
+            self.model or reference.name,
+            data,
+            self.store.uri,
+            reference.dtype,
+            lm_head_dtype=reference.lm_head_dtype if reference.lm_head_dtype != reference.dtype else None,
+            max_length=max_length if scored_apart else None,
+            truncation_mode=truncation_mode if scored_apart else "keep_start",
+        )

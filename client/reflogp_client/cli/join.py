@@ -10,6 +10,7 @@ from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_json, progress_bar, quiet_libraries
 from reflogp_client.cli.score import find_reference
 from reflogp_store import LogprobStore
+from reflogp_store.commands import score_command
 
 
 def join(
@@ -63,12 +64,17 @@ def join(
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
-        command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
-        command += f" --lm-head-dtype {lm_head_dtype}" if lm_head_dtype else ""
-        command += f" --max-length {max_length}" if max_length else ""
-        command += f" --truncation-mode {truncation_mode}" if truncation_mode != "keep_start" else ""
-        command += f" --split {split}" if split != "train" else ""
-        command += f" --revision {revision}" if revision else ""
+        command = score_command(
+            model,
+            data,
+            store,
+            dtype,
+            lm_head_dtype=lm_head_dtype,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            split=split,
+            revision=revision,
+        )
         err.print(f"score them: {command}", markup=False)
     if as_json:
         print_json(summary.as_dict())

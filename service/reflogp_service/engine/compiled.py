@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from reflogp_service.engine.flops import expert_count
+
 #: Compiling takes 10 to 40 seconds the first time (torch keeps the result on disk), so smaller models are left alone.
 COMPILE_FROM_PARAMETERS = 50_000_000
 
@@ -22,8 +24,7 @@ def worth_compiling(model: Any, device: torch.device) -> bool:
 
     Experts' loops depend on the data, so they break into many small graphs that gain nothing.
     """
-    config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = expert_count(model.config.get_text_config())
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
     return not experts and compiler is not None and model.num_parameters() >= COMPILE_FROM_PARAMETERS
 

@@ -40,8 +40,13 @@ class ForwardFlops:
         return self._per_token * n + self._per_attended * attended + self._per_prediction * len(sequence.completion_ids)
 
 
+def expert_count(config: Any) -> int | None:
+    """Experts of each mixture layer; None for a dense model. Configs name it in two ways."""
+    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+
+
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = expert_count(config)
     share = getattr(config, "num_experts_per_tok", 1) / experts if experts else 1.0
     tables = {id(output), id(model.get_input_embeddings().weight)}
     return sum(

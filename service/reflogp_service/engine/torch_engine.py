@@ -178,18 +178,13 @@ class TorchEngine:
         }
 
     def _units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
-        """Passes over all of `sequences` within the present budget."""
+        """Passes over all of `sequences` within the present budget, those beyond the rope limit alone."""
         limit = self._loaded.rope_limit
-        alone = [] if limit is None else [i for i, sequence in enumerate(sequences) if len(sequence) > limit]
-        for index in alone:
-            [pack] = packs([sequences[index]], self.token_budget)
-            members = tuple((index, where) for _, where in pack.members)
-            work = pack if self.self_check.path == "packed" else [sequences[index]]
-            yield _Unit(work, members, len(pack))
-        lonely = set(alone)
-        rest = [i for i in range(len(sequences)) if i not in lonely]
-        for unit in self._shared_units([sequences[i] for i in rest]):
-            yield _Unit(unit.work, tuple((rest[at], where) for at, where in unit.members), unit.tokens)
+        beyond = [limit is not None and len(sequence) > limit for sequence in sequences]
+        alone = [[index] for index, is_beyond in enumerate(beyond) if is_beyond]
+        for chosen in (*alone, [index for index, is_beyond in enumerate(beyond) if not is_beyond]):
+            for unit in self._shared_units([sequences[index] for index in chosen]):
+                yield _Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
         if self.self_check.path == "packed":

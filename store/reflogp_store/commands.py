@@ -1,0 +1,27 @@
+"""The command line that scores what is missing, as errors quote it. Called by `reflogp join` and by the trainer extension."""
+
+from __future__ import annotations
+
+
+def score_command(
+    model: str,
+    data: str,
+    store: str,
+    dtype: str,
+    *,
+    lm_head_dtype: str | None = None,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    split: str = "train",
+    revision: str | None = None,
+) -> str:
+    """`reflogp score` with these arguments; options at their defaults are left out."""
+    options = [
+        ("--lm-head-dtype", lm_head_dtype),
+        ("--max-length", max_length),
+        ("--truncation-mode", truncation_mode if truncation_mode != "keep_start" else None),
+        ("--split", split if split != "train" else None),
+        ("--revision", revision),
+    ]
+    command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
+    return command + "".join(f" {name} {value}" for name, value in options if value is not None)
