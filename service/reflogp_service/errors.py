@@ -4,8 +4,7 @@ ReflogpError (reflogp_store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape
 ├── TokenizerError           a tokenizer lacks what the data needs
 └── EngineError              the engine cannot load a model or score with it
-    ├── InvalidSequencesError   some sequences cannot be scored; the others were
-    └── OutOfMemoryError        not even one sequence fits
+    └── InvalidSequencesError   some sequences cannot be scored; the others were
 """
 
 from __future__ import annotations
@@ -40,7 +39,3 @@ class InvalidSequencesError(EngineError):
         super().__init__(f"{len(problems)} of {len(results)} sequences cannot be scored; sequence {first}: {problems[first]}")
         self.problems = problems
         self.results = results
-
-
-class OutOfMemoryError(EngineError):
-    """The device cannot hold even one sequence at the smallest token budget."""

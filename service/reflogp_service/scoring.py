@@ -37,7 +37,7 @@ class Engine(Protocol):
     """What scoring needs of an engine; reflogp_service.engine.TorchEngine is one."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]: ...
-    def stream(self, sequences: list[Sequence], skip: Any = ()) -> Iterator[tuple[int, npt.NDArray[np.float32]]]: ...
+    def stream(self, sequences: list[Sequence], skip: Any = ()) -> Iterator[tuple[int, npt.NDArray[np.float32] | str]]: ...
     def provenance(self) -> dict[str, Any]: ...
     def flops(self, sequence: Sequence) -> float: ...
     def peak_flops_per_second(self) -> float: ...
@@ -244,8 +244,8 @@ class _Run:
             stream = self._engine.stream(sequences, skip=problems)
             while (item := self._timed_next(stream)) is not None:
                 index, logps = item
-                if not np.isfinite(logps).all():
-                    problems[index] = "the reference model gives log-probs that are not finite"
+                if isinstance(logps, str):
+                    problems[index] = logps
                     continue
                 done.append((pending[index], logps))
                 self._summary.scored += 1

@@ -179,17 +179,24 @@ def test_pickles_and_missing_folders_are_refused(tmp_path, reference_folder):
         TorchEngine(str(tmp_path / "nowhere"))
 
 
-def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_folder):
-    """A real limit on the address space of a process of its own."""
+def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_folder, tmp_path):
+    """A real limit on the address space of a process of its own; then one sequence that no budget can help."""
+    import json
+    import shutil
+
+    shutil.copytree(reference_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 2_000_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     program = f"""
         import resource
         import numpy as np, torch
         from reflogp_service.engine import Sequence, TorchEngine
+        from reflogp_service.errors import InvalidSequencesError
         torch.set_num_threads(1)
-        engine = TorchEngine({str(reference_folder)!r}, "float32", token_budget=10_000_000)
+        engine = TorchEngine({str(tmp_path)!r}, "float32", token_budget=10_000_000)
         engine.score([Sequence([1] * 20, [2] * 20)])
         sequences = [Sequence([i % 100] * 700, [(i + 1) % 100] * 700) for i in range(60)]
-        expected = TorchEngine({str(reference_folder)!r}, "float32", token_budget=1500).score(sequences[:3])
+        expected = TorchEngine({str(tmp_path)!r}, "float32", token_budget=1500).score(sequences[:3])
         pages = int(open("/proc/self/statm").read().split()[0])
         limit = pages * resource.getpagesize() + 300_000_000
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -197,6 +204,16 @@ def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_fol
         assert len(results) == 60 and all(len(r) == 700 and np.isfinite(r).all() for r in results)
         assert max(np.abs(a - b).max() for a, b in zip(expected, results)) < 1e-4
         assert 1 <= engine.token_budget < 60 * 1400, engine.token_budget
+        before = engine.token_budget
+        long = Sequence([3] * 10, [4] * 1_000_000)
+        try:
+            engine.score([sequences[0], long, sequences[1]])
+        except InvalidSequencesError as error:
+            assert list(error.problems) == [1] and "do not fit" in error.problems[1], error.problems
+            assert all(np.isfinite(error.results[i]).all() for i in (0, 2))
+        else:
+            raise AssertionError("the long one fitted")
+        assert engine.token_budget == before
         print("budget", engine.token_budget)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300)

@@ -5,9 +5,12 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine.attention import PackLayout
+from reflogp_service.engine.packing import packs
 from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
 from tests.service.fidelity import measure, some_pairs
@@ -143,3 +146,36 @@ def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch
             assert engine.self_check.path == "packed"
             for a, b in zip(engine.score(sequences), expected, strict=True):
                 assert np.abs(a - b).max() <= 1e-4
+
+
+@pytest.mark.parametrize("window", [None, 400])
+def test_blocks_for_flex_attention_are_those_of_the_whole_mask(window):
+    """Computed block against block; here beside torch's own, which makes the (tokens, tokens) mask first."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    random = np.random.default_rng(0)
+    stems = [random.integers(0, 50, length).tolist() for length in (700, 300, 5)]
+    sequences = [
+        Sequence([*stem[: 1 + cut % len(stem)], 90 + cut], random.integers(0, 50, 1 + cut % 300).tolist())
+        for stem in stems
+        for cut in random.integers(0, 1000, 8).tolist()
+    ]
+    [pack] = packs(sequences, 100_000)
+    layout = PackLayout(pack, torch.device("cpu"))
+    made = layout.block_mask(window)
+    whole = create_block_mask(made.mask_mod, None, None, len(pack), len(pack), device="cpu")
+    assert len(pack) % 128  # the last block is not full
+    needed, read = whole.to_dense().bool(), made.to_dense().bool()
+    assert not (needed & ~read).any()
+    assert (read & ~needed).sum() <= 0.15 * needed.sum(), "reads more than it needs"
+    assert _full(made).int().sum() > 0
+    assert not (_full(made) & ~_full(whole)).any(), "a block that is taken whole holds a pair that must not be seen"
+
+
+def _full(mask) -> torch.Tensor:
+    """Blocks that are taken whole, bool (query blocks, key blocks)."""
+    counts, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]
+    dense = torch.zeros(indices.shape, dtype=torch.bool)
+    for row, count in enumerate(counts.tolist()):
+        dense[row, indices[row, :count].long()] = True
+    return dense

@@ -155,15 +155,16 @@ def test_an_interrupt_keeps_what_was_computed(score, pairs_file, reference_folde
 
 
 def test_values_that_are_not_finite_are_reported_and_not_stored(score, tmp_path, reference_folder):
-    class Broken(TorchEngine):
-        def stream(self, sequences, skip=()):
-            for index, logps in super().stream(sequences, skip):
-                yield index, logps * np.nan if len(sequences[index].completion_ids) == 3 else logps
+    """Weights that are broken for one token: only sequences that hold it suffer."""
+    from transformers import AutoModelForCausalLM
 
-    rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [2] * n} for n in (2, 3)]
-    summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: Broken(str(reference_folder), "float32"))
+    model = AutoModelForCausalLM.from_pretrained(reference_folder)
+    model.get_input_embeddings().weight.data[7] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    rows = [{"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [2, last, 2]} for last in (4, 7)]
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: TorchEngine(str(tmp_path / "broken"), "float32"))
     assert (summary.failed, summary.bad_row_numbers) == (1, [1])
-    assert snapshot(reference_folder, tmp_path).stored_lengths(sequence_keys([[1]], [[2, 2, 2]])).tolist() == [-1]
+    assert snapshot(reference_folder, tmp_path).stored_lengths(sequence_keys([[1]], [[2, 7, 2]])).tolist() == [-1]
 
 
 def test_memory_does_not_grow_with_the_dataset(score, tmp_path):

@@ -23,6 +23,8 @@ NAME = "reflogp_packed"
 
 #: Scores held at once by the kernel for soft caps and sinks, in float32 numbers: 2**26 are 256 MiB.
 _MAX_SCORES = 1 << 26
+#: Queries and keys of one FlexAttention block, torch's default.
+_FLEX_BLOCK = 128
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -37,6 +39,7 @@ class PackLayout:
         self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
         self.layers_seen = 0
         self.windows_seen = 0
+        self.kernels: set[str] = set()
         self._paths = [branch.path for branch in pack.branches]
         self._pack = pack
         self._cache: dict[str, Any] = {}
@@ -85,10 +88,10 @@ class PackLayout:
         Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
         behind the last token that descends from k.
         """
-        from torch.nn.attention.flex_attention import create_block_mask
+        from torch.nn.attention.flex_attention import BlockMask
 
         def make() -> Any:
-            tokens = len(self._pack)
+            tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
             last = torch.zeros(tokens, dtype=torch.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
                 last[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
@@ -98,7 +101,27 @@ class PackLayout:
                 on_path = (k <= q) & (q < ends[k])
                 return on_path if window is None else on_path & (positions[q] - positions[k] < window)
 
-            return create_block_mask(seen, None, None, tokens, tokens, device=str(self.device))
+            def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                """Least and greatest of each block's values."""
+                padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
+                low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
+                return low, high
+
+            # Block against block, from each block's extremes: the whole (tokens, tokens) mask never exists.
+            first = torch.arange(blocks, device=self.device) * _FLEX_BLOCK
+            behind = torch.clamp(first + _FLEX_BLOCK, max=tokens)
+            least_end, greatest_end = extremes(ends)
+            before = first[:, None] > first[None]
+            some = (before & (first[:, None] < greatest_end)) | torch.eye(blocks, dtype=torch.bool, device=self.device)
+            full = before & (behind[:, None] <= least_end) & (behind[None] - first[None] == _FLEX_BLOCK)
+            if window is not None:
+                lowest, highest = extremes(positions)
+                some &= lowest[:, None] - highest < window
+                full &= highest[:, None] - lowest < window
+            partial = some & ~full
+            return BlockMask.from_kv_blocks(
+                *_block_lists(partial), *_block_lists(full), BLOCK_SIZE=_FLEX_BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
+            )
 
         return self._once(f"block mask {window}", make)
 
@@ -175,7 +198,9 @@ def packed_attention(
     layout.windows_seen += sliding_window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
-    return choose_kernel(call)(layout, call), None
+    kernel = choose_kernel(call)
+    layout.kernels.add(kernel.__name__)
+    return kernel(layout, call), None
 
 
 def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
@@ -189,14 +214,6 @@ def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
             return flash_varlen
         return flex
     return by_branch
-
-
-def kernel_names(device: torch.device) -> list[str]:
-    """Kernels that `choose_kernel` can pick on this device, for provenance."""
-    if device.type != "cuda":
-        return ["sdpa by branch"]
-    names = ["torch varlen"] if _torch_varlen() is not None else []
-    return names + (["flash-attn varlen"] if _flash_varlen() is not None else []) + ["flex", "sdpa by branch"]
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
@@ -302,6 +319,13 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         out = out * torch.sigmoid(lse - call.sinks.float()[None, :, None])[..., None].to(out.dtype)
     attended: torch.Tensor = out.transpose(1, 2)
     return attended
+
+
+def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which key blocks each query block reads, as FlexAttention takes them: counts (1, 1, n) and indices (1, 1, n, n)."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
+    return counts[None, None], indices[None, None]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

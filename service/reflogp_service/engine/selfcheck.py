@@ -14,7 +14,7 @@ import torch
 
 from reflogp_service.engine import compiled
 from reflogp_service.engine.attention import NAME as PACKED
-from reflogp_service.engine.attention import PackLayout, kernel_names
+from reflogp_service.engine.attention import PackLayout
 from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import LoadedModel
@@ -39,7 +39,7 @@ class SelfCheck:
         difference: root mean square difference of that path from a plain pass, nats per token.
         tolerance: what was allowed.
         rejected: path -> why it was not taken.
-        kernels: attention kernels that can run on this device.
+        kernels: attention kernels that ran in the check, as every pack will use them.
         compiled: decoder layers and log-sum-exp run compiled.
     """
 
@@ -70,9 +70,13 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
     tolerance = TOLERANCE[loaded.dtype] * max(1.0, float(np.sqrt(np.mean(plain**2))) / _TYPICAL_LOGP)
     rejected: dict[str, str] = {}
     found: tuple[Path, float] = ("single", 0.0)
+    kernels = [str(own_attention)]
     for path in ("packed", "padded"):
         try:
-            values = _packed(model, head, sequences, device) if path == "packed" else _padded(model, head, sequences, device)
+            if path == "packed":
+                values, kernels = _packed(model, head, sequences, device)
+            else:
+                values, kernels = _padded(model, head, sequences, device), [str(own_attention)]
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
             rejected[path] = str(error).splitlines()[0] if str(error) else type(error).__name__
             model.set_attn_implementation(own_attention)
@@ -83,7 +87,6 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
             break
         rejected[path] = f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
         model.set_attn_implementation(own_attention)
-    kernels = kernel_names(device) if found[0] == "packed" else [str(own_attention)]
     if found[0] != "packed":
         warnings.warn(
             f"{type(model).__name__} is scored on the {found[0]} path, which is slower: packed {rejected['packed']}",
@@ -111,7 +114,7 @@ def _try_compiled(
     try:
         compiled.compile_layers(model)
         head.log_sum_exp = compiled.compiled_log_sum_exp()
-        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device) - plain) ** 2)))
+        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device)[0] - plain) ** 2)))
         problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
     except Exception as error:  # compilers fail in many ways
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -169,7 +172,8 @@ def _recurrent_part(model: Any) -> str | None:
     return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
 
 
-def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
+def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> tuple[Any, list[str]]:
+    """(values, names of the attention kernels that made them)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")
@@ -184,7 +188,7 @@ def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.dev
         raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
     values = forward_pack(model, head, pack, device).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
-    return np.concatenate([by_sequence[index] for index in range(len(sequences))])
+    return np.concatenate([by_sequence[index] for index in range(len(sequences))]), sorted(layout.kernels)
 
 
 def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:

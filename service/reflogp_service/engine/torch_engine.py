@@ -26,12 +26,15 @@ from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import Sequence, problem_of
-from reflogp_service.errors import EngineError, InvalidSequencesError, OutOfMemoryError
+from reflogp_service.errors import EngineError, InvalidSequencesError
 
 Logps = npt.NDArray[np.float32]
+#: A sequence's values, or why there are none.
+Outcome = Logps | str
 
 #: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
 _WINDOW = 8_192
+_NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
 class TorchEngine:
@@ -99,17 +102,16 @@ class TorchEngine:
 
         Raises:
             InvalidSequencesError: some cannot be scored; its `results` hold the others' values.
-            OutOfMemoryError: one sequence alone does not fit the device.
         """
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
         problems = self.problems(sequences)
         results: list[Any] = [None] * len(sequences)
-        for index, logps in self.stream(sequences, skip=problems, temperature=temperature):
-            results[index] = logps
-            if not np.isfinite(logps).all():
-                problems[index] = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
-                results[index] = None
+        for index, outcome in self.stream(sequences, skip=problems, temperature=temperature):
+            if isinstance(outcome, str):
+                problems[index] = outcome
+            else:
+                results[index] = outcome
         if problems:
             raise InvalidSequencesError(problems, results)
         return results
@@ -121,9 +123,10 @@ class TorchEngine:
 
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
-    ) -> Iterator[tuple[int, Logps]]:
+    ) -> Iterator[tuple[int, Outcome]]:
         """(index, token_logps) as passes come off the device, the longest of each window first.
 
+        In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
         The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs.
 
         Args:
@@ -135,7 +138,7 @@ class TorchEngine:
         for start in range(0, len(wanted), _WINDOW):
             yield from self._stream_window(sequences, wanted[start : start + _WINDOW], temperature)
 
-    def _stream_window(self, sequences: list[Sequence], left: list[int], temperature: float) -> Iterator[tuple[int, Logps]]:
+    def _stream_window(self, sequences: list[Sequence], left: list[int], temperature: float) -> Iterator[tuple[int, Outcome]]:
         while left:
             done: set[int] = set()
             flying: _Flying | None = None
@@ -146,8 +149,17 @@ class TorchEngine:
                     if flying is not None:  # what was computed before is not lost
                         yield from ((left[at], logps) for at, logps in flying.land())
                     raise
+                if launched is None and len(unit.members) == 1:
+                    [(alone, _)] = unit.members
+                    done.add(alone)
+                    yield (
+                        left[alone],
+                        f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length",
+                    )
+                    continue
                 if launched is None:
-                    break  # the budget is smaller now: prepare what is left anew
+                    self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
+                    break  # prepare what is left anew, in smaller packs
                 if flying is not None:
                     yield from ((left[at], logps) for at, logps in flying.land())
                 flying = launched
@@ -202,7 +214,7 @@ class TorchEngine:
             yield _Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
 
     def _launch(self, unit: _Unit, temperature: float) -> _Flying | None:
-        """Start a pass; None after memory ran out and the budget was halved."""
+        """Start a pass; None when memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
             forget_longest_pass(model, limit)
@@ -218,11 +230,6 @@ class TorchEngine:
         # Outside the handler, where the failed pass's tensors are no longer held by its traceback.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(unit.members) == 1:
-            raise OutOfMemoryError(
-                f"a sequence of {unit.tokens} tokens alone does not fit the memory of {self.device}; set a max_length"
-            )
-        self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
         return None
 
 
@@ -253,12 +260,13 @@ class _Flying:
         copied.record()
         return cls(unit, host, copied)
 
-    def land(self) -> Iterator[tuple[int, Logps]]:
+    def land(self) -> Iterator[tuple[int, Outcome]]:
         if self.copied is not None:
             self.copied.synchronize()
         values = self.values.numpy()
         for index, where in self.unit.members:
-            yield index, values[where]
+            logps = values[where]
+            yield index, logps if np.isfinite(logps).all() else _NOT_FINITE
 
 
 def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:
