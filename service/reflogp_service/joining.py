@@ -30,8 +30,9 @@ class JoinSummary:
         rows: rows read.
         written: rows with reference log-probs in the output.
         missing: rows left out because the snapshot has not their values; the first hundred are named.
-        bad_rows: rows left out because they cannot be read or tokenised, or their stored value is not finite.
+        bad_rows: rows left out because they cannot be read or tokenised, or their stored values cannot be read.
         dropped_rows: rows that TRL drops (the prompt alone fills max_length).
+        coverage: written over the rows that a trainer keeps, 1.0 where nothing is missing.
     """
 
     rows: int = 0
@@ -41,6 +42,7 @@ class JoinSummary:
     bad_rows: int = 0
     bad_row_numbers: list[int] = field(default_factory=list)
     dropped_rows: int = 0
+    coverage: float = 0.0
     reference_id: str = ""
     snapshot: int = 0
     store: str = ""
@@ -66,7 +68,8 @@ def join_dataset(
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
 
     The output appears when it is complete. Its Parquet metadata (`reflogp`) says which store, snapshot and settings it is
-    of; the columns chosen_key and rejected_key (or completion_key) hold each sequence's key.
+    of, `reflogp.coverage` how many of the rows it has; the columns chosen_key and rejected_key (or completion_key) hold each
+    sequence's key.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
@@ -95,13 +98,13 @@ def join_dataset(
                 continue
             join = join_logps(window.table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
             numbers = window.table["row"].to_numpy()
-            for row in numbers[join.not_finite]:
-                _bad(summary, watcher, int(row), "its stored log-prob is not finite; run `reflogp store verify`")
+            for row in numbers[join.unusable]:
+                _bad(summary, watcher, int(row), "its stored values cannot be read; run `reflogp store verify`")
             summary.missing += int(join.missing.sum())
             room = NAMED_ROWS - len(summary.missing_row_numbers)
             summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
             summary.dropped_rows += int(join.dropped.sum())
-            kept = np.flatnonzero(~join.missing & ~join.not_finite & ~join.dropped)
+            kept = np.flatnonzero(~join.missing & ~join.unusable & ~join.dropped)
             table = pa.Table.from_pylist([window.rows[i] for i in kept], schema=row_schema)
             for name, keys in join.keys.items():
                 table = _with_column(table, name.replace("_ids", "_key"), keys.take(pa.array(kept)))
@@ -114,7 +117,10 @@ def join_dataset(
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")
             writer.write_table(table.cast(writer.schema))
             summary.written += len(kept)
+        summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
         if writer is not None:
+            counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
+            writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
             writer.close()
             partial.replace(target)
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:

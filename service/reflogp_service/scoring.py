@@ -22,6 +22,7 @@ from reflogp_service.data.shape import Format
 from reflogp_service.data.tokenize import TokenizedRows, load_tokenizer, tokenize_dataset
 from reflogp_service.engine.sequences import Sequence
 from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
+from reflogp_store.compaction import compact_if_many, small_shards_allowed
 from reflogp_store.joins import completion_columns
 from reflogp_store.schema import shard_table
 from reflogp_store.windows import check_truncation, windows
@@ -145,6 +146,7 @@ def score_dataset(
     started = time.monotonic()
     table = store.create_table(reference)
     before = table.snapshot()
+    before.require_whole()  # what a damaged shard held could be stored a second time, differently
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, make_engine, summary, watcher, commit_sequences, commit_seconds)
     tokenizer = load_tokenizer(model_folder, trust_remote_code)
@@ -193,6 +195,7 @@ class _Run:
         self._pending: dict[bytes, _Pending] = {}
         self._bad: set[int] = set()
         self._flops = 0.0
+        self._small_shards = small_shards_allowed()
 
     def take(self, window: TokenizedRows, max_length: int | None, truncation_mode: str) -> None:
         """Count a window's rows and put its misses in line."""
@@ -302,6 +305,7 @@ class _Run:
             self._summary.provenance or {},
         )
         self._summary.snapshot = self._table.append(rows).snapshot
+        compact_if_many(self._table, self._small_shards)
         self._now = self._table.snapshot()
 
     def _advance(self, sequences: int, tokens: int) -> None:

@@ -5,9 +5,12 @@ ReflogpError                    base of all four packages: the command line prin
 └── StoreError                  the store or a checkpoint cannot serve the call
     ├── StoreFormatError        written by a newer reflogp
     ├── StoreUnavailableError   cannot be opened, read or written
+    ├── DamagedStoreError       parts of it are damaged, and what was asked needs it whole
     ├── ReferenceNotFoundError  the store holds nothing for this reference model
     ├── SnapshotNotFoundError   no such snapshot number
     └── CheckpointError         weight files that are missing, truncated or of a refused kind
+
+StoreDamageWarning (a UserWarning): a reader goes on without a damaged part, and says which.
 """
 
 
@@ -29,6 +32,14 @@ class StoreFormatError(StoreError):
 
 class StoreUnavailableError(StoreError):
     """The store cannot be opened, read or written."""
+
+
+class DamagedStoreError(StoreError):
+    """Parts of the store are damaged, and what was asked needs it whole (writing, for one)."""
+
+
+class StoreDamageWarning(UserWarning):
+    """A part of the store is damaged; what it held is served as missing, the rest as ever."""
 
 
 class ReferenceNotFoundError(StoreError):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp_store.errors import UsageError
+from reflogp_store.schema import one_array
 
 KEY_BYTES = 16
 #: blake2b's personalisation string: a hash made for another purpose can never equal a key.
@@ -38,7 +39,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         UsageError: a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = lists if isinstance(lists, pa.Array | pa.ChunkedArray) else pa.array(lists, pa.list_(pa.int64()))
-    array = _one_array(array)
+    array = one_array(array)
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
     ):
@@ -108,18 +109,11 @@ def example_hash(keys: Sequence[bytes]) -> bytes:
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Keys as two uint64 arrays of shape (n,), big-endian, so that numeric order is byte order."""
-    keys = _one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
+    keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)
     words = np.frombuffer(fixed.buffers()[1] or b"", dtype=">u8")[2 * fixed.offset : 2 * (fixed.offset + len(fixed))]
     pairs = words.reshape(-1, 2).astype(np.uint64)
     return pairs[:, 0], pairs[:, 1]
-
-
-def _one_array(array: Any) -> Any:
-    """An Arrow array, its chunks joined where it has any."""
-    if not isinstance(array, pa.ChunkedArray):
-        return array
-    return pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
 
 
 def _little_endian(lists: pa.LargeListArray) -> tuple[memoryview, list[int]]:

@@ -1,7 +1,6 @@
-"""What a shard holds: one Arrow schema, one way to write it as Parquet, one way to read it.
+"""What a shard holds: one Arrow schema, and rows made to fit it.
 
-Knows columns, encodings and page checksums. Does not know where files lie or which snapshot they belong to.
-Called by the table (writing), the snapshot (reading) and verification.
+Knows columns. Does not know Parquet, where files lie or which snapshot they belong to. Called by whoever makes rows.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-#: Number of the layout of a store. A store of a higher number is refused.
+#: Number of the layout of a store (docs/store-format.md). A store of a higher number is refused.
 FORMAT = 1
 
 #: Delta Lake knows neither fixed-size binary nor unsigned integers, hence binary and int32.
@@ -23,14 +21,12 @@ SCHEMA = pa.schema(
         pa.field("key", pa.binary(), nullable=False),
         pa.field("prompt_len", pa.int32(), nullable=False),
         pa.field("completion_len", pa.int32(), nullable=False),
+        pa.field("scored_len", pa.int32(), nullable=False),
         pa.field("token_logps", pa.list_(pa.float32()), nullable=False),
         pa.field("logp_sum", pa.float64(), nullable=False),
         pa.field("provenance", pa.string(), nullable=False),
     ]
 )
-
-#: A row group this large keeps one read of token values near 16 MB at 350 tokens a row.
-ROW_GROUP_ROWS = 12_288
 
 
 def shard_table(
@@ -40,7 +36,7 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """A table of the shard's schema; `logp_sum` is the float64 sum of each row's values.
+    """A table of the shard's schema; `scored_len` and `logp_sum` are the count and the float64 sum of each row's values.
 
     Args:
         keys: n keys, binary or fixed_size_binary(16).
@@ -55,6 +51,7 @@ def shard_table(
             "key": keys.cast(pa.binary()),
             "prompt_len": pa.array(prompt_lens, pa.int32()),
             "completion_len": pa.array(completion_lens, pa.int32()),
+            "scored_len": values.value_lengths(),
             "token_logps": values,
             "logp_sum": pa.array(list_sums(values)),
             "provenance": pa.array([json.dumps(provenance, sort_keys=True)] * len(keys), pa.string()),
@@ -77,22 +74,28 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
     return np.where(stops > starts, sums, 0.0)
 
 
-def write_shard(table: pa.Table, sink: Any) -> None:
-    """Write a shard: zstd, log-probs with byte-stream-split (15% smaller than plain), a checksum on every page."""
-    pq.write_table(
-        table,
-        sink,
-        row_group_size=ROW_GROUP_ROWS,
-        compression="zstd",
-        use_dictionary=["provenance"],
-        column_encoding={
-            "token_logps.list.element": "BYTE_STREAM_SPLIT",
-            "logp_sum": "BYTE_STREAM_SPLIT",
-        },
-        write_page_checksum=True,
-    )
+def problem_of_rows(rows: pa.Table) -> str | None:
+    """What is wrong with rows that should fit the schema, or None."""
+    if not rows.schema.equals(SCHEMA):
+        return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
+    lists = one_array(rows["token_logps"])
+    values: npt.NDArray[Any] = lists.flatten().to_numpy(zero_copy_only=False)
+    if not np.isfinite(values).all():
+        return f"{np.count_nonzero(~np.isfinite(values))} values are not finite"
+    lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+    if (lengths != rows["scored_len"].to_numpy()).any():
+        return "a scored_len is not the number of its row's values"
+    if (lengths > rows["completion_len"].to_numpy()).any():
+        return "a row holds more values than its completion has tokens"
+    if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
+        return "a logp_sum is not the sum of its row"
+    return None
 
 
-def open_shard(source: Any) -> pq.ParquetFile:
-    """Open a shard for reading; a page whose checksum is wrong raises OSError when it is read."""
-    return pq.ParquetFile(source, page_checksum_verification=True)
+def one_array(array: Any) -> Any:
+    """An Arrow array, its chunks joined where it has any."""
+    if not isinstance(array, pa.ChunkedArray):
+        return array
+    if array.num_chunks == 1:
+        return array.chunk(0)
+    return pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)

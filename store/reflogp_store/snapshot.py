@@ -1,203 +1,240 @@
 """A snapshot: one numbered state of one reference model's table, and how keys are looked up in it.
 
-Keeps a sorted index of every key in memory (36 bytes a row: key, stored length, sum, where the values lie) and reads
-token values only for rows that need them. Never writes. Called by the scorer (hits and misses), by joins and by commits.
+Two ways to look up, chosen by the number of rows. Up to INDEX_ROWS the index of every key is kept in memory, which is right for
+many small questions. Beyond, each question reads the index columns of the row groups that can hold the keys: shards are sorted,
+so a few keys touch a few row groups, and a large question is one pass. Either way token values are read only for rows that need
+them. Never writes. Called by the scorer (hits and misses), by joins and by commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from reflogp_store.errors import StoreUnavailableError
+from reflogp_store.errors import DamagedStoreError, StoreDamageWarning
+from reflogp_store.index import MISS, Int64s, Layer, Places, Words
 from reflogp_store.keys import keys_as_words
-from reflogp_store.schema import list_sums, open_shard
+from reflogp_store.schema import list_sums
+from reflogp_store.shard import Shard, ShardDamageError
 
-#: Stored length of a key that the snapshot has not.
-MISS = -1
+#: Rows up to which the whole index is kept: 36 bytes a row, so 1.1 GB at the most.
+INDEX_ROWS = 30_000_000
 #: More index layers than this are merged, so that a lookup never searches many.
 _MAX_LAYERS = 8
+#: Shards read at a time. Object stores answer slowly and many at once.
+_READERS = 8
+#: Row groups of one shard that a lookup without an index holds at a time: 64 times 4,096 rows of 28 bytes are 7 MB.
+_GROUPS_AT_ONCE = 64
+#: Rows whose token values are read at a time.
+_VALUE_ROWS = 65_536
 
-Int64s = npt.NDArray[np.int64]
+
+T = TypeVar("T")
 
 
 class Snapshot:
-    """One numbered state of a table. Immutable: `advanced` gives another one."""
+    """One numbered state of a table. Immutable: `advanced` gives another one.
+
+    Args:
+        number: of the snapshot.
+        reference_id: of the table.
+        filesystem: rooted at the table's folder.
+        rows_of: shard -> its rows, of every shard of this state.
+        index_rows: rows up to which the index is kept in memory.
+
+    A shard that is gone or damaged is left out with a StoreDamageWarning: its rows are misses, `damaged` says why.
+    """
 
     def __init__(
         self,
         number: int,
         reference_id: str,
         filesystem: pafs.FileSystem,
-        files: Iterable[str],
-        _earlier: Snapshot | None = None,
+        rows_of: Mapping[str, int],
+        index_rows: int = INDEX_ROWS,
     ) -> None:
         self.number = number
         self.reference_id = reference_id
+        self.rows_of = dict(rows_of)
+        self.damaged: dict[str, str] = {}
         self._filesystem = filesystem
-        known = _earlier.files if _earlier is not None else ()
-        new = sorted(set(files).difference(known))
-        #: Shards, in the order of the index's file numbers.
-        self.files: tuple[str, ...] = (*known, *new)
-        self._layers: list[_Layer] = list(_earlier._layers) if _earlier is not None else []
-        if new:
-            self._layers.append(_Layer.read(filesystem, new, first_file=len(known)))
-        if len(self._layers) > _MAX_LAYERS:
-            self._layers = [self._layers[0], _Layer.merged(self._layers[1:])]
+        self._index_rows = index_rows
+        self._shards = [Shard(filesystem, path) for path in self.rows_of]
+        self._layers: list[Layer] | None = None
+        self._indexed = 0  # shards that the layers cover, from the front
 
     def __len__(self) -> int:
         """Rows. A key whose completion was scored further later counts once per row until compaction."""
-        return sum(len(layer.hi) for layer in self._layers)
+        return sum(self.rows_of.values())
 
-    def advanced(self, number: int, files: Iterable[str]) -> Snapshot:
-        """Snapshot `number` with `files`; reads only the shards that this one has not indexed."""
-        files = set(files)
-        earlier = self if files.issuperset(self.files) else None
-        return Snapshot(number, self.reference_id, self._filesystem, files, earlier)
+    def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
+        """Snapshot `number` with the shards of `rows_of`; what this one has read of them is not read again."""
+        if not rows_of.keys() >= self.rows_of.keys():
+            return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows)
+        later = Snapshot(number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows)
+        later._shards[: len(self._shards)] = self._shards
+        later._layers, later._indexed = self._layers, self._indexed
+        later.damaged = dict(self.damaged)
+        return later
+
+    def find(self, keys: pa.Array) -> Found:
+        """Look n keys up, once; the answer's methods give lengths, sums and values."""
+        hi, lo = keys_as_words(keys)
+        return Found(self, self._indexed_places(hi, lo) if len(self) <= self._index_rows else self._scanned_places(hi, lo))
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         """Values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
-        return self._find(keys).length
+        return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
         """Stored values of each key, n arrays of float32; None for a miss."""
-        found = self._find(keys)
-        values: list[npt.NDArray[np.float32] | None] = [None] * len(keys)
-        for rows, lists in self._values(found, np.flatnonzero(found.length != MISS)):
+        return self.find(keys).token_logps()
+
+    def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
+        """As Found.prefix_sums, of n keys."""
+        return self.find(keys).prefix_sums(lengths)
+
+    def require_whole(self) -> None:
+        """Raise DamagedStoreError where a shard is known to be damaged, or is not in the folder at all.
+
+        Every shard's index columns are read where the index is kept in memory anyway.
+        """
+        if len(self) <= self._index_rows:
+            self._load_index()
+        else:
+            there = {info.path.lstrip("/") for info in self._filesystem.get_file_info(pafs.FileSelector(""))}
+            self.damaged |= {path: "the file is gone" for path in self.rows_of if path not in there}
+        if self.damaged:
+            shard, problem = next(iter(self.damaged.items()))
+            raise DamagedStoreError(
+                f"{len(self.damaged)} of {len(self.rows_of)} shards of reference {self.reference_id} are damaged "
+                f"({shard}: {problem}); nothing is written until `reflogp store verify --repair` has dropped them"
+            )
+
+    def _indexed_places(self, hi: Words, lo: Words) -> Places:
+        places = Places.none(len(hi))
+        for layer in self._load_index():
+            places.improve(layer, hi, lo)
+        return places
+
+    def _load_index(self) -> list[Layer]:
+        if self._layers is None or self._indexed < len(self._shards):
+            new = range(self._indexed, len(self._shards))
+            layers = list(self._layers or [])
+            read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
+            layers.append(Layer.merged(read))
+            if len(layers) > _MAX_LAYERS:
+                layers = [layers[0], Layer.merged(layers[1:])]
+            self._layers, self._indexed = layers, len(self._shards)
+        return self._layers
+
+    def _layer_of(self, number: int) -> Layer | None:
+        try:
+            return Layer.of(self._shards[number].index_columns(), number)
+        except ShardDamageError as error:
+            self._note_damage(number, error)
+            return None
+
+    def _scanned_places(self, hi: Words, lo: Words) -> Places:
+        """One pass over the row groups that can hold the keys; memory for the keys and a few groups."""
+        order = np.lexsort((lo, hi))
+        hi, lo = hi[order], lo[order]
+        sorted_places, lock = Places.none(len(hi)), threading.Lock()
+
+        def look_in(number: int) -> None:
+            try:
+                for layer in self._touched_layers(number, hi):
+                    asked = np.arange(np.searchsorted(hi, layer.hi[0], "left"), np.searchsorted(hi, layer.hi[-1], "right"))
+                    with lock:
+                        sorted_places.improve(layer, hi[asked], lo[asked], asked)
+            except ShardDamageError as error:
+                self._note_damage(number, error)
+
+        for _ in self._each(look_in, range(len(self._shards))):
+            pass
+        return sorted_places.take(np.argsort(order))
+
+    def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
+        """Entries of the row groups whose range of keys holds one that was asked for."""
+        shard = self._shards[number]
+        least = np.array([group.least for group in shard.groups], np.uint64)
+        greatest = np.array([group.greatest for group in shard.groups], np.uint64)
+        asked = np.searchsorted(sorted_hi, greatest, "right") > np.searchsorted(sorted_hi, least, "left")
+        touched = [group for group, is_asked in zip(shard.groups, asked, strict=True) if is_asked]
+        for at in range(0, len(touched), _GROUPS_AT_ONCE):
+            groups = touched[at : at + _GROUPS_AT_ONCE]
+            rows = np.concatenate([np.arange(group.start, group.start + group.rows, dtype=np.int32) for group in groups])
+            yield Layer.of(shard.index_columns([group.index for group in groups]), number, rows)
+
+    def _each(self, work: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
+        """work(number) for each, in order, several at a time."""
+        if len(numbers) <= 1:
+            yield from map(work, numbers)
+            return
+        with ThreadPoolExecutor(min(_READERS, len(numbers)), thread_name_prefix="reflogp-read") as readers:
+            yield from readers.map(work, numbers)
+
+    def _note_damage(self, number: int, error: ShardDamageError) -> None:
+        path = self._shards[number].path
+        if path not in self.damaged:
+            self.damaged[path] = str(error)
+            warnings.warn(
+                f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
+                "missing. `reflogp store verify --repair` drops it, the next `reflogp score` fills the gap",
+                StoreDamageWarning,
+                stacklevel=2,
+            )
+
+
+class Found:
+    """n keys that were looked up in a snapshot.
+
+    Attributes:
+        lengths: values that the snapshot holds for each key, int32 (n,); -1 for a miss.
+    """
+
+    def __init__(self, snapshot: Snapshot, places: Places) -> None:
+        self.lengths = places.length
+        self._snapshot = snapshot
+        self._places = places
+
+    def token_logps(self) -> list[npt.NDArray[np.float32] | None]:
+        """Stored values of each key, n arrays of float32; None for a miss, and for values whose shard turns out damaged."""
+        values: list[npt.NDArray[np.float32] | None] = [None] * len(self.lengths)
+        for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
             offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
             for i, row in enumerate(rows):
                 values[row] = flat[offsets[i] : offsets[i + 1]]
         return values
 
-    def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer.
+    def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
+        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.
 
         Reads token values only for rows whose stored length differs from the one asked for.
         """
-        found = self._find(keys)
-        sums = np.where(found.length == lengths, found.total, np.nan)
+        sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
-        for rows, lists in self._values(found, np.flatnonzero((found.length > lengths) & (lengths > 0))):
+        for rows, lists in self._values(np.flatnonzero((self.lengths > lengths) & (lengths > 0))):
             sums[rows] = list_sums(lists, lengths[rows])
         return sums
 
-    def _find(self, keys: pa.Array) -> _Found:
-        hi, lo = keys_as_words(keys)
-        n = len(hi)
-        found = _Found(np.full(n, MISS, np.int32), np.full(n, np.nan), np.zeros(n, np.int32), np.zeros(n, np.int32))
-        for layer in self._layers:
-            if not len(layer.hi):
-                continue
-            at = layer.positions(hi, lo)
-            better = np.flatnonzero((at >= 0) & (layer.length[at] > found.length))
-            for name in ("length", "total", "file", "row"):
-                getattr(found, name)[better] = getattr(layer, name)[at[better]]
-        return found
-
-    def _values(self, found: _Found, wanted: Int64s) -> Iterator[tuple[Int64s, pa.ListArray]]:
-        """(rows, their token values in that order), one shard after the other."""
-        by_file = wanted[np.lexsort((found.row[wanted], found.file[wanted]))]
-        for rows in np.split(by_file, np.flatnonzero(np.diff(found.file[by_file])) + 1):
-            if len(rows):
-                yield rows, _read_values(self._filesystem, self.files[found.file[rows[0]]], found.row[rows])
-
-
-@dataclass
-class _Found:
-    """Where each of n keys lies."""
-
-    length: npt.NDArray[np.int32]
-    total: npt.NDArray[np.float64]
-    file: npt.NDArray[np.int32]
-    row: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A sorted index of some shards: one entry per key, the longest row of a key that has several."""
-
-    hi: npt.NDArray[np.uint64]
-    lo: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.int32]
-    total: npt.NDArray[np.float64]
-    file: npt.NDArray[np.int32]
-    row: npt.NDArray[np.int32]
-
-    @classmethod
-    def read(cls, filesystem: pafs.FileSystem, files: Sequence[str], first_file: int) -> _Layer:
-        return cls.merged([cls._of_shard(filesystem, path, first_file + i) for i, path in enumerate(files)])
-
-    @classmethod
-    def _of_shard(cls, filesystem: pafs.FileSystem, path: str, file: int) -> _Layer:
-        keys, lengths, totals = [], [], []
-        for batch in read_batches(filesystem, path, ["key", "token_logps", "logp_sum"]):
-            keys.append(batch.column("key"))
-            lengths.append(batch.column("token_logps").value_lengths().to_numpy(zero_copy_only=False))
-            totals.append(batch.column("logp_sum").to_numpy())
-        if not keys:
-            keys, lengths, totals = [pa.array([], pa.binary())], [np.zeros(0, np.int32)], [np.zeros(0)]
-        hi, lo = keys_as_words(pa.concat_arrays(keys))
-        rows = np.arange(len(hi), dtype=np.int32)
-        return cls(hi, lo, np.concatenate(lengths).astype(np.int32), np.concatenate(totals), np.full_like(rows, file), rows)
-
-    @classmethod
-    def merged(cls, layers: Sequence[_Layer]) -> _Layer:
-        columns = {
-            name: np.concatenate([getattr(layer, name) for layer in layers])
-            for name in ("hi", "lo", "length", "total", "file", "row")
-        }
-        order = np.lexsort((-columns["length"], columns["lo"], columns["hi"]))
-        hi, lo = columns["hi"][order], columns["lo"][order]
-        first = np.ones(len(order), bool)
-        first[1:] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
-        return cls(**{name: column[order[first]] for name, column in columns.items()})
-
-    def positions(self, hi: npt.NDArray[np.uint64], lo: npt.NDArray[np.uint64]) -> Int64s:
-        """Index of each key in this layer, int64 (n,); -1 where it is not."""
-        size = len(self.hi)
-        if not size:
-            return np.full(len(hi), -1)
-        at = np.searchsorted(self.hi, hi)
-        while True:  # keys that share their first half stand side by side; two in a row are already one in 2**64
-            inside = np.minimum(at, size - 1)
-            beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
-            if not beside.any():
-                break
-            at = at + beside
-        hit = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] == lo)
-        return np.where(hit, at, -1)
-
-
-def read_batches(filesystem: pafs.FileSystem, path: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Record batches of one shard.
-
-    Raises StoreUnavailableError, naming the shard, when it is gone or damaged.
-    """
-    try:
-        with filesystem.open_input_file(path) as source:
-            yield from open_shard(source).iter_batches(columns=columns)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise StoreUnavailableError(f"shard {path} cannot be read: {error}") from error
-
-
-def _read_values(filesystem: pafs.FileSystem, path: str, rows: npt.NDArray[np.int32]) -> pa.ListArray:
-    """Token values of some rows (ascending) of one shard; reads only the row groups that hold them."""
-    try:
-        with filesystem.open_input_file(path) as source:
-            shard = open_shard(source)
-            sizes = [shard.metadata.row_group(i).num_rows for i in range(shard.num_row_groups)]
-            starts = np.concatenate([[0], np.cumsum(sizes)])
-            groups = np.searchsorted(starts, rows, "right") - 1
-            used = np.unique(groups)
-            lists = shard.read_row_groups(used.tolist(), columns=["token_logps"]).column(0).combine_chunks()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise StoreUnavailableError(f"shard {path} cannot be read: {error}") from error
-    kept_before = np.concatenate([[0], np.cumsum(np.asarray(sizes)[used])])[:-1]
-    local = rows - starts[groups] + kept_before[np.searchsorted(used, groups)]
-    taken = lists.take(pa.array(local))
-    return taken.chunk(0) if isinstance(taken, pa.ChunkedArray) else taken
+    def _values(self, wanted: Int64s) -> Iterator[tuple[Int64s, pa.ListArray]]:
+        """(which keys, their token values in that order), some row groups of one shard at a time."""
+        file, row = self._places.file, self._places.row
+        by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
+        for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
+            for keys in np.split(of_shard, np.arange(_VALUE_ROWS, len(of_shard), _VALUE_ROWS)):
+                if len(keys):
+                    number = int(file[keys[0]])
+                    try:
+                        yield keys, self._snapshot._shards[number].token_logps(row[keys])
+                    except ShardDamageError as error:
+                        self._snapshot._note_damage(number, error)

@@ -6,13 +6,14 @@ the command line, the service and the trainer extension.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 
 import pyarrow.fs as pafs
 
-from reflogp_store import storage
+from reflogp_store import log, storage
 from reflogp_store.errors import ReferenceNotFoundError, StoreUnavailableError, UsageError
 from reflogp_store.reference import Reference
 from reflogp_store.table import LogprobTable
@@ -42,10 +43,11 @@ class LogprobStore:
         """The reference models that the store holds, ordered by id.
 
         Raises:
-            UsageError: there is no store at the URI.
+            UsageError: there is no store at the URI, or something else is.
             StoreUnavailableError: it cannot be read.
             StoreFormatError: a newer reflogp wrote it.
         """
+        self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
             raise UsageError(f"there is no store at {self.uri}")
         try:
@@ -53,7 +55,9 @@ class LogprobStore:
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
             found = [reference for folder in folders if (reference := self._read_reference(folder))]
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if entries and not found:
+            raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found
 
     def table(self, reference_id: str) -> LogprobTable:
@@ -63,10 +67,11 @@ class LogprobStore:
             ReferenceNotFoundError: nothing was ever scored with that reference; the message lists what there is.
             StoreFormatError: a newer reflogp wrote it.
         """
+        self._refuse_what_is_no_store()
         try:
             reference = self._read_reference(reference_id)
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if reference is None:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references()) or "none"
             raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
@@ -88,9 +93,12 @@ class LogprobStore:
         """The table of `reference`, created where the store has none yet; checked to be writable.
 
         Raises:
+            UsageError: something else than a store is at the URI.
+            DamagedStoreError: the table's log is damaged, or half of the table is gone.
             StoreUnavailableError: the store cannot be written.
             StoreFormatError: a newer reflogp wrote it.
         """
+        self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"
         storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
         try:
@@ -98,11 +106,30 @@ class LogprobStore:
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, _REFERENCE_FILE, reference.to_json().encode())
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {error}") from error
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+        with contextlib.suppress(ReferenceNotFoundError):  # a table that is there is checked before anything is made
+            return self._writable(reference.reference_id)
         LogprobTable.create(self._table_uri(reference.reference_id), self._options)
-        table = self.table(reference.reference_id)
+        return self._writable(reference.reference_id)
+
+    def _writable(self, reference_id: str) -> LogprobTable:
+        table = self.table(reference_id)
         table.check_writable()
         return table
+
+    def _refuse_what_is_no_store(self) -> None:
+        """Raise UsageError for a file, and for a Delta table: a store is a folder of them."""
+        if storage.is_local(self.uri):
+            if Path(self.uri).is_file():
+                raise UsageError(f"{self.uri} is a file; a store is a folder")
+            is_table = Path(self.uri, "_delta_log").exists()
+        else:
+            try:
+                is_table = self._root().get_file_info(log.entry_path(0)).type != pafs.FileType.NotFound
+            except storage.STORAGE_ERRORS as error:
+                raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if is_table:
+            raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
     def _root(self) -> pafs.FileSystem:
         return storage.open_filesystem(self.uri, self._options)

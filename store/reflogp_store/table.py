@@ -1,8 +1,9 @@
-"""One reference model's table in a store: append, numbered snapshots, verification.
+"""One reference model's table in a store: numbered snapshots, appends, and the one way to commit.
 
 A Delta Lake table whose data files reflogp writes itself (so that pages carry checksums and log-probs a fitting encoding)
 and commits through delta-rs. A commit names the version that it read: when another writer came first it fails, what the
 other wrote is dropped from ours, and we try again. So the first commit wins for a key, and no key's value ever changes.
+Compaction, repair and the rest are in modules of their own, on top of `replace`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +22,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, CommitProperties
+from deltalake.transaction import AddAction, CommitProperties, RemoveAction
 
-from reflogp_store import storage
+from reflogp_store import log, storage
 from reflogp_store.errors import (
+    DamagedStoreError,
     ReferenceNotFoundError,
     SnapshotNotFoundError,
+    StoreDamageWarning,
     StoreUnavailableError,
+    UsageError,
 )
-from reflogp_store.reference import Reference
-from reflogp_store.schema import SCHEMA, list_sums, open_shard, write_shard
-from reflogp_store.snapshot import Snapshot
+from reflogp_store.reference import Reference, check_format
+from reflogp_store.schema import FORMAT, SCHEMA, list_sums, one_array
+from reflogp_store.shard import Shard, sorted_by_key, write_shard
+from reflogp_store.snapshot import INDEX_ROWS, Snapshot
 
 #: Losing a commit to another writer this often in a row means something other than contention.
 _MAX_COMMIT_TRIES = 200
 #: Longest pause between two tries, in seconds.
 _MAX_PAUSE = 0.5
+#: The table's own settings. Every entry of the log is kept, since it is what a repair starts from; files that compaction
+#: replaced are kept until vacuum.
+_FORMAT_SETTING = "reflogp.format"
+_SETTINGS: dict[str, str | None] = {_FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,12 @@ class Appended:
 
 
 @dataclass(frozen=True)
-class Damage:
-    """A shard that verification found wrong, and why."""
+class Written:
+    """A shard that lies in the folder and awaits its commit."""
 
-    shard: str
-    problem: str
+    path: str
+    size: int
+    rows: int
 
 
 class LogprobTable:
@@ -69,46 +79,71 @@ class LogprobTable:
         uri: folder or object store prefix of the Delta table.
         reference: what the table holds.
         options: delta-rs storage options.
+        index_rows: rows up to which a snapshot keeps its index in memory.
+
+    Where the newest part of the log is damaged, what its other entries say is served with a StoreDamageWarning, and nothing is
+    written.
     """
 
-    def __init__(self, uri: str, reference: Reference, options: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, uri: str, reference: Reference, options: dict[str, str] | None = None, index_rows: int = INDEX_ROWS
+    ) -> None:
         self.uri = uri
         self.reference = reference
+        self.filesystem = storage.open_filesystem(uri, options)
+        self._reading = storage.open_for_reading(uri, options)
         self._options = options
-        self._filesystem = storage.open_filesystem(uri, options)
-        self._delta = self._open()
+        self._index_rows = index_rows
+        self._salvaged: log.Replayed | None = None
+        self._opened = self._open()
         self._latest: Snapshot | None = None
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
         """Create the Delta table unless it is there. Two creators at once are fine."""
         try:
-            DeltaTable.create(uri, SCHEMA, mode="ignore", storage_options=options, name="reflogp")
+            DeltaTable.create(
+                uri,
+                SCHEMA,
+                mode="ignore",
+                storage_options=options,
+                name="reflogp",
+                configuration=_SETTINGS,
+                raise_if_key_not_exists=False,
+            )
         except DeltaError as error:
             if not DeltaTable.is_deltatable(uri, options):
-                raise StoreUnavailableError(f"the store {uri} cannot be created: {error}") from error
+                raise StoreUnavailableError(f"the store {uri} cannot be created: {storage.sentence(error)}") from error
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {uri} cannot be written: {error}") from error
+            raise StoreUnavailableError(f"the store {uri} cannot be written: {storage.sentence(error)}") from error
 
     def snapshot(self, number: int | None = None) -> Snapshot:
         """A snapshot: the latest, or the one of that number.
 
         Raises:
-            SnapshotNotFoundError: no such number, or its files were vacuumed.
+            SnapshotNotFoundError: no such number, or shards of it were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
-        if number is None or number == self._delta.version():
-            self._refresh()
-            assert self._latest is not None
-            if number in (None, self._latest.number):
-                return self._latest
+        self._refresh()
+        latest = self._latest_snapshot()
+        if number in (None, latest.number):
+            return latest
+        there = f"the latest is {latest.number}"
+        if number is None or not 0 <= number < latest.number:
+            raise SnapshotNotFoundError(f"reference {self.reference.reference_id} has no snapshot {number} ({there})")
         try:
-            at = DeltaTable(self.uri, version=number, storage_options=self._options)
+            rows_of = _rows_of(DeltaTable(self.uri, version=number, storage_options=self._options))
+            gone = (rows_of.keys() - latest.rows_of.keys()) - storage.list_files(self.filesystem).keys()
         except storage.STORAGE_ERRORS as error:
             raise SnapshotNotFoundError(
-                f"reference {self.reference.reference_id} has no snapshot {number} (the latest is {self._delta.version()})"
+                f"reference {self.reference.reference_id}: snapshot {number} cannot be read: {storage.sentence(error)}"
             ) from error
-        return Snapshot(number, self.reference.reference_id, self._filesystem, _files(at))
+        if gone:
+            raise SnapshotNotFoundError(
+                f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: {len(gone)} of its {len(rows_of)} "
+                f"shards were deleted after compaction ({there})"
+            )
+        return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows)
 
     def append(self, rows: pa.Table, on_wait: Callable[[], None] | None = None) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
@@ -116,165 +151,272 @@ class LogprobTable:
         A key that the table has for as many tokens is left out. A key that it has for fewer is written with the stored
         values first and the new ones after them, so that a value once read never changes.
 
+        Args:
+            rows: as schema.shard_table makes them, keys in any order.
+            on_wait: called before each wait for another writer.
+
         Raises:
+            UsageError: a value is not finite.
+            DamagedStoreError: a shard or the log is damaged; what it held could be stored a second time, differently.
             StoreUnavailableError: the shard or the commit cannot be written. What was committed before stays.
         """
-        self._refresh()
+        if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
+            raise UsageError("rows hold log-probs that are not finite; nothing was stored")
         asked = len(rows)
-        shard: str | None = None
+        written: Written | None = None
         try:
-            for attempt in range(_MAX_COMMIT_TRIES):
-                assert self._latest is not None
-                fresh = _without_stored(rows, self._latest)
-                if fresh is not rows and shard is not None:  # the file that was written no longer says what we would commit
-                    self._filesystem.delete_file(shard)
-                    shard = None
+            for pause in self._tries(on_wait):
+                latest = self._latest_snapshot()
+                fresh = _without_stored(rows, latest)
+                self._require_whole(latest)
+                if fresh is not rows and written is not None:  # the file that was written no longer says what we would commit
+                    self.filesystem.delete_file(written.path)
+                    written = None
                 rows = fresh
                 if not len(rows):
-                    return Appended(self._latest.number, 0, asked)
-                if shard is None:
-                    shard = f"shard-{uuid.uuid4()}.parquet"
-                    size = self._write(shard, rows)
+                    return Appended(latest.number, 0, asked)
+                if written is None:
+                    written = self.write(rows)
                 before = self._delta.version()
-                if self._commit(shard, size, rows):
+                if self._commit([written], []):
                     self._refresh()
                     return Appended(before + 1, len(rows), asked - len(rows))
                 self._refresh()
-                if shard in self._latest.files:  # it did arrive; only the answer was lost
-                    return Appended(self._latest.number, len(rows), asked - len(rows))
+                if written.path in self._rows_of_now():  # it did arrive; only the answer was lost
+                    return Appended(self._delta.version(), len(rows), asked - len(rows))
                 if self._delta.version() == before:
                     raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
-                if on_wait:
-                    on_wait()
-                time.sleep(random.uniform(0, min(_MAX_PAUSE, 0.01 * 2 ** min(attempt, 6))))
+                pause()
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {error}") from error
+            self.discard([written] if written else [])
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
+
+    def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
+        """Commit shards in the place of others that hold the same rows, or of damaged ones.
+
+        Appends of other writers do not matter. Where another process has removed one of `removed`, nothing is committed, the
+        added files are deleted and the answer is False.
+
+        Raises StoreUnavailableError when the commit cannot be written.
+        """
+        try:
+            for pause in self._tries(None):
+                if not set(removed) <= self._rows_of_now().keys():
+                    self.discard(added)
+                    return False
+                if self._commit(added, removed):
+                    self._refresh()
+                    return True
+                self._refresh()
+                if added and all(shard.path in self._rows_of_now() for shard in added):
+                    return True
+                pause()
+        except storage.STORAGE_ERRORS as error:
+            self.discard(added)
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+        raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
+
+    def write(self, rows: pa.Table) -> Written:
+        """Write rows as a shard that is not yet committed. Raises one of storage.STORAGE_ERRORS."""
+        path = f"shard-{uuid.uuid4()}.parquet"
+        try:
+            with self.filesystem.open_output_stream(path) as sink:
+                write_shard(sorted_by_key(rows), sink)
+            return Written(path, int(self.filesystem.get_file_info(path).size), len(rows))
+        except BaseException:
+            self.discard([Written(path, 0, 0)])
+            raise
+
+    def discard(self, written: Sequence[Written]) -> None:
+        """Delete shards that will not be committed, as far as the storage lets us; vacuum finds the rest."""
+        for shard in written:
+            try:
+                self.filesystem.delete_file(shard.path)
+            except storage.STORAGE_ERRORS:
+                continue
 
     def check_writable(self) -> None:
         """Write and remove a small file, so that a job fails before it computes and not after.
 
-        Raises StoreUnavailableError when that is not possible.
+        Raises StoreUnavailableError when that is not possible, DamagedStoreError when the log is damaged.
         """
-        probe = f".probe-{uuid.uuid4()}"
+        self._require_whole(None)
+        probe = f"probe-{uuid.uuid4()}"
         try:
-            storage.write_file(self._filesystem, probe, b"reflogp")
-            self._filesystem.delete_file(probe)
+            storage.write_file(self.filesystem, probe, b"reflogp")
+            self.filesystem.delete_file(probe)
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {error}") from error
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
 
     def snapshot_number(self) -> int:
-        """Number of the latest snapshot, without indexing its keys."""
-        self._delta.update_incremental()
-        return int(self._delta.version())
+        """Number of the latest snapshot."""
+        self._refresh()
+        return self._salvaged.version if self._salvaged else int(self._delta.version())
+
+    def shards(self) -> dict[str, int]:
+        """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
+        self._refresh()
+        if self._salvaged:
+            return {path: size for path, (_, size) in self._salvaged.shards.items()}
+        actions = pa.table(self._delta.get_add_actions(flatten=True))
+        return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
     def totals(self) -> tuple[int, int, int]:
         """(shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
-        self._delta.update_incremental()
-        actions = pa.table(self._delta.get_add_actions(flatten=True))
-        return (
-            actions.num_rows,
-            pc.sum(actions["num_records"]).as_py() or 0,
-            pc.sum(actions["size_bytes"]).as_py() or 0,
-        )
+        sizes = self.shards()
+        return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[Damage]:
-        """Read every page of the latest snapshot and check every row.
+    def shard(self, path: str) -> Shard:
+        """One of its shards, for reading."""
+        return Shard(self._reading, path)
 
-        Args:
-            progress: called with (shards read, shards in all).
+    def committed_at(self) -> float:
+        """When the latest snapshot was committed by its writer's clock, seconds since 1970."""
+        [entry] = self.delta().history(1)
+        return float(entry["timestamp"]) / 1000
 
-        Returns:
-            The damaged shards; empty when all is well.
-        """
-        self._delta.update_incremental()
-        files = _files(self._delta)
-        damages = []
-        for done, path in enumerate(files, 1):
-            problem = self._problem_of(path)
-            if problem:
-                damages.append(Damage(path, problem))
-            if progress:
-                progress(done, len(files))
-        return damages
+    def reopened(self) -> LogprobTable:
+        """The same table, read anew."""
+        return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
-    def _problem_of(self, path: str) -> str | None:
+    def delta(self) -> DeltaTable:
+        """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
+        self._refresh()
+        self._require_whole(None)
+        return self._delta
+
+    def _open(self) -> DeltaTable | None:
         try:
-            with self._filesystem.open_input_file(path) as source:
-                for batch in open_shard(source).iter_batches():
-                    problem = _problem_of_rows(pa.table(batch))
-                    if problem:
-                        return problem
-        except FileNotFoundError:
-            return "the file is gone"
-        except (OSError, pa.ArrowException) as error:
-            return str(error).split("\n")[0]
-        return None
-
-    def _open(self) -> DeltaTable:
-        try:
-            return DeltaTable(self.uri, storage_options=self._options)
+            delta = DeltaTable(self.uri, storage_options=self._options)
         except TableNotFoundError as error:
+            if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
+                raise DamagedStoreError(
+                    f"{self.uri} has shards but no _delta_log: the folder was half deleted. Bring _delta_log back from a copy, "
+                    "or move the folder away and score anew"
+                ) from error
             raise ReferenceNotFoundError(
                 f"the store holds nothing yet for reference {self.reference.reference_id} ({self.reference.name})"
             ) from error
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
+            self._salvaged = self._salvage(error)
+            return None
+        setting = delta.metadata().configuration.get(_FORMAT_SETTING)
+        if setting is None:
+            raise UsageError(f"{self.uri} is a Delta table that reflogp did not make; nothing was read or written")
+        check_format(int(setting))
+        return delta
+
+    @property
+    def _delta(self) -> DeltaTable:
+        assert self._opened is not None, "callers turn away before, when the log is damaged"
+        return self._opened
+
+    def _salvage(self, error: BaseException) -> log.Replayed:
+        """What the log's whole entries say, after delta-rs refused it; raises where the storage does not answer."""
+        try:
+            replayed = log.replay(self._reading)
+        except storage.STORAGE_ERRORS:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if not replayed.problems:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        warnings.warn(
+            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): the other entries "
+            "are served, nothing is written. `reflogp store verify --repair` mends it",
+            StoreDamageWarning,
+            stacklevel=4,
+        )
+        return replayed
 
     def _refresh(self) -> None:
+        if self._salvaged:
+            return
         try:
             self._delta.update_incremental()
         except storage.STORAGE_ERRORS as error:
-            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {error}") from error
-        version, latest = self._delta.version(), self._latest
+            self._salvaged = self._salvage(error)
+
+    def _rows_of_now(self) -> dict[str, int]:
+        if self._salvaged:
+            return {path: rows for path, (rows, _) in self._salvaged.shards.items()}
+        return _rows_of(self._delta)
+
+    def _latest_snapshot(self) -> Snapshot:
+        number, latest = self._salvaged.version if self._salvaged else int(self._delta.version()), self._latest
         if latest is None:
-            self._latest = Snapshot(version, self.reference.reference_id, self._filesystem, _files(self._delta))
-        elif latest.number != version:
-            self._latest = latest.advanced(version, _files(self._delta))
+            latest = Snapshot(number, self.reference.reference_id, self._reading, self._rows_of_now(), self._index_rows)
+        elif latest.number != number:
+            latest = latest.advanced(number, self._rows_of_now())
+        self._latest = latest
+        return latest
 
-    def _write(self, path: str, rows: pa.Table) -> int:
-        with self._filesystem.open_output_stream(path) as sink:
-            write_shard(rows, sink)
-        return int(self._filesystem.get_file_info(path).size)
+    def _require_whole(self, snapshot: Snapshot | None) -> None:
+        if self._salvaged:
+            raise DamagedStoreError(
+                f"the log of reference {self.reference.reference_id} is damaged ({self._salvaged.first_problem()}); nothing is "
+                "written until `reflogp store verify --repair` has mended it"
+            )
+        if snapshot is not None and snapshot.damaged:
+            snapshot.require_whole()
 
-    def _commit(self, path: str, size: int, rows: pa.Table) -> bool:
-        """Commit one shard on top of the version that was read; False when another commit took its place."""
-        add = AddAction(path, size, {}, int(time.time() * 1000), True, json.dumps({"numRecords": len(rows)}))
+    def _tries(self, on_wait: Callable[[], None] | None) -> Iterator[Callable[[], None]]:
+        """As many tries as a commit gets; each brings what waits, longer every time, before the next."""
+        self._refresh()
+        for attempt in range(_MAX_COMMIT_TRIES):
+            longest = min(_MAX_PAUSE, 0.01 * 2 ** min(attempt, 6))
+
+            def pause(longest: float = longest) -> None:
+                if on_wait:
+                    on_wait()
+                time.sleep(random.uniform(0, longest))
+
+            yield pause
+
+    def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
+        """Commit on top of the version that was read; False when another commit took its place."""
+        now = int(time.time() * 1000)
+        replaces = bool(removed)
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(shard.path, shard.size, {}, now, not replaces, json.dumps({"numRecords": shard.rows})) for shard in added
+        ]
+        actions += [RemoveAction(path, bool(not added), now) for path in removed]
         try:
             self._delta.create_write_transaction(
-                [add],
+                actions,
                 mode="append",
                 schema=SCHEMA,
-                commit_properties=CommitProperties(max_commit_retries=0),
+                commit_properties=CommitProperties(
+                    max_commit_retries=0,
+                    custom_metadata=log.redundant([(shard.path, shard.rows, shard.size) for shard in added], removed),
+                ),
             )
         except CommitFailedError:
             return False
         except DeltaError as error:
-            raise StoreUnavailableError(f"the store {self.uri} refused a commit: {error}") from error
+            raise StoreUnavailableError(f"the store {self.uri} refused a commit: {storage.sentence(error)}") from error
         return True
 
 
-def _files(delta: DeltaTable) -> list[str]:
+def _rows_of(delta: DeltaTable) -> dict[str, int]:
     actions = pa.table(delta.get_add_actions(flatten=True))
-    return [str(path) for path in actions["path"].to_pylist()]
+    rows = actions["num_records"] if "num_records" in actions.column_names else pa.nulls(len(actions), pa.int64())
+    return dict(zip(actions["path"].to_pylist(), pc.fill_null(rows, 0).to_pylist(), strict=True))
 
 
 def _without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
     """Rows that the snapshot lacks, those it has in part with the stored values first; `rows` itself when nothing changes."""
     rows = _longest_per_key(rows)
-    keys = rows["key"].combine_chunks()
-    lengths = _list_lengths(rows)
-    stored = snapshot.stored_lengths(keys)
-    kept = np.flatnonzero(stored < lengths)
-    extended = np.flatnonzero((stored > 0) & (stored < lengths))
+    lengths = rows["scored_len"].to_numpy()
+    found = snapshot.find(one_array(rows["key"]))
+    extended = np.flatnonzero((found.lengths > 0) & (found.lengths < lengths))
     if len(extended):
         rows = _with_stored_prefix(rows, snapshot, extended)
+    kept = np.flatnonzero(found.lengths < lengths)
     return rows.take(pa.array(kept)) if len(kept) < len(rows) else rows
 
 
 def _longest_per_key(rows: pa.Table) -> pa.Table:
-    lengths = _list_lengths(rows)
-    order = np.argsort(-lengths, kind="stable")
+    order = np.argsort(-rows["scored_len"].to_numpy(), kind="stable")
     keys = rows["key"].take(pa.array(order)).to_pylist()
     first: dict[bytes, int] = {}
     for at, key in zip(order, keys, strict=True):
@@ -283,32 +425,14 @@ def _longest_per_key(rows: pa.Table) -> pa.Table:
 
 
 def _with_stored_prefix(rows: pa.Table, snapshot: Snapshot, extended: npt.NDArray[np.int64]) -> pa.Table:
-    stored = snapshot.token_logps(rows["key"].combine_chunks().take(pa.array(extended)))
-    values = rows["token_logps"].combine_chunks().to_pylist()
+    stored = snapshot.token_logps(one_array(rows["key"]).take(pa.array(extended)))
+    values = one_array(rows["token_logps"]).to_pylist()
     for at, prefix in zip(extended, stored, strict=True):
+        if prefix is None:
+            snapshot.require_whole()
         assert prefix is not None
         values[at][: len(prefix)] = prefix.tolist()
     lists = pa.array(values, pa.list_(pa.float32()))
     columns = {name: rows[name] for name in rows.column_names}
     columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists))}
     return pa.table(columns, schema=SCHEMA)
-
-
-def _list_lengths(rows: pa.Table) -> npt.NDArray[np.int32]:
-    lengths: npt.NDArray[np.int32] = rows["token_logps"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    return lengths
-
-
-def _problem_of_rows(rows: pa.Table) -> str | None:
-    """What is wrong with rows of a shard, or None."""
-    if not rows.schema.equals(SCHEMA):
-        return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
-    lists = rows["token_logps"].combine_chunks()
-    values: npt.NDArray[Any] = lists.flatten().to_numpy(zero_copy_only=False)
-    if not np.isfinite(values).all():
-        return f"{np.count_nonzero(~np.isfinite(values))} values are not finite"
-    if (_list_lengths(rows) > rows["completion_len"].to_numpy()).any():
-        return "a row holds more values than its completion has tokens"
-    if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
-        return "a logp_sum is not the sum of its row"
-    return None

@@ -15,6 +15,7 @@ from reflogp_store import (
     StoreUnavailableError,
     UsageError,
     sequence_keys,
+    verify,
 )
 from reflogp_store.schema import shard_table
 
@@ -65,7 +66,11 @@ def test_one_bad_value_spoils_only_its_own_row(table):
     values = rows["token_logps"].to_pylist()
     values[1][4] = float("nan")
     lists = pa.array(values, pa.list_(pa.float32()))
-    table.append(shard_table(keys, np.full(3, 3, np.int32), np.full(3, 10, np.int32), lists, {}))
+    rows = shard_table(keys, np.full(3, 3, np.int32), np.full(3, 10, np.int32), lists, {})
+    with pytest.raises(UsageError, match="not finite"):
+        table.append(rows)
+    table.replace([], [table.write(rows)])  # as another writer could
+
     assert np.isfinite(table.snapshot().prefix_sums(keys, np.full(3, 4))).all()
     assert np.isnan(table.snapshot().prefix_sums(keys, np.full(3, 5))).tolist() == [False, True, False]
 
@@ -101,7 +106,7 @@ def test_a_longer_row_begins_with_the_values_that_were_read_before(table):
     got = np.stack(table.snapshot().token_logps(keys))
     assert (got[:, :4] == np.array(short["token_logps"].to_pylist(), np.float32)).all()
     assert (got[:, 4:] == np.array(long["token_logps"].to_pylist(), np.float32)[:, 4:]).all()
-    assert not table.verify()
+    assert not verify(table)
     _, shorter = some_rows(0, 10, values=2, seed=3)
     assert table.append(shorter).written == 0
 
@@ -133,7 +138,7 @@ def test_writers_that_race_write_every_key_once(table, tmp_path):
     keys, _ = some_rows(0, 160)
     assert sum(written) == 160 == len(table.snapshot())
     assert (table.snapshot().stored_lengths(keys) == 5).all()
-    assert not table.verify()
+    assert not verify(table)
 
 
 def commit_in_between(table, monkeypatch, other):
@@ -173,17 +178,17 @@ def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkey
     done = table.append(rows)
     assert (done.written, done.already_there) == (10, 0)
     assert (table.snapshot().stored_lengths(keys) == 5).all()
-    assert not table.verify()
+    assert not verify(table)
 
 
 def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
     _, rows = some_rows(0, 10)
     table.append(rows)
-    from reflogp_store.schema import write_shard
+    from reflogp_store.shard import write_shard
 
     write_shard(some_rows(50, 5)[1], f"{table.uri}/shard-left-behind.parquet")
     assert len(table.snapshot()) == 10
-    assert not table.verify()
+    assert not verify(table)
 
 
 def test_verify_names_a_damaged_shard(table):
@@ -193,9 +198,9 @@ def test_verify_names_a_damaged_shard(table):
     data = bytearray(shards[-1].read_bytes())
     data[len(data) // 2] ^= 0x40
     shards[-1].write_bytes(data)
-    assert [damage.shard for damage in table.verify()] == [shards[-1].name]
+    assert [damage.file for damage in verify(table)] == [shards[-1].name]
     shards[0].unlink()
-    assert {damage.shard for damage in table.verify()} == {shard.name for shard in shards}
+    assert {damage.file for damage in verify(table)} == {shard.name for shard in shards}
 
 
 def test_other_tools_read_the_table_as_it_is(table):
@@ -205,7 +210,7 @@ def test_other_tools_read_the_table_as_it_is(table):
     table.append(rows)
     read = DeltaTable(table.uri).to_pyarrow_table()
     assert sorted(read["key"].to_pylist()) == sorted(keys.to_pylist())
-    assert read.column_names == ["key", "prompt_len", "completion_len", "token_logps", "logp_sum", "provenance"]
+    assert read.column_names == ["key", "prompt_len", "completion_len", "scored_len", "token_logps", "logp_sum", "provenance"]
 
 
 def test_a_store_of_a_newer_format_is_refused_and_left_alone(table, tmp_path):

@@ -141,7 +141,7 @@ def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_
     keys = sequence_keys(prompts * 2, chosen + rejected)
     values = pa.array([[-1.0], [float("nan")], [-1.0], [-1.0]], pa.list_(pa.float32()))
     ones = np.ones(4, np.int32)
-    table.append(shard_table(keys, ones, ones, values, {}))
+    table.replace([], [table.write(shard_table(keys, ones, ones, values, {}))])  # as another writer could; append refuses
     bad = ReferenceSource(tmp_path / "bad", reference_id=source.reference_id)
     rows = Dataset.from_dict({"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected})
     with pytest.raises(NotFiniteLogpsError) as caught:

@@ -7,6 +7,7 @@ and by anyone who prepares a dataset for another trainer.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
 
-from reflogp_store import Join, Snapshot, join_logps
+from reflogp_store import Snapshot, join_logps
 from reflogp_store.joins import completion_columns
 from reflogp_trainer.errors import MissingLogpsError, NotFiniteLogpsError
 from reflogp_trainer.source import ReferenceSource
@@ -95,22 +96,24 @@ def join_with_record(
             just them.
     """
     columns = completion_columns(dataset.column_names)
-    parts = [
-        join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
-        for table in _tables(dataset, ["prompt_ids", *columns])
-    ]
-    missing = np.flatnonzero(_column(parts, "missing"))
+    join = join_logps(
+        _tables(dataset, ["prompt_ids", *columns]),
+        snapshot,
+        max_length=max_length,
+        truncation_mode=truncation_mode,
+        ld_alpha=ld_alpha,
+    )
+    missing = np.flatnonzero(join.missing)
     if len(missing):
         raise _missing(dataset, list(columns), missing, source, snapshot, max_length, truncation_mode, missing_rows_to)
-    not_finite = np.flatnonzero(_column(parts, "not_finite"))
-    if len(not_finite):
+    unusable = np.flatnonzero(join.unusable)
+    if len(unusable):
         raise NotFiniteLogpsError(
-            f"{len(not_finite)} of {len(dataset)} rows have stored reference log-probs that are not finite (rows "
-            f"{_some(not_finite)}); run `reflogp store verify {source.store.uri}`",
-            [int(row) for row in not_finite],
+            f"{len(unusable)} of {len(dataset)} rows have stored reference log-probs that are damaged or not finite (rows "
+            f"{_some(unusable)}); run `reflogp store verify {source.store.uri}`",
+            [int(row) for row in unusable],
         )
-    for name in columns.values():
-        values = np.concatenate([part.logps[name] for part in parts]) if parts else np.zeros(0, np.float32)
+    for name, values in join.logps.items():
         if name in dataset.column_names:
             _warn_of_brought(name, dataset, values)
             dataset = dataset.remove_columns(name)
@@ -129,13 +132,10 @@ def join_with_record(
     return dataset, record
 
 
-def _tables(dataset: Dataset, columns: list[str]) -> list[pa.Table]:
+def _tables(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:
     view = dataset.select_columns(columns).with_format("arrow")
-    return [view[start : start + _BATCH_ROWS] for start in range(0, len(dataset), _BATCH_ROWS)]
-
-
-def _column(parts: list[Join], name: str) -> npt.NDArray[np.bool_]:
-    return np.concatenate([getattr(part, name) for part in parts]) if parts else np.zeros(0, bool)
+    for start in range(0, max(1, len(dataset)), _BATCH_ROWS):
+        yield view[start : start + _BATCH_ROWS]
 
 
 def _missing(

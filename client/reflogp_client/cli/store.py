@@ -1,17 +1,23 @@
-"""`reflogp store`: look at a store and check it."""
+"""`reflogp store`: look at a store, check it, tidy it up, share it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from reflogp_client.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
-from reflogp_store import LogprobStore
+from reflogp_store import LogprobStore, LogprobTable, UsageError, compact, export_table, import_folder, repair, vacuum, verify
+from reflogp_store.compaction import RETENTION_HOURS
 
-app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs and check it.")
+app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs, check it, tidy it up, share it.")
 
 Uri = Annotated[str, typer.Argument(help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
+ReferenceId = Annotated[
+    str | None,
+    typer.Option("--reference", help="Only this reference: (the beginning of) its id. Default: all.", metavar="ID"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the last line.")]
 
 
@@ -20,14 +26,13 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
     """List the reference models of a store: id, name, dtype, latest snapshot, rows, size."""
     store = LogprobStore(uri)
     found: list[dict[str, Any]] = []
-    for reference in store.references():
-        table = store.table(reference.reference_id)
+    for table in _tables(store, None):
         shards, rows, size = table.totals()
         found.append(
             {
-                "reference_id": reference.reference_id,
-                "name": reference.name,
-                "dtype": reference.dtype,
+                "reference_id": table.reference.reference_id,
+                "name": table.reference.name,
+                "dtype": table.reference.dtype,
                 "snapshot": table.snapshot_number(),
                 "shards": shards,
                 "sequences": rows,
@@ -47,22 +52,142 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
 
 
 @app.command("verify")
-def verify(uri: Uri, as_json: AsJson = False) -> None:
-    """Read every page of every shard, check its checksum and its rows; name what is damaged (exit code 1)."""
+def verify_(
+    uri: Uri,
+    reference: ReferenceId = None,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Drop damaged shards and mend the log. Nobody else should write meanwhile.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every log entry and every page of every shard, check checksums and rows; name what is damaged (exit code 1).
+
+    With --repair what is damaged is taken out of the table, and only that. The next score run fills the gap.
+    """
     store = LogprobStore(uri)
-    damaged = []
-    for reference in store.references():
-        table = store.table(reference.reference_id)
-        with progress_bar(f"verifying {reference.name}") as bar:
-            damaged += [
-                {"reference_id": reference.reference_id, "shard": f"{table.uri}/{d.shard}", "problem": d.problem}
-                for d in table.verify(bar.hashed)
-            ]
-    for entry in damaged:
-        err.print(f"damaged: {entry['shard']}: {entry['problem']}", style="red", markup=False)
+    damaged: list[dict[str, Any]] = []
+    for table in _tables(store, reference):
+        name = table.reference.reference_id
+        with progress_bar(f"verifying {table.reference.name}") as bar:
+            found = verify(table, bar.hashed)
+        damaged += [{"reference_id": name, **asdict(d), "file": f"{table.uri}/{d.file}"} for d in found]
+        for damage in found:
+            rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
+            err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red", markup=False)
+        if found and mend:
+            before = sum(table.snapshot().rows_of.values())
+            mended = repair(table, found)
+            rows_now = mended.totals()[1]
+            out.print(
+                f"repaired {name}: snapshot {mended.snapshot_number()}, {rows_now:,} of {before:,} rows; score again to fill"
+            )
+    repaired = mend and bool(damaged)
     if as_json:
-        print_json({"store": store.uri, "damaged": damaged})
+        print_json({"store": store.uri, "damaged": damaged, "repaired": repaired})
     elif not damaged:
-        out.print(f"{store.uri}: every shard is whole")
-    if damaged:
+        out.print(f"{store.uri}: every log entry and every shard is whole")
+    elif not repaired:
+        err.print("`reflogp store verify --repair` drops what is damaged; the next `reflogp score` fills the gap")
+    if damaged and not repaired:
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("compact")
+def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
+    """Merge shards into large ones, sorted by key, each key once. Readers and writers may go on meanwhile.
+
+    Scoring merges its small shards by itself; this puts the whole table in order. What is replaced stays until vacuum.
+    """
+    store = LogprobStore(uri)
+    results = []
+    for table in _tables(store, reference):
+        with progress_bar(f"compacting {table.reference.name}") as bar:
+            done = compact(table, progress=bar.hashed)
+        results.append({"reference_id": table.reference.reference_id, **asdict(done)})
+        if not as_json:
+            result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
+            if not done.won:
+                result = "another process compacted the same shards first; nothing changed"
+            out.print(f"{table.reference.reference_id}: {result}")
+    if as_json:
+        print_json({"store": store.uri, "compacted": results})
+
+
+@app.command("vacuum")
+def vacuum_(
+    uri: Uri,
+    reference: ReferenceId = None,
+    retention_hours: Annotated[
+        float,
+        typer.Option(min=0, help="Delete what is older. Readers of older snapshots need theirs for so long."),
+    ] = RETENTION_HOURS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention below one hour.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete shards that compaction replaced and files that crashed writers left, once older than the retention.
+
+    Snapshots that need a deleted shard can no longer be read, and say so.
+    """
+    store = LogprobStore(uri)
+    deleted: dict[str, list[str]] = {}
+    for table in _tables(store, reference):
+        files = vacuum(table, retention_hours, dry_run=dry_run, alone=alone)
+        deleted[table.reference.reference_id] = files
+        if not as_json:
+            out.print(f"{table.reference.reference_id}: {len(files)} files {'would be ' if dry_run else ''}deleted")
+    if as_json:
+        print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted})
+
+
+@app.command("export")
+def export(
+    uri: Uri,
+    folder: Annotated[str, typer.Argument(help="New folder to write.", metavar="FOLDER")],
+    reference: ReferenceId = None,
+    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one reference's log-probs as plain Parquet with a README, for sharing; `datasets.load_dataset(FOLDER)` reads it.
+
+    Example: reflogp store export ./logps ./logps-to-share
+    """
+    tables = _tables(LogprobStore(uri), reference)
+    if len(tables) != 1:
+        names = ", ".join(f"{t.reference.reference_id} ({t.reference.name}, {t.reference.dtype})" for t in tables) or "none"
+        raise UsageError(f"an export holds one reference; name it with --reference: {names}")
+    [table] = tables
+    with progress_bar(f"exporting {table.reference.name}") as bar:
+        rows, files = export_table(table, folder, table.snapshot(snapshot), bar.hashed)
+    if as_json:
+        print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
+    else:
+        out.print(f"{rows:,} sequences in {files} files written to {folder}")
+
+
+@app.command("import")
+def import_(
+    uri: Uri,
+    folder: Annotated[str, typer.Argument(help="What `reflogp store export` wrote.", metavar="FOLDER")],
+    as_json: AsJson = False,
+) -> None:
+    """Bring an export into a store. Every row is checked first; a key that the store has keeps its value."""
+    store = LogprobStore(uri)
+    with progress_bar("importing") as bar:
+        done = import_folder(store, folder, bar.hashed)
+    if as_json:
+        print_json({"store": store.uri, **asdict(done)})
+    else:
+        out.print(f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of {done.reference_id}")
+
+
+def _tables(store: LogprobStore, reference: str | None) -> list[LogprobTable]:
+    """The tables of all references, or of the one whose id begins so."""
+    references = store.references()
+    chosen = [r for r in references if reference is None or r.reference_id.startswith(reference)]
+    if reference is not None and len(chosen) != 1:
+        there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
+        raise UsageError(f"--reference {reference} names {len(chosen)} references of {store.uri}; it has: {there}")
+    return [store.table(r.reference_id) for r in chosen]

@@ -1,0 +1,56 @@
+"""A real S3 server on a port of this machine (moto's), for the time of a `with` block, with the environment that clients read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SERVE = """
+import logging, sys, time
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def s3_server(bucket: str = "logps") -> Iterator[dict[str, str]]:
+    """Start a server with one bucket; gives the environment variables that reach it."""
+    command = [sys.executable, "-c", _SERVE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(process.stdout.readline())
+            environment = {
+                "AWS_ACCESS_KEY_ID": "tester",
+                "AWS_SECRET_ACCESS_KEY": "not-a-secret",
+                "AWS_REGION": "us-east-1",
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+                "AWS_ALLOW_HTTP": "true",
+            }
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{bucket}", method="PUT")
+            urllib.request.urlopen(request, timeout=30)
+            yield environment
+        finally:
+            process.kill()
+
+
+@contextmanager
+def environment_of(variables: dict[str, str]) -> Iterator[None]:
+    """This process's environment with those variables, for the time of a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
