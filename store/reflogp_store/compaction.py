@@ -7,6 +7,7 @@ and `vacuum`, by export, and after an append that leaves too many small shards.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import warnings
@@ -20,12 +21,13 @@ import pyarrow.compute as pc
 
 from reflogp_store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
 from reflogp_store.keys import keys_as_words
+from reflogp_store.log import Written
 from reflogp_store.shard import Shard, ShardDamageError, sorted_by_key
 from reflogp_store.storage import STORAGE_ERRORS, sentence
-from reflogp_store.table import LogprobTable, Written
+from reflogp_store.table import LogprobTable
 
-#: Bytes of a compacted shard, about. Compaction holds about four times as much.
-SHARD_BYTES = 256 << 20
+#: Bytes of a compacted shard, about. Compaction holds about six times as much in memory.
+SHARD_BYTES = 128 << 20
 #: A shard of fewer bytes is small.
 SMALL_BYTES = SHARD_BYTES // 4
 #: This many small shards are compacted by the append that made the last of them; a random few more, so that writers who share
@@ -172,7 +174,7 @@ def vacuum(
         )
     try:
         return table.delta().vacuum(
-            retention_hours=int(retention_hours), dry_run=dry_run, enforce_retention_duration=False, full=True
+            retention_hours=math.ceil(retention_hours), dry_run=dry_run, enforce_retention_duration=False, full=True
         )
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be vacuumed: {sentence(error)}") from error

@@ -10,25 +10,42 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs as pafs
+import pyarrow.parquet as pq
 
 from reflogp_store import storage
+from reflogp_store.schema import SCHEMA
 
 FOLDER = "_delta_log"
 _FIELD = "reflogp"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 
-#: Path -> (rows, bytes).
-Shards = dict[str, tuple[int, int]]
+
+@dataclass(frozen=True)
+class Written:
+    """A shard as its commit describes it.
+
+    Attributes:
+        path: its file in the table's folder.
+        size: bytes.
+        rows: rows.
+        digest: blake2b of the file, 32 hex digits; None where the log does not say.
+    """
+
+    path: str
+    size: int
+    rows: int
+    digest: str | None = None
 
 
-def redundant(added: Sequence[tuple[str, int, int]], removed: Sequence[str]) -> dict[str, Any]:
-    """What goes into commitInfo: the commit's shards (path, rows, bytes) and the paths that it removes."""
-    return {_FIELD: {"added": [list(shard) for shard in added], "removed": list(removed)}}
+def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
+    """What goes into commitInfo: the commit's shards with their digests, and the paths that it removes."""
+    return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
 @dataclass
@@ -44,7 +61,7 @@ class Entry:
     """
 
     version: int
-    added: Shards = field(default_factory=dict)
+    added: dict[str, Written] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     problem: str | None = None
@@ -57,17 +74,17 @@ class Replayed:
 
     Attributes:
         version: number of the last entry.
-        shards: path -> (rows, bytes).
-        problems: version -> what is wrong with its entry.
+        shards: by path.
+        problems: file -> what is wrong with it, of entries and checkpoints.
     """
 
     version: int
-    shards: Shards
-    problems: dict[int, str]
+    shards: dict[str, Written]
+    problems: dict[str, str]
 
     def first_problem(self) -> str:
-        version = min(self.problems)
-        return f"entry {version}: {self.problems[version]}"
+        file = min(self.problems)
+        return f"{file}: {self.problems[file]}"
 
 
 def entry_path(version: int) -> str:
@@ -78,6 +95,24 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
     """Numbers of the entries that are there, ascending."""
     names = (path.rsplit("/", 1)[-1] for path in storage.list_files(filesystem, FOLDER))
     return sorted(int(match[1]) for name in names if (match := _ENTRY.fullmatch(name)))
+
+
+def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
+    """Files that sum the log up to some entry, and the pointer to the last of them. All can be made again from the entries."""
+    files = storage.list_files(filesystem, FOLDER)
+    return sorted(path for path in files if ".checkpoint" in path or path.endswith("_last_checkpoint"))
+
+
+def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None:
+    data = storage.read_file(filesystem, path) or b""
+    try:
+        if path.endswith(".parquet"):
+            pq.read_table(pa.BufferReader(data))
+        else:
+            json.loads(data)
+    except (ValueError, OSError, pa.ArrowException) as error:
+        return storage.sentence(error)
+    return None
 
 
 def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
@@ -93,7 +128,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
             entry.lines.append(parsed)
             if "add" in parsed:
                 action = parsed["add"]
-                entry.added[action["path"]] = (json.loads(action["stats"])["numRecords"], action["size"])
+                entry.added[action["path"]] = Written(action["path"], action["size"], json.loads(action["stats"])["numRecords"])
             elif "remove" in parsed:
                 entry.removed.append(parsed["remove"]["path"])
             elif "commitInfo" in parsed:
@@ -103,25 +138,40 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
     if said is None:
         entry.problem = entry.problem or "it has no commitInfo"
     elif said:
-        added = {path: (rows, size) for path, rows, size in said.get("added", [])}
-        removed = said.get("removed", [])
-        if added != entry.added or sorted(removed) != sorted(entry.removed):
-            entry.problem = entry.problem or "its actions are not what its commitInfo says"
-            entry.removed = sorted({*entry.removed, *removed})
-            entry.added |= {path: what for path, what in added.items() if path not in entry.removed}
+        _compare(entry, [Written(*fields) for fields in said.get("added", [])], said.get("removed", []))
+    if version == 0 and not _has_metadata(entry):
+        entry.problem = entry.problem or "it does not say protocol and schema"
     return entry
+
+
+def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
+    """Hold an entry's actions against what its commitInfo says; where they agree, the digests are taken over."""
+    same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
+    if not same_shards or sorted(removed) != sorted(entry.removed):
+        entry.problem = entry.problem or "its actions are not what its commitInfo says"
+        entry.removed = sorted({*entry.removed, *removed})
+    entry.added |= {shard.path: shard for shard in added if shard.path not in entry.removed}
+
+
+def _has_metadata(entry: Entry) -> bool:
+    try:
+        [metadata] = [line["metaData"] for line in entry.lines if "metaData" in line]
+        names = [column["name"] for column in json.loads(metadata["schemaString"])["fields"]]
+        return names == SCHEMA.names and any("protocol" in line for line in entry.lines)
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def replay(filesystem: pafs.FileSystem, progress: Callable[[int, int], None] | None = None) -> Replayed:
     """Add up every entry of the log, passing over what cannot be read."""
     found = versions(filesystem)
-    shards: Shards = {}
-    problems: dict[int, str] = {}
+    shards: dict[str, Written] = {}
+    problems = {path: problem for path in checkpoints(filesystem) if (problem := _problem_of_checkpoint(filesystem, path))}
     last = found[-1] if found else -1
     for version in range(last + 1):
         entry = read_entry(filesystem, version)
         if entry.problem:
-            problems[version] = entry.problem
+            problems[entry_path(version)] = entry.problem
         for path in entry.removed:
             shards.pop(path, None)
         shards |= entry.added
@@ -130,35 +180,28 @@ def replay(filesystem: pafs.FileSystem, progress: Callable[[int, int], None] | N
     return Replayed(last, shards, problems)
 
 
-def mended(entry: Entry, rows_and_size: Callable[[str], tuple[int, int] | None], now: int) -> bytes:
+def mended(entry: Entry, whole: Callable[[str], Written | None], now: int) -> bytes:
     """A damaged entry's new content: what can be read of it, and each shard that its bytes name and that is whole.
 
     Args:
         entry: the damaged one.
-        rows_and_size: rows and bytes of a shard that is whole; None where it is not.
+        whole: describes a shard that is whole; None where it is not.
         now: milliseconds since 1970, of the mending.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]
     removed = entry.removed
-    added = {path: found for path in entry.named if path not in removed and (found := rows_and_size(path))}
+    added = [shard for path in entry.named if path not in removed and (shard := whole(path))]
     info = {
         "timestamp": now,
         "operation": "WRITE",
         "operationParameters": {"mode": "Append"},
         "mended": entry.problem,
-        **redundant([(path, rows, size) for path, (rows, size) in added.items()], removed),
+        **redundant(added, removed),
     }
     lines: list[dict[str, Any]] = [{"commitInfo": info}, *kept]
-    for path, (rows, size) in added.items():
-        stats = json.dumps({"numRecords": rows})
-        action = {
-            "path": path,
-            "partitionValues": {},
-            "size": size,
-            "modificationTime": now,
-            "dataChange": True,
-            "stats": stats,
-        }
-        lines.append({"add": action})
+    for shard in added:
+        stats = json.dumps({"numRecords": shard.rows})
+        action = {"path": shard.path, "partitionValues": {}, "size": shard.size, "modificationTime": now, "dataChange": True}
+        lines.append({"add": action | {"stats": stats}})
     lines += [{"remove": {"path": path, "dataChange": False, "deletionTimestamp": now}} for path in removed]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()

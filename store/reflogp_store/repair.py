@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pyarrow.fs as pafs
+
 from reflogp_store import log, storage
 from reflogp_store.errors import StoreUnavailableError
 from reflogp_store.shard import Shard
@@ -59,12 +61,12 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
                 progress(done, entries + len(shards))
 
         replayed = log.replay(table.filesystem, entry_read)
-        rows = {path: count for path, (count, _) in replayed.shards.items()}
-        damages = [Damage(log.entry_path(version), problem, None) for version, problem in replayed.problems.items()]
+        damages = [Damage(file, problem, None) for file, problem in replayed.problems.items()]
         for done, (path, shard) in enumerate(shards.items(), 1):
-            problem = shard.problem()
+            committed = replayed.shards.get(path)
+            problem = shard.problem(committed.digest if committed else None)
             if problem:
-                damages.append(Damage(path, problem, rows.get(path)))
+                damages.append(Damage(path, problem, committed.rows if committed else None))
             if progress:
                 progress(entries + done, entries + len(shards))
     except storage.STORAGE_ERRORS as error:
@@ -88,30 +90,29 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
         StoreUnavailableError: the store cannot be written.
     """
     try:
-        _mend_log(table, [damage.file for damage in damages])
+        _mend_log(table.filesystem, [damage.file for damage in damages if damage.file.startswith(log.FOLDER)])
     except storage.STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be repaired: {storage.sentence(error)}") from error
     mended = table.reopened()
-    damaged = {path for path in mended.shards() if mended.shard(path).problem()}
+    damaged = {damage.file for damage in (verify(mended) if damages else [])} & mended.shards().keys()
     if damaged:
         mended.replace(sorted(damaged), [])
     return mended
 
 
-def _mend_log(table: LogprobTable, files: list[str]) -> None:
-    filesystem = table.filesystem
-    damaged = {log.entry_path(version): version for version in range(max(log.versions(filesystem), default=-1) + 1)}
-    versions = [version for file, version in damaged.items() if file in files]
-    if not versions:
+def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
+    """Write damaged entries anew and remove checkpoints, which may sum up what was damaged."""
+    if not files:
         return
 
-    def whole(path: str) -> tuple[int, int] | None:
+    def whole(path: str) -> log.Written | None:
         shard = Shard(filesystem, path)
         if shard.problem():
             return None
-        return sum(group.rows for group in shard.groups), int(filesystem.get_file_info(path).size)
+        rows = sum(group.rows for group in shard.groups)
+        return log.Written(path, int(filesystem.get_file_info(path).size), rows, shard.digest())
 
-    for version in versions:
+    for version in (v for v in range(max(log.versions(filesystem), default=-1) + 1) if log.entry_path(v) in files):
         entry = log.read_entry(filesystem, version)
         data = storage.read_file(filesystem, log.entry_path(version))
         if data is not None:
@@ -119,9 +120,8 @@ def _mend_log(table: LogprobTable, files: list[str]) -> None:
         if version == 0:
             entry.lines = _first_entry() + [line for line in entry.lines if not line.keys() & {"protocol", "metaData"}]
         storage.write_file(filesystem, log.entry_path(version), log.mended(entry, whole, int(time.time() * 1000)))
-    for path in storage.list_files(filesystem, log.FOLDER):  # made from the damaged entries, or read in their place
-        if ".checkpoint" in path or path.endswith("_last_checkpoint"):
-            filesystem.delete_file(path)
+    for path in log.checkpoints(filesystem):
+        filesystem.delete_file(path)
 
 
 def _first_entry() -> list[dict[str, object]]:

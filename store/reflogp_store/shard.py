@@ -6,6 +6,7 @@ Knows encodings, row groups and page checksums. Does not know snapshots or the D
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +57,11 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
         },
         write_page_checksum=True,
     )
+
+
+def shard_digest(data: Any) -> str:
+    """blake2b of a shard's file, 32 hex digits: page checksums spare headers and the footer."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,23 @@ class Shard:
         before = np.cumsum(sizes) - sizes
         return lists.take(pa.array(rows - starts[wanted] + before[place]))
 
-    def problem(self) -> str | None:
-        """What is wrong with this shard after reading every page of it, or None."""
+    def digest(self) -> str:
+        """As `shard_digest`, of the file as it is now."""
+        try:
+            with self._filesystem.open_input_stream(self.path) as source:
+                found = hashlib.blake2b(digest_size=16)
+                while chunk := source.read(1 << 24):
+                    found.update(chunk)
+        except FileNotFoundError as error:
+            raise ShardDamageError("the file is gone") from error
+        return found.hexdigest()
+
+    def problem(self, digest: str | None = None) -> str | None:
+        """What is wrong with this shard after reading every page of it, or None.
+
+        Args:
+            digest: what its file's digest should be, where that is known.
+        """
         try:
             last: tuple[int, int] = (0, 0)
             for rows in self.batches():
@@ -126,6 +147,8 @@ class Shard:
                 if len(hi) and ((int(hi[0]), int(lo[0])) < last or (hi[1:] < hi[:-1]).any()):
                     return "its rows are not sorted by key"
                 last = (int(hi[-1]), int(lo[-1])) if len(hi) else last
+            if digest is not None and self.digest() != digest:
+                return "its bytes are not those that were committed"
         except ShardDamageError as error:
             return str(error)
         return None

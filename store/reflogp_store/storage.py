@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.fs as pafs
 from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
@@ -19,8 +20,8 @@ from reflogp_store.errors import StoreUnavailableError, UsageError
 #: What delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: delta-rs' streams take bytes, which Arrow hands them from a buffered stream only.
-_WRITE_BUFFER = 1 << 16
+#: delta-rs' streams take bytes, which Arrow hands them from a buffered stream only, for writes that fit its buffer.
+_WRITE_BUFFER = 1 << 20
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
@@ -61,10 +62,19 @@ def make_folder(uri: str) -> None:
             raise StoreUnavailableError(f"the store {uri} cannot be created: {error.strerror or error}") from error
 
 
-def write_file(filesystem: pafs.FileSystem, path: str, data: bytes) -> None:
-    """Write a small file; it appears whole or not at all (delta-rs' object store renames or puts atomically)."""
+def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
+    """Write a file; it appears whole or not at all (delta-rs' object store renames or puts atomically)."""
     with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
-        sink.write(data)
+        view = memoryview(data)
+        for start in range(0, len(view), _WRITE_BUFFER // 2):
+            sink.write(view[start : start + _WRITE_BUFFER // 2])
+
+
+def remove_unfinished(uri: str, path: str) -> None:
+    """Remove what a write that failed left of a file: locally, delta-rs writes `path#1` and renames it when it is whole."""
+    if is_local(uri):
+        for part in Path(uri).glob(f"{path}*"):
+            part.unlink(missing_ok=True)
 
 
 def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:

@@ -33,9 +33,10 @@ from reflogp_store.errors import (
     StoreUnavailableError,
     UsageError,
 )
+from reflogp_store.log import Written
 from reflogp_store.reference import Reference, check_format
 from reflogp_store.schema import FORMAT, SCHEMA, list_sums, one_array
-from reflogp_store.shard import Shard, sorted_by_key, write_shard
+from reflogp_store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp_store.snapshot import INDEX_ROWS, Snapshot
 
 #: Losing a commit to another writer this often in a row means something other than contention.
@@ -61,15 +62,6 @@ class Appended:
     snapshot: int
     written: int
     already_there: int
-
-
-@dataclass(frozen=True)
-class Written:
-    """A shard that lies in the folder and awaits its commit."""
-
-    path: str
-    size: int
-    rows: int
 
 
 class LogprobTable:
@@ -220,13 +212,15 @@ class LogprobTable:
     def write(self, rows: pa.Table) -> Written:
         """Write rows as a shard that is not yet committed. Raises one of storage.STORAGE_ERRORS."""
         path = f"shard-{uuid.uuid4()}.parquet"
+        sink = pa.BufferOutputStream()
+        write_shard(sorted_by_key(rows), sink)
+        data = sink.getvalue()
         try:
-            with self.filesystem.open_output_stream(path) as sink:
-                write_shard(sorted_by_key(rows), sink)
-            return Written(path, int(self.filesystem.get_file_info(path).size), len(rows))
+            storage.write_file(self.filesystem, path, data)
         except BaseException:
-            self.discard([Written(path, 0, 0)])
+            storage.remove_unfinished(self.uri, path)
             raise
+        return Written(path, data.size, len(rows), shard_digest(data))
 
     def discard(self, written: Sequence[Written]) -> None:
         """Delete shards that will not be committed, as far as the storage lets us; vacuum finds the rest."""
@@ -258,7 +252,7 @@ class LogprobTable:
         """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
         self._refresh()
         if self._salvaged:
-            return {path: size for path, (_, size) in self._salvaged.shards.items()}
+            return {path: shard.size for path, shard in self._salvaged.shards.items()}
         actions = pa.table(self._delta.get_add_actions(flatten=True))
         return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
 
@@ -273,8 +267,7 @@ class LogprobTable:
 
     def committed_at(self) -> float:
         """When the latest snapshot was committed by its writer's clock, seconds since 1970."""
-        [entry] = self.delta().history(1)
-        return float(entry["timestamp"]) / 1000
+        return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
         """The same table, read anew."""
@@ -338,7 +331,7 @@ class LogprobTable:
 
     def _rows_of_now(self) -> dict[str, int]:
         if self._salvaged:
-            return {path: rows for path, (rows, _) in self._salvaged.shards.items()}
+            return {path: shard.rows for path, shard in self._salvaged.shards.items()}
         return _rows_of(self._delta)
 
     def _latest_snapshot(self) -> Snapshot:
@@ -387,7 +380,7 @@ class LogprobTable:
                 schema=SCHEMA,
                 commit_properties=CommitProperties(
                     max_commit_retries=0,
-                    custom_metadata=log.redundant([(shard.path, shard.rows, shard.size) for shard in added], removed),
+                    custom_metadata=log.redundant(added, removed),
                 ),
             )
         except CommitFailedError:

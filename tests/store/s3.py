@@ -1,4 +1,4 @@
-"""A real S3 server on a port of this machine (moto's), for the time of a `with` block, with the environment that clients read."""
+"""A real S3 server on a port of this machine (moto's) for the time of a `with` block, and the environment that reaches it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python -m tests.store.stress --writers 8 --commits 200 --readers 4 --kills 50 [--s3] [--folder DIR]
 
-Every process is a real one. Writers append rows of overlapping keys; a row's values name the writer and the commit, so two writers
-never agree by chance. A writer notes a commit in its diary after `append` returned. Readers look keys up all the time and note
-every value they see. In the end: each key of a noted commit must be there, with one value, the one that every reader saw.
+Every process is a real one. Writers append rows of overlapping keys; a row's values name the writer and the commit, so two
+writers never agree by chance. A writer notes a commit in its diary after `append` returned. Readers look keys up all the time
+and note every value they see. In the end each key of a noted commit must be there, with the one value that every reader saw.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Account:
-    """What a run adds up to; the first three must be 0."""
+    """What a run adds up to; the first five must be 0."""
 
     lost: int
     two_values: int
@@ -50,6 +50,9 @@ class Account:
     snapshots: int
     keys: int
     seconds: float
+
+    def is_clean(self) -> bool:
+        return not (self.lost or self.two_values or self.readers_failed or self.writers_failed or self.damaged)
 
 
 def keys_of(numbers: Sequence[int]) -> pa.Array:

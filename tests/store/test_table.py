@@ -1,6 +1,4 @@
 import json
-import multiprocessing
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +6,6 @@ import pytest
 
 from reflogp_store import (
     LogprobStore,
-    Reference,
     ReferenceNotFoundError,
     SnapshotNotFoundError,
     StoreFormatError,
@@ -18,24 +15,7 @@ from reflogp_store import (
     verify,
 )
 from reflogp_store.schema import shard_table
-
-REFERENCE = Reference("ab" * 16, "model", "float32", "float32", ("00" * 32,), {"hidden_size": 8})
-
-
-def some_rows(first: int, count: int, values: int = 5, seed: int = 0, completion: int = 10):
-    """(keys, shard rows) of `count` sequences numbered from `first`, each with so many of `completion` values."""
-    prompts = [[i, 1, 2] for i in range(first, first + count)]
-    completions = [[i + t for t in range(completion)] for i in range(first, first + count)]
-    keys = sequence_keys(prompts, completions)
-    random = np.random.default_rng(seed)
-    logps = pa.array(list(-random.random((count, values), np.float32)), pa.list_(pa.float32()))
-    lens = np.full(count, completion, np.int32)
-    return keys, shard_table(keys, np.full(count, 3, np.int32), lens, logps, {"engine": "test"})
-
-
-@pytest.fixture
-def table(tmp_path):
-    return LogprobStore(tmp_path / "store").create_table(REFERENCE)
+from tests.store.rows import REFERENCE, some_rows
 
 
 def test_what_is_appended_is_found_by_key(table):
@@ -127,20 +107,6 @@ def test_many_appends_stay_findable(table):
         assert [v.tolist() for v in table.snapshot().token_logps(keys)] == rows["token_logps"].to_pylist()
 
 
-def _append_in_process(uri: str, seed: int) -> int:
-    table = LogprobStore(uri).table(REFERENCE.reference_id)
-    return sum(table.append(some_rows(10 * i, 20, seed=seed)[1]).written for i in range(15))
-
-
-def test_writers_that_race_write_every_key_once(table, tmp_path):
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        written = pool.starmap(_append_in_process, [(str(tmp_path / "store"), seed) for seed in range(3)])
-    keys, _ = some_rows(0, 160)
-    assert sum(written) == 160 == len(table.snapshot())
-    assert (table.snapshot().stored_lengths(keys) == 5).all()
-    assert not verify(table)
-
-
 def commit_in_between(table, monkeypatch, other):
     """Make `other()` happen right before the table's next commit."""
     original = table._commit
@@ -189,28 +155,6 @@ def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
     write_shard(some_rows(50, 5)[1], f"{table.uri}/shard-left-behind.parquet")
     assert len(table.snapshot()) == 10
     assert not verify(table)
-
-
-def test_verify_names_a_damaged_shard(table):
-    table.append(some_rows(0, 2000, values=50, completion=50)[1])
-    table.append(some_rows(5000, 10)[1])
-    shards = sorted(Path(table.uri).glob("shard-*.parquet"), key=lambda path: path.stat().st_size)
-    data = bytearray(shards[-1].read_bytes())
-    data[len(data) // 2] ^= 0x40
-    shards[-1].write_bytes(data)
-    assert [damage.file for damage in verify(table)] == [shards[-1].name]
-    shards[0].unlink()
-    assert {damage.file for damage in verify(table)} == {shard.name for shard in shards}
-
-
-def test_other_tools_read_the_table_as_it_is(table):
-    from deltalake import DeltaTable
-
-    keys, rows = some_rows(0, 30)
-    table.append(rows)
-    read = DeltaTable(table.uri).to_pyarrow_table()
-    assert sorted(read["key"].to_pylist()) == sorted(keys.to_pylist())
-    assert read.column_names == ["key", "prompt_len", "completion_len", "scored_len", "token_logps", "logp_sum", "provenance"]
 
 
 def test_a_store_of_a_newer_format_is_refused_and_left_alone(table, tmp_path):

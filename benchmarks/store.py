@@ -1,0 +1,301 @@
+"""The store at size, in one run: append, open, look up, compact, join; and a warm start of TRL's own cache beside the join.
+
+    python benchmarks/store.py [--rows 1000000 10000000] [--pairs 1000000] [--folder DIR] [--out benchmarks/results]
+
+Rows have 16 to 400 tokens, evenly spread (mean 208). Pairs have prompts and two completions of such lengths; their sequences
+are among the rows, the rest are rows of random keys. Every measurement runs in a process of its own, whose peak memory is
+reported with it: all of it, and what is not file pages. Needs about 1 GB of disk per million rows, twice that while
+compacting, and 2.5 GB per million pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from reflogp_store import LogprobStore, LogprobTable, Reference, compact, sequence_keys
+from reflogp_store.schema import shard_table
+
+LEAST, MOST = 16, 400
+REFERENCE = Reference("be" * 16, "benchmark", "bfloat16", "bfloat16", ("00" * 32,), {})
+#: Rows of one append; pairs of one record batch.
+APPEND_ROWS, BATCH_PAIRS = 100_000, 10_000
+LOOKUPS, ROUNDS = 1_000_000, 3
+
+
+def main() -> None:
+    options = parse()
+    if options.phase:
+        print(json.dumps(PHASES[options.phase](Path(options.folder), options.count)))
+        return
+    results: dict[str, Any] = {"cores": os.cpu_count(), "pairs": options.pairs, "sizes": {}}
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        pairs = Path(scratch) / "pairs"
+        pairs.mkdir()
+        step(results, "make_pairs", "make_pairs", pairs, options.pairs)
+        for rows in options.rows:
+            folder = Path(scratch) / str(rows)
+            folder.mkdir()
+            (folder / "pairs.arrow").symlink_to(pairs / "pairs.arrow")
+            at = results["sizes"][str(rows)] = {}
+            step(at, "append", "append", folder, rows)
+            step(at, "look_up_as_appended", "look_up", folder, rows)
+            step(at, "compact", "compact_all", folder, rows)
+            step(at, "open", "open_store", folder, rows)
+            step(at, "look_up", "look_up", folder, rows)
+            step(at, "look_up_without_index", "look_up_without_index", folder, rows)
+            step(at, "look_up_64_without_index", "look_up_few", folder, rows)
+            step(at, "join", "join", folder, rows)
+            step(at, "join_max_length_300", "join_truncated", folder, rows)
+        results["trl_warm_start"] = {}
+        step(results["trl_warm_start"], "trl", "trl_warm_start", pairs, options.pairs)
+    file = Path(options.out) / "store.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {file}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1_000_000, 10_000_000])
+    parser.add_argument(
+        "--pairs", type=int, default=1_000_000, help="at most half of the least --rows is in the table of that size"
+    )
+    parser.add_argument("--folder", help="where the data goes; default: a temporary folder")
+    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--phase", help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def step(results: dict[str, Any], name: str, phase: str, folder: Path, count: int) -> None:
+    """Run one measurement in a process of its own and show it."""
+    command = [sys.executable, __file__, "--phase", phase, "--folder", str(folder), "--count", str(count)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    results[name] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{count:>12,}  {name:28}", json.dumps(results[name]), flush=True)
+
+
+def measured(work: Callable[[], Any], rounds: int = 1, **more: Any) -> dict[str, Any]:
+    """Median seconds of `work`, the peak of this process's memory in MB, and `more`."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    peak, anonymous = (int(status[name].split()[0]) // 1024 for name in ("VmHWM", "RssAnon"))
+    return {"seconds": round(statistics.median(seconds), 3), "peak_mb": peak, "anonymous_mb_now": anonymous, **more}
+
+
+def make_pairs(folder: Path, count: int) -> dict[str, Any]:
+    """Tokenised pairs as one Arrow file, as `datasets` keeps them."""
+
+    def work() -> None:
+        random = np.random.default_rng(0)
+        schema = pa.schema([(name, pa.list_(pa.int32())) for name in ("prompt_ids", "chosen_ids", "rejected_ids")])
+        with pa.OSFile(str(folder / "pairs.arrow"), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            for start in range(0, count, BATCH_PAIRS):
+                rows = min(BATCH_PAIRS, count - start)
+                writer.write_table(pa.table([token_lists(random, rows, pa.int32()) for _ in schema], schema=schema))
+
+    return measured(work)
+
+
+def token_lists(random: np.random.Generator, rows: int, kind: pa.DataType) -> pa.ListArray:
+    return lists_of(random, random.integers(LEAST, MOST + 1, rows), kind)
+
+
+def lists_of(random: np.random.Generator, lengths: np.ndarray, kind: pa.DataType) -> pa.ListArray:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    if pa.types.is_floating(kind):
+        values = -random.standard_exponential(offsets[-1], np.float32)
+    else:
+        values = random.integers(0, 150_000, offsets[-1], np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(values, kind))
+
+
+def sequences_of_pairs(folder: Path, rows: int) -> Iterator[tuple[pa.Array, np.ndarray]]:
+    """(keys, completion lengths) of the pairs' sequences, until `rows` are given."""
+    with pa.memory_map(str(folder / "pairs.arrow")) as source:
+        for batch in pa.ipc.open_stream(source):
+            if rows <= 0:
+                return
+            for side in ("chosen_ids", "rejected_ids"):
+                yield sequence_keys(batch["prompt_ids"], batch[side]), batch[side].value_lengths().to_numpy()
+            rows -= 2 * len(batch)
+
+
+def append(folder: Path, rows: int) -> dict[str, Any]:
+    """Append rows to a new table, 100,000 a commit; the time of making them up is not counted."""
+    random = np.random.default_rng(1)
+    table = LogprobStore(folder / "store").create_table(REFERENCE)
+    seconds, done = 0.0, 0
+    source = sequences_of_pairs(folder, rows)
+    while done < rows:
+        ready: list[tuple[pa.Array, np.ndarray]] = []
+        wanted = min(APPEND_ROWS, rows - done)
+        while (missing := wanted - sum(len(keys) for keys, _ in ready)) > 0:
+            ready.append(next(source, None) or made_up_sequences(random, missing))
+        keys = pa.concat_arrays([keys for keys, _ in ready])
+        values = lists_of(random, np.concatenate([lengths for _, lengths in ready]), pa.float32())
+        lens = np.full(len(keys), 200, np.int32), values.value_lengths().to_numpy().astype(np.int32)
+        shard = shard_table(keys, *lens, values, {"engine": "benchmark"})
+        start = time.perf_counter()
+        table.append(shard)
+        seconds += time.perf_counter() - start
+        done += len(keys)
+    shards, stored, size = table.totals()
+    rate = {"rows_per_second": round(stored / seconds), "bytes_per_row": round(size / stored, 1), "shards": shards}
+    return measured(lambda: None) | {"seconds": round(seconds, 1)} | rate
+
+
+def made_up_sequences(random: np.random.Generator, count: int) -> tuple[pa.Array, np.ndarray]:
+    keys = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(random.bytes(16 * count))])
+    return keys, random.integers(LEAST, MOST + 1, count)
+
+
+def open_table(folder: Path, **more: Any) -> LogprobTable:
+    table = LogprobStore(folder / "store").table(REFERENCE.reference_id)
+    return LogprobTable(table.uri, REFERENCE, **more) if more else table
+
+
+def open_store(folder: Path, rows: int) -> dict[str, Any]:
+    """From the URI to the first answer, the index in memory."""
+    few = random_keys(folder, rows, 10)
+    return measured(lambda: open_table(folder).snapshot().stored_lengths(few), ROUNDS)
+
+
+def random_keys(folder: Path, rows: int, count: int) -> pa.Array:
+    """Keys that the table has, evenly spread over it, in random order."""
+    snapshot, random = open_table(folder).snapshot(), np.random.default_rng(2)
+    share = min(1.0, 1.1 * count / rows)
+    picked = []
+    for shard in snapshot.rows_of:
+        keys = open_table(folder).shard(shard).index_columns()["key"].combine_chunks()
+        picked.append(keys.take(pa.array(np.flatnonzero(random.random(len(keys)) < share))))
+    keys = pa.concat_arrays(picked)
+    return keys.take(pa.array(random.permutation(len(keys))[:count]))
+
+
+def look_up(folder: Path, rows: int) -> dict[str, Any]:
+    """A million keys in a snapshot whose index is in memory; `open_seconds` is that of reading it."""
+    keys = random_keys(folder, rows, LOOKUPS)
+    snapshot = open_table(folder).snapshot()
+    opened = measured(lambda: snapshot.stored_lengths(keys[:10]))
+    return measured(lambda: hits(snapshot, keys), ROUNDS, open_seconds=opened["seconds"], keys=len(keys))
+
+
+def look_up_without_index(folder: Path, rows: int) -> dict[str, Any]:
+    """The same from the files, nothing kept in memory."""
+    keys = random_keys(folder, rows, LOOKUPS)
+    snapshot = open_table(folder, index_rows=0).snapshot()
+    return measured(lambda: hits(snapshot, keys), ROUNDS, keys=len(keys))
+
+
+def look_up_few(folder: Path, rows: int) -> dict[str, Any]:
+    """64 keys from the files, as an online request would ask."""
+    keys = random_keys(folder, rows, 64)
+    snapshot = open_table(folder, index_rows=0).snapshot()
+    hits(snapshot, keys[:1])
+    return measured(lambda: hits(snapshot, keys), 5 * ROUNDS)
+
+
+def hits(snapshot: Any, keys: pa.Array) -> None:
+    found = snapshot.find(keys)
+    assert (found.lengths > 0).all()
+    assert np.isfinite(found.prefix_sums(found.lengths.astype(np.int64))).all()
+
+
+def compact_all(folder: Path, rows: int) -> dict[str, Any]:
+    """The whole table into sorted shards."""
+    table, outcome = open_table(folder), []
+    result = measured(lambda: outcome.append(compact(table)))
+    return result | {"shards": outcome[0].shards_after, "rows_per_second": round(outcome[0].rows / result["seconds"])}
+
+
+def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, Any]:
+    """Tokens to columns: as many of the pairs as the table has both sequences of, from a memory-mapped dataset."""
+    from datasets import Dataset
+
+    from reflogp_trainer import ReferenceSource, join_reference_logps
+
+    pairs = Dataset.from_file(str(folder / "pairs.arrow"))
+    pairs = pairs.select(range(min(len(pairs), rows // 2)))
+    joined: list[Any] = []
+
+    def work() -> None:
+        source = ReferenceSource(folder / "store", reference_id=REFERENCE.reference_id)
+        joined.append(join_reference_logps(pairs, source, max_length=max_length))
+
+    return measured(work, pairs=len(pairs))
+
+
+def join_truncated(folder: Path, rows: int) -> dict[str, Any]:
+    """The same under a max_length, which needs token values."""
+    return join(folder, rows, max_length=300)
+
+
+def trl_warm_start(folder: Path, count: int) -> dict[str, Any]:
+    """What TRL 1.16 does where its cache file is there: load the reference model, hash it, read the two columns."""
+    import torch
+    from datasets import Dataset, concatenate_datasets
+    from datasets.fingerprint import Hasher
+    from sides import make_model
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.utils import hash_module
+
+    make_model(folder / "model", "0.5B")
+    columns = {name: np.zeros(count, np.float32) for name in ("ref_chosen_logps", "ref_rejected_logps")}
+    with pa.OSFile(str(folder / "cache.arrow"), "wb") as sink:
+        table = pa.table(columns)
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    pairs = Dataset.from_file(str(folder / "pairs.arrow"))
+    parts: dict[str, float] = {}
+
+    def work() -> None:
+        start = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+        parts["load_model"] = round(time.perf_counter() - start, 2)
+        start = time.perf_counter()
+        Hasher.hash((pairs._fingerprint, hash_module(model)))
+        parts["hash_module"] = round(time.perf_counter() - start, 2)
+        start = time.perf_counter()
+        concatenate_datasets([pairs, Dataset.from_file(str(folder / "cache.arrow"))], axis=1)
+        parts["read_cache"] = round(time.perf_counter() - start, 2)
+
+    result = measured(work, ROUNDS, pairs=count)
+    return result | {"of_the_last_round": parts}
+
+
+PHASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    phase.__name__: phase
+    for phase in (
+        make_pairs,
+        append,
+        look_up,
+        compact_all,
+        open_store,
+        look_up_without_index,
+        look_up_few,
+        join,
+        join_truncated,
+        trl_warm_start,
+    )
+}
+
+if __name__ == "__main__":
+    main()
