@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import cpu_and_cores, file_name
 from sides import SHAPES, Ours, Padded, Pairs, Trl, Vllm, make_model, make_tokenizer, quiet, read_pairs, tokenize
 
 from reflogp_service.engine.flops import matmul_flops_per_second
@@ -47,7 +47,7 @@ def main() -> None:
         results = [measure(pairs, sides, ours, options, device) for pairs in data]
     about = {
         "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, bfloat16, vocabulary 32000",
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name(),
+        "machine": cpu_and_cores() if device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "rounds": options.rounds,
         "self_check": ours.engine.self_check.as_dict(),
@@ -109,16 +109,9 @@ def measure(pairs: Pairs, sides: list[Any], ours: Ours, options: argparse.Namesp
     }
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def report(about: dict[str, Any], results: list[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    name = "".join(ch if ch.isalnum() else "-" for ch in about["machine"].lower()).strip("-")
+    name = file_name(about["machine"])
     (folder / f"{name}.json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
     sides = list(results[0]["tokens_per_second"])
     lines = [f"{about['model']}; {about['machine']}; medians of {about['rounds']} rounds; tokens of the data a second", ""]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from machine import cpu_and_cores, file_name
 
 from reflogp_store import LogprobStore, LogprobTable, Reference, compact, sequence_keys
 from reflogp_store.schema import shard_table
@@ -40,7 +40,7 @@ def main() -> None:
     if options.phase:
         print(json.dumps(PHASES[options.phase](Path(options.folder), options.count)))
         return
-    results: dict[str, Any] = {"cores": os.cpu_count(), "pairs": options.pairs, "sizes": {}}
+    results: dict[str, Any] = {"machine": cpu_and_cores(), "pairs": options.pairs, "sizes": {}}
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         pairs = Path(scratch) / "pairs"
         pairs.mkdir()
@@ -61,7 +61,7 @@ def main() -> None:
             step(at, "join_max_length_300", "join_truncated", folder, rows)
         results["trl_warm_start"] = {}
         step(results["trl_warm_start"], "trl", "trl_warm_start", pairs, options.pairs)
-    file = Path(options.out) / "store.json"
+    file = Path(options.out) / f"store-{file_name(results['machine'])}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written to {file}")

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from reflogp_store import storage
 from reflogp_store.errors import DamagedStoreError, StoreDamageWarning
 from reflogp_store.index import MISS, Int64s, Layer, Places, Words
 from reflogp_store.keys import keys_as_words
@@ -88,7 +89,12 @@ class Snapshot:
     def find(self, keys: pa.Array) -> Found:
         """Look n keys up, once; the answer's methods give lengths, sums and values."""
         hi, lo = keys_as_words(keys)
-        return Found(self, self._indexed_places(hi, lo) if len(self) <= self._index_rows else self._scanned_places(hi, lo))
+        order = np.argsort(hi)  # memory is then read from front to back
+        hi, lo = hi[order], lo[order]
+        places = self._indexed_places(hi, lo) if len(self) <= self._index_rows else self._scanned_places(hi, lo)
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return Found(self, places.take(back))
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         """Values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
@@ -110,7 +116,7 @@ class Snapshot:
         if len(self) <= self._index_rows:
             self._load_index()
         else:
-            there = {info.path.lstrip("/") for info in self._filesystem.get_file_info(pafs.FileSelector(""))}
+            there = storage.list_files(self._filesystem)
             self.damaged |= {path: "the file is gone" for path in self.rows_of if path not in there}
         if self.damaged:
             shard, problem = next(iter(self.damaged.items()))
@@ -144,23 +150,21 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """One pass over the row groups that can hold the keys; memory for the keys and a few groups."""
-        order = np.lexsort((lo, hi))
-        hi, lo = hi[order], lo[order]
-        sorted_places, lock = Places.none(len(hi)), threading.Lock()
+        """One pass over the row groups that can hold the keys (sorted by `hi`); memory for the keys and a few groups."""
+        places, lock = Places.none(len(hi)), threading.Lock()
 
         def look_in(number: int) -> None:
             try:
                 for layer in self._touched_layers(number, hi):
                     asked = np.arange(np.searchsorted(hi, layer.hi[0], "left"), np.searchsorted(hi, layer.hi[-1], "right"))
                     with lock:
-                        sorted_places.improve(layer, hi[asked], lo[asked], asked)
+                        places.improve(layer, hi[asked], lo[asked], asked)
             except ShardDamageError as error:
                 self._note_damage(number, error)
 
         for _ in self._each(look_in, range(len(self._shards))):
             pass
-        return sorted_places.take(np.argsort(order))
+        return places
 
     def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
         """Entries of the row groups whose range of keys holds one that was asked for."""

@@ -36,6 +36,17 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
     return str(Path(text).expanduser().absolute())
 
 
+def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
+    """delta-rs' storage options for a store.
+
+    delta-rs reads profiles and credential files of AWS only where no endpoint is named, unless it is told to.
+    """
+    named = {name.upper() for name in options or {}} | os.environ.keys()
+    if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
+        return {"AWS_FORCE_CREDENTIAL_LOAD": "true"} | (options or {})
+    return options
+
+
 def is_local(uri: str) -> bool:
     return "://" not in uri
 

@@ -37,7 +37,7 @@ class LogprobStore:
 
     def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
         self.uri = storage.normalize_uri(uri)
-        self._options = options
+        self._options = storage.with_credentials(self.uri, options)
 
     def references(self) -> list[Reference]:
         """The reference models that the store holds, ordered by id.
@@ -56,6 +56,8 @@ class LogprobStore:
             found = [reference for folder in folders if (reference := self._read_reference(folder))]
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if not entries and not storage.is_local(self.uri):
+            raise UsageError(f"there is no store at {self.uri}")
         if entries and not found:
             raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found

@@ -127,9 +127,61 @@ def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
     code, _, err = reflogp("store", "verify", tmp_path / "store")
     assert code == FAILED
     assert shard.name in err
+    assert "verify --repair" in err
+    code, _, err = score(pairs_file)
+    assert code == FAILED
+    assert "verify --repair" in one_sentence(err.replace("reflogp: warning:", ""))
+    code, out, _ = reflogp("store", "verify", tmp_path / "store", "--repair", "--json")
+    assert code == DONE
+    assert last_object(out)["repaired"]
+    again = last_object(score(pairs_file, "--json")[1])
+    assert again["scored"] == reference["sequences"]
+    assert reflogp("store", "verify", tmp_path / "store")[0] == DONE
 
 
-@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["demo"], ["store"], ["store", "ls"], ["store", "verify"]])
+def test_store_compact_vacuum_export_import(score, reflogp, pairs_file, reference_folder, tmp_path):
+    score(pairs_file, "--commit-sequences", "20")
+    store = tmp_path / "store"
+    [before] = last_object(reflogp("store", "ls", store, "--json")[1])["references"]
+    [done] = last_object(reflogp("store", "compact", store, "--json")[1])["compacted"]
+    assert (done["shards_before"], done["shards_after"]) == (before["shards"], 1)
+    assert done["rows"] == before["sequences"]
+    code, out, _ = reflogp("store", "vacuum", store, "--retention-hours", 0)
+    assert code == USAGE
+    assert len(
+        last_object(reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone", "--dry-run", "--json")[1])["deleted"]
+    )
+    code, out, _ = reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone")
+    assert f"{before['shards']} files deleted" in out
+    assert reflogp("store", "export", store, tmp_path / "shared")[0] == DONE
+    code, _, err = reflogp("store", "export", store, tmp_path / "shared")
+    assert code == USAGE
+    assert "not empty" in one_sentence(err)
+    assert reflogp("store", "export", store, tmp_path / "x", "--reference", "ffff")[0] == USAGE
+    imported = last_object(reflogp("store", "import", tmp_path / "other", tmp_path / "shared", "--json")[1])
+    assert imported["written"] == before["sequences"]
+    code, out, _ = reflogp("score", reference_folder, pairs_file, "--store", tmp_path / "other", "--dtype", "float32", "--json")
+    assert last_object(out)["scored"] == 0
+
+
+def test_a_join_at_a_snapshot_that_was_vacuumed_or_never_was(score, reflogp, pairs_file, reference_folder, tmp_path):
+    score(pairs_file, "--commit-sequences", "20")
+    store = tmp_path / "store"
+    reflogp("store", "compact", store)
+    reflogp("store", "vacuum", store, "--retention-hours", 0, "--alone")
+    join = ["join", reference_folder, pairs_file, "--store", store, "-o", tmp_path / "out.parquet", "--dtype", "float32"]
+    for number, says in ((1, "was vacuumed"), (999, "has no snapshot 999"), (-1, "has no snapshot -1")):
+        code, _, err = reflogp(*join, "--snapshot", number)
+        assert code == FAILED
+        assert says in one_sentence(err)
+    assert not (tmp_path / "out.parquet").exists()
+    assert reflogp(*join)[0] == DONE
+
+
+STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
+
+
+@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["demo"], ["store"], *STORE_COMMANDS])
 def test_help_teaches(reflogp, command):
     code, out, _ = reflogp(*command, "--help")
     assert code == DONE

@@ -139,6 +139,16 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
     assert (snapshot(reference_folder, tmp_path).stored_lengths(keys) > 0).all()
 
 
+def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch, reference_folder):
+    monkeypatch.setattr("reflogp_store.compaction.SMALL_SHARDS", 3)
+    monkeypatch.setattr("reflogp_store.compaction._SMALL_SHARDS_SPREAD", 1)
+    rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
+    assert score(write_rows(tmp_path / "t.jsonl", rows), commit_sequences=2).scored == 20
+    at = snapshot(reference_folder, tmp_path)
+    assert len(at) == 20
+    assert len(at.rows_of) <= 4
+
+
 def test_an_interrupt_keeps_what_was_computed(score, pairs_file, reference_folder):
     class Interrupted(TorchEngine):
         def stream(self, sequences, skip=()):

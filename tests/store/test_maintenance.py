@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -218,7 +219,6 @@ def test_a_few_keys_touch_a_few_row_groups_of_a_compacted_table(table, monkeypat
 
 
 def test_an_export_loads_with_datasets_and_comes_back(table, tmp_path):
-    datasets = pytest.importorskip("datasets")
     keys, rows = some_rows(0, 100)
     table.append(rows.slice(0, 60))
     table.append(rows.slice(40))

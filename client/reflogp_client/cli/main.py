@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,8 +53,14 @@ app.command("join")(join.join)
 app.add_typer(store.app, name="store")
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as one line, without the place in the code that it comes from."""
+    err.print(f"reflogp: warning: {message}", style="yellow", markup=False)
+
+
 def main() -> None:
     """Entry point of the `reflogp` command."""
+    warnings.showwarning = _show_warning
     try:
         app()
     except UsageError as error:

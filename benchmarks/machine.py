@@ -1,0 +1,20 @@
+"""What this machine is called, in results and in their files' names."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def cpu_and_cores() -> str:
+    """The processor's model and how many cores there are."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def file_name(machine: str) -> str:
+    """`machine` as the stem of a file's name."""
+    return "".join(ch if ch.isalnum() else "-" for ch in machine.lower()).strip("-")

@@ -1,0 +1,89 @@
+"""The promise of docs/store-format.md: old stores are read, newer ones refused, and other tools read the table as it is."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import datasets
+import duckdb
+import polars
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from reflogp_store import LogprobStore, StoreFormatError, compact, verify
+from reflogp_store.schema import FORMAT, SCHEMA
+from tests.store.rows import REFERENCE, some_rows
+
+FIXTURE = Path(__file__).parent / "format-1"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "store-format.md"
+
+
+@pytest.fixture
+def first_version(tmp_path):
+    """A store as reflogp 0.1.0 wrote it: appends, a longer row, a compaction, another append. Never to be made again."""
+    shutil.copytree(FIXTURE / "store", tmp_path / "store")
+    return LogprobStore(tmp_path / "store")
+
+
+def test_a_store_of_the_first_version_is_read_and_written(first_version):
+    expected = {bytes.fromhex(key): values for key, values in json.loads((FIXTURE / "expected.json").read_text()).items()}
+    [reference] = first_version.references()
+    table = first_version.create_table(reference)
+    assert not verify(table)
+    keys = pa.array(list(expected), pa.binary(16))
+    assert [values.tolist() for values in table.snapshot().token_logps(keys)] == list(expected.values())
+    assert (table.snapshot(1).stored_lengths(keys) > 0).sum() == 20
+    assert table.append(some_rows(5_000, 7)[1]).written == 7
+    compact(table)
+    assert [values.tolist() for values in table.snapshot().token_logps(keys)] == list(expected.values())
+
+
+def test_the_table_says_its_format_and_a_newer_one_is_refused_and_left_alone(table, tmp_path):
+    assert DeltaTable(table.uri).metadata().configuration["reflogp.format"] == str(FORMAT)
+    first = Path(table.uri) / "_delta_log" / f"{0:020}.json"
+    first.write_text(first.read_text().replace('"reflogp.format":"1"', '"reflogp.format":"2"'))
+    before = first.read_text()
+    store = LogprobStore(tmp_path / "store")
+    for opening in (lambda: store.table(REFERENCE.reference_id), lambda: store.create_table(REFERENCE)):
+        with pytest.raises(StoreFormatError, match=r"format 2.*upgrade reflogp"):
+            opening()
+    assert first.read_text() == before
+
+
+def test_the_document_names_every_column_with_its_type():
+    documented = dict(re.findall(r"^\| `(\w+)` \| ([\w<>]+) \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert documented == {column.name: str(column.type).replace("item: ", "") for column in SCHEMA}
+
+
+@pytest.fixture
+def filled(table):
+    """A table of several shards, and its keys with their sums."""
+    keys, rows = some_rows(0, 100)
+    table.append(rows.slice(0, 60))
+    table.append(rows.slice(60))
+    return table, dict(zip(keys.to_pylist(), rows["logp_sum"].to_pylist(), strict=True))
+
+
+def test_duckdb_reads_the_table(filled):
+    table, sums = filled
+    logps = DeltaTable(table.uri).to_pyarrow_dataset()
+    assert logps.schema.names == SCHEMA.names
+    found = duckdb.sql("select key, logp_sum, len(token_logps) as n from logps where scored_len >= 5").fetchall()
+    assert {key: total for key, total, _ in found} == sums
+    assert {n for _, _, n in found} == {5}
+
+
+def test_polars_reads_the_table(filled):
+    table, sums = filled
+    frame = polars.read_delta(table.uri)
+    assert dict(zip(frame["key"], frame["logp_sum"], strict=True)) == sums
+    assert frame["token_logps"].list.len().to_list() == [5] * 100
+
+
+def test_datasets_reads_the_table(filled, tmp_path):
+    table, sums = filled
+    files = DeltaTable(table.uri).file_uris()
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path))
+    assert dict(zip(rows["key"], rows["logp_sum"], strict=True)) == sums

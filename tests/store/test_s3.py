@@ -1,0 +1,165 @@
+"""A store on a real S3 server: credentials, conditional commits, maintenance, and what goes wrong with object stores."""
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+
+from reflogp_store import (
+    LogprobStore,
+    StoreUnavailableError,
+    UsageError,
+    compact,
+    export_table,
+    import_folder,
+    repair,
+    vacuum,
+    verify,
+)
+from tests.store.rows import REFERENCE, some_rows
+from tests.store.s3 import Relay, environment_of, s3_server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as environment:
+        yield environment
+
+
+@pytest.fixture
+def uri(server, request):
+    with environment_of(server):
+        yield f"s3://logps/{request.node.name}"
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as entered:
+        yield entered
+
+
+def values_of(table, keys):
+    return [values.tolist() for values in table.snapshot().token_logps(keys)]
+
+
+def test_append_compact_vacuum_and_old_snapshots(uri):
+    table = LogprobStore(uri).create_table(REFERENCE)
+    keys, rows = some_rows(0, 60)
+    for start in range(0, 60, 20):
+        table.append(rows.slice(start, 20))
+    old = table.snapshot_number()
+    assert compact(table).shards_after == 1
+    assert values_of(table, keys) == rows["token_logps"].to_pylist()
+    assert table.snapshot(old).stored_lengths(keys).tolist() == [5] * 60
+    assert len(vacuum(table, 0, alone=True)) == 3
+    assert not verify(table)
+    assert LogprobStore(uri).references() == [REFERENCE]
+
+
+def test_two_writers_and_a_lost_race(uri, monkeypatch):
+    """The server refuses the second of two commits of one number: a conditional put, not a lock."""
+    first, second = LogprobStore(uri).create_table(REFERENCE), LogprobStore(uri).create_table(REFERENCE)
+    keys, mine = some_rows(0, 10, seed=1)
+    _, theirs = some_rows(0, 20, seed=2)
+    original = first._commit
+    outcomes = []
+
+    def late(*arguments):
+        if not outcomes:
+            second.append(theirs)
+        outcomes.append(original(*arguments))
+        return outcomes[-1]
+
+    monkeypatch.setattr(first, "_commit", late)
+    assert first.append(some_rows(10, 20, seed=3)[1]).written == 10
+    assert outcomes == [False, True]
+    assert values_of(first, keys) == theirs["token_logps"].to_pylist()[:10] != mine["token_logps"].to_pylist()
+
+
+def test_a_damaged_object_is_dropped_by_a_repair(uri):
+    table = LogprobStore(uri).create_table(REFERENCE)
+    for first in (0, 100):
+        table.append(some_rows(first, 50)[1])
+    shard = next(iter(table.shards()))
+    table.filesystem.delete_file(shard)
+    found = verify(LogprobStore(uri).table(REFERENCE.reference_id))
+    assert [(d.file, d.problem) for d in found] == [(shard, "the file is gone")]
+    mended = repair(table, found)
+    assert not verify(mended)
+    assert mended.totals()[1] == 50
+
+
+def test_export_and_import(uri, tmp_path):
+    table = LogprobStore(uri).create_table(REFERENCE)
+    keys, rows = some_rows(0, 30)
+    table.append(rows)
+    export_table(table, str(tmp_path / "shared"))
+    import_folder(LogprobStore(f"{uri}-2"), str(tmp_path / "shared"))
+    assert values_of(LogprobStore(f"{uri}-2").table(REFERENCE.reference_id), keys) == rows["token_logps"].to_pylist()
+
+
+def test_credentials_from_a_profile(server, tmp_path):
+    """No key in the environment, only the files that every S3 tool reads."""
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = someone\naws_secret_access_key = not-a-secret\n")
+    (tmp_path / "config").write_text("[profile team]\nregion = us-east-1\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    environment |= {
+        "AWS_ENDPOINT_URL": server["AWS_ENDPOINT_URL"],
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_PROFILE": "team",
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    program = (
+        "from reflogp_store import LogprobStore; from tests.store.rows import REFERENCE, some_rows;"
+        "print(LogprobStore('s3://logps/profile').create_table(REFERENCE).append(some_rows(0, 3)[1]).written)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "3", done.stderr
+
+
+@pytest.mark.parametrize("opening", ["references", "create_table"])
+def test_a_wrong_bucket_is_one_sentence(server, opening):
+    with environment_of(server), pytest.raises(StoreUnavailableError) as caught:
+        getattr(LogprobStore("s3://no-such-bucket/store"), opening)(*([REFERENCE] if opening == "create_table" else []))
+    message = str(caught.value)
+    assert "bucket does not exist" in message
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+def test_no_store_there_and_a_single_slash(uri):
+    with pytest.raises(UsageError, match="no store"):
+        LogprobStore("s3://logps/nothing-here").references()
+    with pytest.raises(UsageError, match="two slashes"):
+        LogprobStore("s3:/logps/store")
+
+
+def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stack):
+    """In the middle of an append: nothing of it is visible, what was committed stays, and the same call succeeds later."""
+    relay = stack.enter_context(Relay(urlsplit(server["AWS_ENDPOINT_URL"]).port))
+    with environment_of({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}):
+        table = LogprobStore(uri).create_table(REFERENCE)
+    keys, rows = some_rows(0, 20)
+    table.append(rows.slice(0, 10))
+    original = table._commit
+
+    def cut_before_commit(*arguments):
+        relay.say("cut")
+        return original(*arguments)
+
+    monkeypatch.setattr(table, "_commit", cut_before_commit)
+    with pytest.raises(StoreUnavailableError) as caught:
+        table.append(rows.slice(10))
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    elsewhere = LogprobStore(uri).table(REFERENCE.reference_id)
+    assert elsewhere.snapshot().stored_lengths(keys).tolist() == [5] * 10 + [-1] * 10
+    relay.say("mend")
+    assert table.append(rows.slice(10)).written == 10
+    assert values_of(elsewhere, keys) == rows["token_logps"].to_pylist()
+    assert not verify(elsewhere)
