@@ -234,13 +234,12 @@ def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, An
 
     pairs = Dataset.from_file(str(folder / "pairs.arrow"))
     pairs = pairs.select(range(min(len(pairs), rows // 2)))
-    joined: list[Any] = []
 
     def work() -> None:
         source = ReferenceSource(folder / "store", reference_id=REFERENCE.reference_id)
-        joined.append(join_reference_logps(pairs, source, max_length=max_length))
+        assert "ref_rejected_logps" in join_reference_logps(pairs, source, max_length=max_length).column_names
 
-    return measured(work, pairs=len(pairs))
+    return measured(work, ROUNDS, pairs=len(pairs))
 
 
 def join_truncated(folder: Path, rows: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Knows keys, lengths and places. Reads no file. Called by the snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,25 +93,23 @@ class Layer:
         return cls.merged([cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)])
 
     @classmethod
-    def merged(cls, layers: Sequence[Layer]) -> Layer:
-        """One layer of several."""
-        layers = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
-        if not layers:
+    def merged(cls, layers: list[Layer]) -> Layer:
+        """One layer of several. The list is emptied on the way, so that memory is held once and not twice."""
+        there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
+        layers.clear()
+        if not there:
             none = np.zeros(0, np.int32)
             return cls(none.astype(np.uint64), none.astype(np.uint64), none, none.astype(np.float64), none, none)
-        joined = cls(*(np.concatenate([getattr(layer, field.name) for layer in layers]) for field in fields(cls)))
-        if (joined.hi[1:] > joined.hi[:-1]).all():  # sorted shards, one behind the other: what compaction leaves
-            return joined
-        order = np.argsort(joined.hi, kind="stable")
-        hi = joined.hi[order]
-        if (hi[1:] == hi[:-1]).any():  # hardly ever but for keys that several rows share
-            order = np.lexsort((-joined.length, joined.lo, joined.hi))
-            hi = joined.hi[order]
-        lo = joined.lo[order]
-        first = np.ones(len(order), bool)
-        first[1:] = (hi[1:] != hi[:-1]) | (lo[1:] != lo[:-1])
-        kept = order[first]
-        return cls(hi[first], lo[first], *(getattr(joined, field.name)[kept] for field in fields(cls)[2:]))
+        names = [field.name for field in fields(cls)]
+        parts = {name: [getattr(layer, name) for layer in there] for name in names}
+        del there
+        joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
+        hi = joined["hi"]
+        if not (hi[1:] > hi[:-1]).all():  # not yet sorted shards, one behind the other, which is what compaction leaves
+            kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
+            for name in names:
+                joined[name] = joined[name][kept]
+        return cls(**joined)
 
     def positions(self, hi: Words, lo: Words) -> Int64s:
         """Index of each key in this layer, int64 (n,); -1 where it is not."""
@@ -125,3 +123,16 @@ class Layer:
             at = at + beside
         hit = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] == lo)
         return np.where(hit, at, -1)
+
+
+def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
+    """Places of the entries in the order of their keys, of each key the longest."""
+    order = np.argsort(hi, kind="stable")
+    sorted_hi = hi[order]
+    if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # hardly ever but for keys that several rows share
+        return order
+    order = np.lexsort((-length, lo, hi))
+    sorted_hi, sorted_lo = hi[order], lo[order]
+    first = np.ones(len(order), bool)
+    first[1:] = (sorted_hi[1:] != sorted_hi[:-1]) | (sorted_lo[1:] != sorted_lo[:-1])
+    return order[first]

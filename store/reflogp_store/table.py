@@ -179,8 +179,7 @@ class LogprobTable:
                 if self._delta.version() == before:
                     raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
                 pause()
-        except storage.STORAGE_ERRORS as error:
-            self.discard([written] if written else [])
+        except storage.STORAGE_ERRORS as error:  # the shard stays: a commit whose answer was lost may have arrived
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
 
@@ -204,8 +203,7 @@ class LogprobTable:
                 if added and all(shard.path in self._rows_of_now() for shard in added):
                     return True
                 pause()
-        except storage.STORAGE_ERRORS as error:
-            self.discard(added)
+        except storage.STORAGE_ERRORS as error:  # the shards stay: a commit whose answer was lost may have arrived
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
 

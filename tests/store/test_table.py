@@ -147,6 +147,24 @@ def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkey
     assert not verify(table)
 
 
+def test_a_commit_that_arrived_though_an_error_came_back_keeps_its_shard(table, monkeypatch):
+    """A lost connection after the commit: the caller is told of a failure, the rows are there, and the same call says so."""
+    keys, rows = some_rows(0, 10)
+    original = table._commit
+
+    def broken(*arguments):
+        monkeypatch.setattr(table, "_commit", original)
+        assert original(*arguments)
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(table, "_commit", broken)
+    with pytest.raises(StoreUnavailableError, match="connection reset"):
+        table.append(rows)
+    assert (table.snapshot().stored_lengths(keys) == 5).all()
+    assert not verify(table)
+    assert table.append(rows).written == 0
+
+
 def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
     _, rows = some_rows(0, 10)
     table.append(rows)
