@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from machine import cpu_and_cores, file_name
 
-from reflogp_store import LogprobStore, LogprobTable, Reference, compact, sequence_keys
+from reflogp_store import LogprobStore, LogprobTable, Reference, compact, join_logps, sequence_keys
 from reflogp_store.schema import shard_table
 
 LEAST, MOST = 16, 400
@@ -59,6 +59,7 @@ def main() -> None:
             step(at, "look_up_64_without_index", "look_up_few", folder, rows)
             step(at, "join", "join", folder, rows)
             step(at, "join_max_length_300", "join_truncated", folder, rows)
+            step(at, "join_for_a_trainer", "join_for_a_trainer", folder, rows)
         results["trl_warm_start"] = {}
         step(results["trl_warm_start"], "trl", "trl_warm_start", pairs, options.pairs)
     file = Path(options.out) / f"store-{file_name(results['machine'])}.json"
@@ -129,13 +130,9 @@ def lists_of(random: np.random.Generator, lengths: np.ndarray, kind: pa.DataType
 
 def sequences_of_pairs(folder: Path, rows: int) -> Iterator[tuple[pa.Array, np.ndarray]]:
     """(keys, completion lengths) of the pairs' sequences, until `rows` are given."""
-    with pa.memory_map(str(folder / "pairs.arrow")) as source:
-        for batch in pa.ipc.open_stream(source):
-            if rows <= 0:
-                return
-            for side in ("chosen_ids", "rejected_ids"):
-                yield sequence_keys(batch["prompt_ids"], batch[side]), batch[side].value_lengths().to_numpy()
-            rows -= 2 * len(batch)
+    for batch in pair_batches(folder, rows // 2):
+        for side in ("chosen_ids", "rejected_ids"):
+            yield sequence_keys(batch["prompt_ids"], batch[side]), batch[side].value_lengths().to_numpy()
 
 
 def append(folder: Path, rows: int) -> dict[str, Any]:
@@ -227,7 +224,34 @@ def compact_all(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, Any]:
-    """Tokens to columns: as many of the pairs as the table has both sequences of, from a memory-mapped dataset."""
+    """Tokens to columns: as many of the pairs as the table has both sequences of, from a memory-mapped file."""
+    count = min(sum(len(batch) for batch in pair_batches(folder)), rows // 2)
+
+    def work() -> None:
+        tables = (pa.table(batch) for batch in pair_batches(folder, count))
+        joined = join_logps(tables, open_table(folder).snapshot(), max_length=max_length)
+        assert not joined.missing.any() and np.isfinite(joined.logps["ref_rejected_logps"][~joined.dropped]).all()
+
+    return measured(work, ROUNDS, pairs=count)
+
+
+def join_truncated(folder: Path, rows: int) -> dict[str, Any]:
+    """The same under a max_length, which needs token values."""
+    return join(folder, rows, max_length=300)
+
+
+def pair_batches(folder: Path, count: int | None = None) -> Iterator[pa.RecordBatch]:
+    """Batches of the pairs, until there are `count`."""
+    with pa.memory_map(str(folder / "pairs.arrow")) as source:
+        for batch in pa.ipc.open_stream(source):
+            if count is not None:
+                batch, count = batch.slice(0, count), count - min(count, len(batch))
+            if len(batch):
+                yield batch
+
+
+def join_for_a_trainer(folder: Path, rows: int) -> dict[str, Any]:
+    """The same through `join_reference_logps`, in a process with torch and TRL: a `datasets.Dataset` in and out."""
     from datasets import Dataset
 
     from reflogp_trainer import ReferenceSource, join_reference_logps
@@ -237,14 +261,9 @@ def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, An
 
     def work() -> None:
         source = ReferenceSource(folder / "store", reference_id=REFERENCE.reference_id)
-        assert "ref_rejected_logps" in join_reference_logps(pairs, source, max_length=max_length).column_names
+        assert "ref_rejected_logps" in join_reference_logps(pairs, source).column_names
 
     return measured(work, ROUNDS, pairs=len(pairs))
-
-
-def join_truncated(folder: Path, rows: int) -> dict[str, Any]:
-    """The same under a max_length, which needs token values."""
-    return join(folder, rows, max_length=300)
 
 
 def trl_warm_start(folder: Path, count: int) -> dict[str, Any]:
@@ -292,6 +311,7 @@ PHASES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         look_up_few,
         join,
         join_truncated,
+        join_for_a_trainer,
         trl_warm_start,
     )
 }

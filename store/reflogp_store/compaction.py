@@ -7,26 +7,27 @@ and `vacuum`, by export, and after an append that leaves too many small shards.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from reflogp_store import log
 from reflogp_store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
 from reflogp_store.keys import keys_as_words
 from reflogp_store.log import Written
+from reflogp_store.schema import SCHEMA, one_array
 from reflogp_store.shard import Shard, ShardDamageError, sorted_by_key
-from reflogp_store.storage import STORAGE_ERRORS, sentence
+from reflogp_store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp_store.table import LogprobTable
 
-#: Bytes of a compacted shard, about. Compaction holds about six times as much in memory.
+#: Bytes of a compacted shard, about. Compaction holds about six times as much, and a row group of each shard that it merges.
 SHARD_BYTES = 128 << 20
 #: A shard of fewer bytes is small.
 SMALL_BYTES = SHARD_BYTES // 4
@@ -34,6 +35,8 @@ SMALL_BYTES = SHARD_BYTES // 4
 #: a table do not all begin at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
+#: Shards with overlapping keys that one pass merges; it holds a row group (4 MB) of each. More are merged in stages.
+_MERGED_AT_ONCE = 128
 #: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted one for its writer.
 RETENTION_HOURS = 168
 
@@ -72,58 +75,93 @@ def compact(
         progress: called with (rows written, rows in all).
 
     Raises:
-        DamagedStoreError: a shard is damaged.
+        DamagedStoreError: a shard or the log is damaged.
         StoreUnavailableError: the store cannot be read or written. The table is then as it was.
     """
+    table.require_whole_log()
     sizes = table.shards()
-    number = table.snapshot_number()
+    before, number = len(sizes), table.snapshot_number()
     chosen = [path for path, size in sizes.items() if not only_small or size < SMALL_BYTES]
-    shards = [table.shard(path) for path in chosen]
+    rows = duplicates = 0
     try:
-        if len(shards) < 2 or (not only_small and _in_order(shards) and max(map(sizes.__getitem__, chosen)) <= 2 * shard_bytes):
-            return Compacted(len(sizes), len(sizes), 0, 0, True, number)
-        parts = max(1, round(sum(sizes[path] for path in chosen) / shard_bytes))
-        total = sum(group.rows for shard in shards for group in shard.groups)
-        written: list[Written] = []
-        try:
-            for rows in merged(shards, parts):
-                written.append(table.write(rows))
-                if progress:
-                    progress(sum(shard.rows for shard in written), total)
-        except BaseException:
-            table.discard(written)
-            raise
+        while len(chosen) > 1:
+            shards = [table.shard(path) for path in chosen]
+            stages = _overlaps(shards) > _MERGED_AT_ONCE
+            if not only_small and not rows and not stages and _in_order(shards) and max(sizes.values()) <= 2 * shard_bytes:
+                break
+            batches = (
+                [shards[at : at + _MERGED_AT_ONCE] for at in range(0, len(shards), _MERGED_AT_ONCE)] if stages else [shards]
+            )
+            chosen = []
+            for batch in batches:
+                written, total = _merge(table, batch, sum(sizes[shard.path] for shard in batch), shard_bytes, progress)
+                if not table.replace([shard.path for shard in batch], written):
+                    return Compacted(before, len(table.shards()), rows, duplicates, False, table.snapshot_number())
+                chosen += [shard.path for shard in written]
+                sizes |= {shard.path: shard.size for shard in written}
+                kept = sum(shard.rows for shard in written)
+                rows, duplicates = rows + kept, duplicates + total - kept
+            if not stages:
+                break
     except ShardDamageError as error:
         raise DamagedStoreError(
-            f"compaction met a damaged shard ({error}); run `reflogp store verify --repair` first"
+            f"a shard is damaged ({error}); run `reflogp store verify --repair` before compaction"
         ) from error
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be compacted: {sentence(error)}") from error
-    won = table.replace(chosen, written)
-    rows_written = sum(shard.rows for shard in written)
-    after = len(sizes) - len(chosen) + len(written) if won else len(sizes)
-    return Compacted(len(sizes), after, rows_written, total - rows_written, won, table.snapshot_number())
+    after = len(table.shards())
+    return Compacted(before, after, rows, duplicates, True, table.snapshot_number() if rows else number)
+
+
+def _merge(
+    table: LogprobTable, shards: Sequence[Shard], size: int, shard_bytes: int, progress: Progress | None
+) -> tuple[list[Written], int]:
+    """Write the rows of some shards anew; (the shards that are not committed yet, rows read)."""
+    total = sum(group.rows for shard in shards for group in shard.groups)
+    written: list[Written] = []
+    try:
+        for rows in merged(shards, max(1, round(size / shard_bytes))):
+            written.append(table.write(rows))
+            if progress:
+                progress(sum(shard.rows for shard in written), total)
+    except BaseException:
+        table.discard(written)
+        raise
+    return written, total
 
 
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
     """All rows of some shards, sorted by key, the longest row of each key only, in about `parts` tables.
 
-    Keys are digests, so equal stretches of the key space hold about equally many.
+    Keys are digests, so equal stretches of the key space hold about equally many. Each row group is read once: what of it lies
+    behind a stretch waits for the next, so a row group of each shard is held beside the stretch.
     """
-    bounds = [(part << 64) // parts for part in range(parts)] + [1 << 64]
-    for least, behind in pairwise(bounds):
-        pieces = []
-        for shard in shards:
-            groups = [group.index for group in shard.groups if group.greatest >= least and group.least < behind]
-            if groups:
-                rows = shard.rows(groups)
-                words = keys_as_words(rows["key"])[0]
-                start = int(np.searchsorted(words, np.uint64(least)))
-                stop = len(words) if behind == 1 << 64 else int(np.searchsorted(words, np.uint64(behind)))
-                pieces.append(rows.slice(start, stop - start))
-        rows = _first_of_each_key(sorted_by_key(pa.concat_tables(pieces))) if pieces else None
-        if rows is not None and len(rows):
-            yield rows
+    readers = [_Reader(shard) for shard in shards]
+    for part in range(parts):
+        behind = (part + 1 << 64) // parts
+        pieces = [piece for reader in readers if len(piece := reader.up_to(behind))]
+        if pieces:
+            yield _first_of_each_key(sorted_by_key(pa.concat_tables(pieces)))
+
+
+class _Reader:
+    """A shard's rows, from the front."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._left = list(shard.groups)
+        self._rest: pa.Table = SCHEMA.empty_table()
+
+    def up_to(self, behind: int) -> pa.Table:
+        """The next rows, those whose key's first word is below `behind`."""
+        groups = [group.index for group in self._left if group.least < behind]
+        self._left = self._left[len(groups) :]
+        rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
+        words = keys_as_words(rows["key"])[0]
+        stop = len(words) if behind >= 1 << 64 else int(np.searchsorted(words, np.uint64(behind)))
+        # Copied, so that what was read is not held by a slice of it.
+        self._rest = rows.take(pa.array(np.arange(stop, len(rows)))) if stop < len(rows) else SCHEMA.empty_table()
+        return rows.slice(0, stop)
 
 
 def small_shards_allowed() -> int:
@@ -146,7 +184,7 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
 
 
 def vacuum(
-    table: LogprobTable, retention_hours: float = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
+    table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
 ) -> list[str]:
     """Delete shards that compaction replaced, and files that a writer never committed, when older than the retention.
 
@@ -156,28 +194,45 @@ def vacuum(
         table: what to vacuum.
         retention_hours: age from which files go. Readers of older snapshots and writers need theirs for as long.
         dry_run: delete nothing, only say what would be.
-        alone: nobody else reads or writes now; allows a retention below one hour.
+        alone: nobody else reads or writes now; allows a retention of 0.
 
     Returns:
         The deleted files.
 
     Raises:
         UsageError: a retention that could delete what a writer is about to commit.
+        DamagedStoreError: the log is damaged, or a shard is gone: a file that nothing seems to need may be what a repair needs.
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(f"retention of {retention_hours} hours: below 1 hour only where nobody else reads or writes the store")
-    ahead = table.committed_at() - time.time()
-    if ahead > 60:
-        raise StoreUnavailableError(
-            f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock: nothing was deleted"
-        )
     try:
-        return table.delta().vacuum(
-            retention_hours=math.ceil(retention_hours), dry_run=dry_run, enforce_retention_duration=False, full=True
-        )
+        ahead = table.committed_at() - time.time()
+        if ahead > 60:
+            raise StoreUnavailableError(
+                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock: nothing was deleted"
+            )
+        _require_every_file(table)
+        deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
+        for file in unfinished_files(table.uri):  # which delta-rs does not list
+            if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
+                deleted.append(str(file.relative_to(table.uri)))
+                if not dry_run:
+                    file.unlink(missing_ok=True)
+        return deleted
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be vacuumed: {sentence(error)}") from error
+
+
+def _require_every_file(table: LogprobTable) -> None:
+    """Raise DamagedStoreError unless every shard that the log names is there, and log and checkpoints agree."""
+    replayed = log.replay(table.filesystem)
+    there = list_files(table.filesystem)
+    problems = replayed.problems | log.differences(table.filesystem, replayed, table.shards())
+    problems |= {path: "the file is gone" for path in table.shards() if path not in there}
+    if problems:
+        file, problem = next(iter(problems.items()))
+        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before `reflogp store verify --repair` has mended it")
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:
@@ -186,10 +241,17 @@ def _in_order(shards: Sequence[Shard]) -> bool:
     return all(before[1] < after[0] for before, after in pairwise(ranges))
 
 
+def _overlaps(shards: Sequence[Shard]) -> int:
+    """The most shards that hold keys of one place in the key space."""
+    ends = [
+        end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
+    ]
+    return max(accumulate(step for _, step in sorted(ends)), default=0)
+
+
 def _first_of_each_key(rows: pa.Table) -> pa.Table:
     if len(rows) < 2:
         return rows
-    keys = rows["key"].combine_chunks()
-    keys = keys if isinstance(keys, pa.Array) else pa.concat_arrays(keys.chunks)
+    keys = one_array(rows["key"])
     first = pa.concat_arrays([pa.array([True]), pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))])
     return rows.filter(first) if not pc.all(first).as_py() else rows

@@ -6,7 +6,6 @@ export` and `import`.
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from reflogp_store.reference import Reference
 from reflogp_store.schema import SCHEMA, problem_of_rows
 from reflogp_store.shard import ShardDamageError
 from reflogp_store.snapshot import Snapshot
+from reflogp_store.storage import STORAGE_ERRORS, list_files, sentence
 from reflogp_store.store import LogprobStore
 from reflogp_store.table import LogprobTable
 
@@ -72,11 +72,11 @@ def export_table(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{folder} is there and not empty; name a new folder")
     snapshot = snapshot or table.snapshot()
-    sizes = table.shards()
     shards = [table.shard(path) for path in snapshot.rows_of]
-    parts = max(1, round(sum(sizes.get(path, 0) for path in snapshot.rows_of) / SHARD_BYTES))
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
+        sizes = list_files(table.filesystem)
+        parts = max(1, round(sum(sizes.get(path, 0) for path in snapshot.rows_of) / SHARD_BYTES))
         (partial / _DATA).mkdir(parents=True)
         rows, files = 0, 0
         for part in merged(shards, parts):
@@ -94,8 +94,8 @@ def export_table(
         partial.replace(target)
     except ShardDamageError as error:
         raise DamagedStoreError(f"export met a damaged shard ({error}); run `reflogp store verify --repair` first") from error
-    except OSError as error:
-        raise UsageError(f"the export {folder} cannot be written: {error.strerror or error}") from error
+    except STORAGE_ERRORS as error:
+        raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return rows, files
@@ -132,8 +132,8 @@ def import_folder(store: LogprobStore, folder: str, progress: Progress | None = 
                 done += len(rows)
                 if progress:
                     progress(done, 2 * total)
-    except (OSError, pa.ArrowException, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}; nothing was imported") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UsageError(f"{folder} cannot be read: {sentence(error)}; nothing was imported") from error
     table = store.create_table(reference)
     written, snapshot = 0, table.snapshot_number()
     for file in files:
@@ -144,8 +144,9 @@ def import_folder(store: LogprobStore, folder: str, progress: Progress | None = 
                 done += len(batch)
                 if progress:
                     progress(done, 2 * total)
-        except OSError as error:
-            raise StoreUnavailableError(f"{file} cannot be read any more: {error}; {written} rows were imported") from error
+        except (OSError, ValueError, pa.ArrowException) as error:
+            said = sentence(error)
+            raise StoreUnavailableError(f"{file} cannot be read any more: {said}; {written} rows were imported") from error
     return Imported(reference.reference_id, total, written, snapshot)
 
 

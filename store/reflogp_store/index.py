@@ -16,8 +16,6 @@ from reflogp_store.keys import keys_as_words
 
 #: Length of a key that is not there.
 MISS = -1
-#: Memory of one row's entry.
-BYTES_PER_ROW = 36
 
 Int64s = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

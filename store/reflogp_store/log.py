@@ -21,7 +21,10 @@ from reflogp_store import storage
 from reflogp_store.schema import SCHEMA
 
 FOLDER = "_delta_log"
+#: The table's own setting that says its format.
+FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
+_POINTER = "_last_checkpoint"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 
@@ -98,19 +101,22 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """Files that sum the log up to some entry, and the pointer to the last of them. All can be made again from the entries."""
+    """The pointer to the last checkpoint, first, and the files that sum the log up to some entry. All can be made again."""
     files = storage.list_files(filesystem, FOLDER)
-    return sorted(path for path in files if ".checkpoint" in path or path.endswith("_last_checkpoint"))
+    return sorted(
+        (path for path in files if ".checkpoint" in path or path.endswith(_POINTER)), key=lambda p: not p.endswith(_POINTER)
+    )
 
 
-def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None:
+def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str, there: Sequence[str]) -> str | None:
     data = storage.read_file(filesystem, path) or b""
     try:
         if path.endswith(".parquet"):
             pq.read_table(pa.BufferReader(data))
-        else:
-            json.loads(data)
-    except (ValueError, OSError, pa.ArrowException) as error:
+        elif path.endswith(_POINTER):
+            version = f"{int(json.loads(data)['version']):020}.checkpoint"
+            return None if any(version in other for other in there) else f"it names checkpoint {version}, which is gone"
+    except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
     return None
 
@@ -157,8 +163,9 @@ def _has_metadata(entry: Entry) -> bool:
     try:
         [metadata] = [line["metaData"] for line in entry.lines if "metaData" in line]
         names = [column["name"] for column in json.loads(metadata["schemaString"])["fields"]]
-        return names == SCHEMA.names and any("protocol" in line for line in entry.lines)
-    except (ValueError, KeyError, TypeError):
+        setting = metadata["configuration"][FORMAT_SETTING]
+        return names == SCHEMA.names and setting.isdecimal() and any("protocol" in line for line in entry.lines)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -166,7 +173,8 @@ def replay(filesystem: pafs.FileSystem, progress: Callable[[int, int], None] | N
     """Add up every entry of the log, passing over what cannot be read."""
     found = versions(filesystem)
     shards: dict[str, Written] = {}
-    problems = {path: problem for path in checkpoints(filesystem) if (problem := _problem_of_checkpoint(filesystem, path))}
+    there = checkpoints(filesystem)
+    problems = {path: problem for path in there if (problem := _problem_of_checkpoint(filesystem, path, there))}
     last = found[-1] if found else -1
     for version in range(last + 1):
         entry = read_entry(filesystem, version)
@@ -180,17 +188,25 @@ def replay(filesystem: pafs.FileSystem, progress: Callable[[int, int], None] | N
     return Replayed(last, shards, problems)
 
 
-def mended(entry: Entry, whole: Callable[[str], Written | None], now: int) -> bytes:
+def differences(filesystem: pafs.FileSystem, replayed: Replayed, shards: Mapping[str, int]) -> dict[str, str]:
+    """File -> problem, where whole entries add up to other shards (path -> bytes) than delta-rs reads from checkpoints on."""
+    if replayed.problems or {path: shard.size for path, shard in replayed.shards.items()} == shards:
+        return {}
+    return dict.fromkeys(checkpoints(filesystem), "it sums up something else than the log's entries")
+
+
+def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
     """A damaged entry's new content: what can be read of it, and each shard that its bytes name and that is whole.
 
     Args:
         entry: the damaged one.
-        whole: describes a shard that is whole; None where it is not.
+        whole: describes the shard of a path, which should have a digest where that is known; None where it is not whole.
         now: milliseconds since 1970, of the mending.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]
     removed = entry.removed
-    added = [shard for path in entry.named if path not in removed and (shard := whole(path))]
+    digests = {path: shard.digest for path, shard in entry.added.items()}
+    added = [shard for path in entry.named if path not in removed and (shard := whole(path, digests.get(path)))]
     info = {
         "timestamp": now,
         "operation": "WRITE",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -102,10 +103,17 @@ class Reference:
 
     @classmethod
     def from_json(cls, text: str) -> Reference:
-        """Raises StoreFormatError for the layout of a newer reflogp."""
+        """Raises StoreFormatError for the layout of a newer reflogp, ValueError for what is no reference."""
         fields = json.loads(text)
-        check_format(fields.get("format", 0))
-        return cls(**{**fields, "weights": tuple(fields["weights"])})
+        if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
+            raise ValueError("it does not say its format")
+        check_format(fields["format"])
+        if not re.fullmatch(r"[0-9a-f]{32}", str(fields.get("reference_id"))):
+            raise ValueError("its reference_id is not 32 hex digits")
+        try:
+            return cls(**{**fields, "weights": tuple(fields["weights"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its fields are not a reference's ({error})") from error
 
 
 def check_format(number: int) -> None:

@@ -61,7 +61,8 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
                 progress(done, entries + len(shards))
 
         replayed = log.replay(table.filesystem, entry_read)
-        damages = [Damage(file, problem, None) for file, problem in replayed.problems.items()]
+        problems = replayed.problems | log.differences(table.filesystem, replayed, table.shards())
+        damages = [Damage(file, problem, None) for file, problem in problems.items()]
         for done, (path, shard) in enumerate(shards.items(), 1):
             committed = replayed.shards.get(path)
             problem = shard.problem(committed.digest if committed else None)
@@ -105,9 +106,9 @@ def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
     if not files:
         return
 
-    def whole(path: str) -> log.Written | None:
+    def whole(path: str, digest: str | None) -> log.Written | None:
         shard = Shard(filesystem, path)
-        if shard.problem():
+        if shard.problem(digest):
             return None
         rows = sum(group.rows for group in shard.groups)
         return log.Written(path, int(filesystem.get_file_info(path).size), rows, shard.digest())

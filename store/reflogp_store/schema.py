@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 #: Number of the layout of a store (docs/store-format.md). A store of a higher number is refused.
 FORMAT = 1
@@ -78,6 +79,10 @@ def problem_of_rows(rows: pa.Table) -> str | None:
     """What is wrong with rows that should fit the schema, or None."""
     if not rows.schema.equals(SCHEMA):
         return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
+    if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
+        return "a value is null"
+    if not pc.all(pc.equal(pc.binary_length(rows["key"]), 16), min_count=0).as_py():
+        return "a key is not 16 bytes long"
     lists = one_array(rows["token_logps"])
     values: npt.NDArray[Any] = lists.flatten().to_numpy(zero_copy_only=False)
     if not np.isfinite(values).all():

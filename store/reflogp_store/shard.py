@@ -25,6 +25,8 @@ from reflogp_store.schema import SCHEMA, one_array, problem_of_rows
 
 #: What a lookup of one key reads of a sorted shard: at 200 tokens a row 3.4 MB of token values, 120 kB of the index columns.
 ROW_GROUP_ROWS = 4_096
+#: Rows with many tokens come in smaller groups: about so many bytes of values, but not fewer than so many rows.
+_GROUP_BYTES, _LEAST_GROUP_ROWS = 4 << 20, 256
 #: What lookups read unless they need single tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
@@ -43,12 +45,17 @@ def sorted_by_key(rows: pa.Table) -> pa.Table:
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
 
 
+def _group_rows(rows: pa.Table) -> int:
+    fitting = _GROUP_BYTES * len(rows) // max(1, int(rows["token_logps"].nbytes))
+    return max(_LEAST_GROUP_ROWS, min(ROW_GROUP_ROWS, fitting))
+
+
 def write_shard(rows: pa.Table, sink: Any) -> None:
     """Write rows that are sorted by key: zstd, log-probs with byte-stream-split (15% smaller than plain), a checksum a page."""
     pq.write_table(
         rows,
         sink,
-        row_group_size=ROW_GROUP_ROWS,
+        row_group_size=_group_rows(rows),
         compression="zstd",
         use_dictionary=["provenance"],
         column_encoding={

@@ -136,8 +136,11 @@ class Snapshot:
             new = range(self._indexed, len(self._shards))
             layers = list(self._layers or [])
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
-            layers.append(Layer.merged(read))
+            if read:
+                layers.append(Layer.merged(read))
+                pa.default_memory_pool().release_unused()  # the columns as they came out of the files
             if len(layers) > _MAX_LAYERS:
+                layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
             self._layers, self._indexed = layers, len(self._shards)
         return self._layers
@@ -210,14 +213,15 @@ class Found:
         self._snapshot = snapshot
         self._places = places
 
-    def token_logps(self) -> list[npt.NDArray[np.float32] | None]:
-        """Stored values of each key, n arrays of float32; None for a miss, and for values whose shard turns out damaged."""
-        values: list[npt.NDArray[np.float32] | None] = [None] * len(self.lengths)
-        for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
+    def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
+        """Stored values of each key (or of some of them, by place), float32 arrays; None for a miss and for damaged values."""
+        places = np.arange(len(self.lengths)) if some is None else some
+        values: dict[int, npt.NDArray[np.float32]] = {}
+        for rows, lists in self._values(places[self.lengths[places] != MISS]):
             offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
             for i, row in enumerate(rows):
-                values[row] = flat[offsets[i] : offsets[i + 1]]
-        return values
+                values[int(row)] = flat[offsets[i] : offsets[i + 1]]
+        return [values.get(int(place)) for place in places]
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.

@@ -6,6 +6,7 @@ one set of credentials. Does not know what the files mean. Called by the store a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -33,6 +34,8 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
         raise UsageError(f"store {text!r}: a URI has two slashes after the colon")
     if "://" in text:
         return text.rstrip("/")
+    if re.search(r"%[0-9A-Fa-f]{2}", text):
+        raise UsageError(f"store {text!r}: delta-rs would read the percent sign as an escape; use another folder name")
     return str(Path(text).expanduser().absolute())
 
 
@@ -49,6 +52,11 @@ def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str]
 
 def is_local(uri: str) -> bool:
     return "://" not in uri
+
+
+def may_exist(uri: str) -> bool:
+    """False for a local folder that is not there; object stores have no folders."""
+    return not is_local(uri) or Path(uri).is_dir()
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
@@ -74,18 +82,21 @@ def make_folder(uri: str) -> None:
 
 
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
-    """Write a file; it appears whole or not at all (delta-rs' object store renames or puts atomically)."""
-    with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
-        view = memoryview(data)
-        for start in range(0, len(view), _WRITE_BUFFER // 2):
-            sink.write(view[start : start + _WRITE_BUFFER // 2])
+    """Write a file. It appears when it is closed (delta-rs' object store renames or puts); an interrupted one is deleted."""
+    try:
+        with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
+            view = memoryview(data)
+            for start in range(0, len(view), _WRITE_BUFFER // 2):
+                sink.write(view[start : start + _WRITE_BUFFER // 2])
+    except BaseException:
+        with contextlib.suppress(*STORAGE_ERRORS):
+            filesystem.delete_file(path)
+        raise
 
 
-def remove_unfinished(uri: str, path: str) -> None:
-    """Remove what a write that failed left of a file: locally, delta-rs writes `path#1` and renames it when it is whole."""
-    if is_local(uri):
-        for part in Path(uri).glob(f"{path}*"):
-            part.unlink(missing_ok=True)
+def unfinished_files(uri: str) -> list[Path]:
+    """What writes that failed or were killed left: locally, delta-rs writes `path#1` and renames it when it is whole."""
+    return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 
 
 def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:

@@ -6,15 +6,20 @@ the command line, the service and the trainer extension.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import warnings
 from pathlib import Path
 
 import pyarrow.fs as pafs
 
 from reflogp_store import log, storage
-from reflogp_store.errors import ReferenceNotFoundError, StoreUnavailableError, UsageError
+from reflogp_store.errors import (
+    DamagedStoreError,
+    ReferenceNotFoundError,
+    StoreDamageWarning,
+    StoreUnavailableError,
+    UsageError,
+)
 from reflogp_store.reference import Reference
 from reflogp_store.table import LogprobTable
 
@@ -53,7 +58,7 @@ class LogprobStore:
         try:
             entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
-            found = [reference for folder in folders if (reference := self._read_reference(folder))]
+            found = [reference for folder in folders if (reference := self._readable_reference(folder))]
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
@@ -103,20 +108,20 @@ class LogprobStore:
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"
         storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
+        uri = self._table_uri(reference.reference_id)
         try:
-            if self._read_reference(reference.reference_id) is None:
+            known = self._read_reference(reference.reference_id)
+            try:
+                table = LogprobTable(uri, known or reference, self._options)
+            except ReferenceNotFoundError:
+                LogprobTable.create(uri, self._options)
+                table = LogprobTable(uri, known or reference, self._options)
+            table.check_writable()
+            if known is None:  # written last: what has a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, _REFERENCE_FILE, reference.to_json().encode())
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        with contextlib.suppress(ReferenceNotFoundError):  # a table that is there is checked before anything is made
-            return self._writable(reference.reference_id)
-        LogprobTable.create(self._table_uri(reference.reference_id), self._options)
-        return self._writable(reference.reference_id)
-
-    def _writable(self, reference_id: str) -> LogprobTable:
-        table = self.table(reference_id)
-        table.check_writable()
         return table
 
     def _refuse_what_is_no_store(self) -> None:
@@ -139,6 +144,16 @@ class LogprobStore:
     def _table_uri(self, reference_id: str) -> str:
         return f"{self.uri}/{reference_id}/{_TABLE_FOLDER}"
 
+    def _readable_reference(self, folder: str) -> Reference | None:
+        """As `_read_reference`; None with a warning where it is damaged, so that the others can be reached."""
+        try:
+            return self._read_reference(folder)
+        except DamagedStoreError as error:
+            warnings.warn(
+                f"{error}; scoring with that model again writes it anew once it is deleted", StoreDamageWarning, stacklevel=3
+            )
+            return None
+
     def _read_reference(self, reference_id: str) -> Reference | None:
         if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():
             return None
@@ -147,6 +162,9 @@ class LogprobStore:
         if data is None:
             return None
         try:
-            return Reference.from_json(data.decode())
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise StoreUnavailableError(f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged: {error}") from error
+            reference = Reference.from_json(data.decode())
+            if reference.reference_id != reference_id:
+                raise ValueError(f"it says {reference.reference_id}")
+        except ValueError as error:
+            raise DamagedStoreError(f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged: {error}") from error
+        return reference

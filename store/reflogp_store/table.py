@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
@@ -33,9 +32,10 @@ from reflogp_store.errors import (
     StoreUnavailableError,
     UsageError,
 )
+from reflogp_store.fresh_rows import without_stored
 from reflogp_store.log import Written
 from reflogp_store.reference import Reference, check_format
-from reflogp_store.schema import FORMAT, SCHEMA, list_sums, one_array
+from reflogp_store.schema import FORMAT, SCHEMA, one_array
 from reflogp_store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp_store.snapshot import INDEX_ROWS, Snapshot
 
@@ -45,8 +45,7 @@ _MAX_COMMIT_TRIES = 200
 _MAX_PAUSE = 0.5
 #: The table's own settings. Every entry of the log is kept, since it is what a repair starts from; files that compaction
 #: replaced are kept until vacuum.
-_FORMAT_SETTING = "reflogp.format"
-_SETTINGS: dict[str, str | None] = {_FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
+_SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,8 @@ class LogprobTable:
     ) -> None:
         self.uri = uri
         self.reference = reference
+        if not storage.may_exist(uri):
+            raise self._nothing_yet()
         self.filesystem = storage.open_filesystem(uri, options)
         self._reading = storage.open_for_reading(uri, options)
         self._options = options
@@ -137,7 +138,7 @@ class LogprobTable:
             )
         return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows)
 
-    def append(self, rows: pa.Table, on_wait: Callable[[], None] | None = None) -> Appended:
+    def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
 
         A key that the table has for as many tokens is left out. A key that it has for fewer is written with the stored
@@ -145,7 +146,6 @@ class LogprobTable:
 
         Args:
             rows: as schema.shard_table makes them, keys in any order.
-            on_wait: called before each wait for another writer.
 
         Raises:
             UsageError: a value is not finite.
@@ -157,9 +157,9 @@ class LogprobTable:
         asked = len(rows)
         written: Written | None = None
         try:
-            for pause in self._tries(on_wait):
+            for pause in self._tries():
                 latest = self._latest_snapshot()
-                fresh = _without_stored(rows, latest)
+                fresh = without_stored(rows, latest)
                 self._require_whole(latest)
                 if fresh is not rows and written is not None:  # the file that was written no longer says what we would commit
                     self.filesystem.delete_file(written.path)
@@ -173,11 +173,8 @@ class LogprobTable:
                 if self._commit([written], []):
                     self._refresh()
                     return Appended(before + 1, len(rows), asked - len(rows))
-                self._refresh()
-                if written.path in self._rows_of_now():  # it did arrive; only the answer was lost
-                    return Appended(self._delta.version(), len(rows), asked - len(rows))
-                if self._delta.version() == before:
-                    raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
+                if self._arrived(written.path, before):  # it did; only the answer was lost
+                    return Appended(self.snapshot_number(), len(rows), asked - len(rows))
                 pause()
         except storage.STORAGE_ERRORS as error:  # the shard stays: a commit whose answer was lost may have arrived
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
@@ -192,15 +189,16 @@ class LogprobTable:
         Raises StoreUnavailableError when the commit cannot be written.
         """
         try:
-            for pause in self._tries(None):
+            for pause in self._tries():
+                self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():
                     self.discard(added)
                     return False
+                before = self._delta.version()
                 if self._commit(added, removed):
                     self._refresh()
                     return True
-                self._refresh()
-                if added and all(shard.path in self._rows_of_now() for shard in added):
+                if added and self._arrived(added[0].path, before):
                     return True
                 pause()
         except storage.STORAGE_ERRORS as error:  # the shards stay: a commit whose answer was lost may have arrived
@@ -216,7 +214,9 @@ class LogprobTable:
         try:
             storage.write_file(self.filesystem, path, data)
         except BaseException:
-            storage.remove_unfinished(self.uri, path)
+            for part in storage.unfinished_files(self.uri):
+                if part.name.startswith(path):
+                    part.unlink(missing_ok=True)
             raise
         return Written(path, data.size, len(rows), shard_digest(data))
 
@@ -271,10 +271,14 @@ class LogprobTable:
         """The same table, read anew."""
         return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
-    def delta(self) -> DeltaTable:
-        """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
+    def require_whole_log(self) -> None:
+        """Raise DamagedStoreError when the log is damaged."""
         self._refresh()
         self._require_whole(None)
+
+    def delta(self) -> DeltaTable:
+        """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
+        self.require_whole_log()
         return self._delta
 
     def _open(self) -> DeltaTable | None:
@@ -286,17 +290,23 @@ class LogprobTable:
                     f"{self.uri} has shards but no _delta_log: the folder was half deleted. Bring _delta_log back from a copy, "
                     "or move the folder away and score anew"
                 ) from error
-            raise ReferenceNotFoundError(
-                f"the store holds nothing yet for reference {self.reference.reference_id} ({self.reference.name})"
-            ) from error
+            raise self._nothing_yet() from error
         except storage.STORAGE_ERRORS as error:
             self._salvaged = self._salvage(error)
             return None
-        setting = delta.metadata().configuration.get(_FORMAT_SETTING)
-        if setting is None:
+        setting = str(delta.metadata().configuration.get(log.FORMAT_SETTING))
+        if setting.isdecimal():
+            check_format(int(setting))
+            return delta
+        if [field.name for field in delta.schema().fields] != SCHEMA.names:
             raise UsageError(f"{self.uri} is a Delta table that reflogp did not make; nothing was read or written")
-        check_format(int(setting))
-        return delta
+        self._salvaged = self._salvage(ValueError(f"its format is said to be {setting}"))
+        return None
+
+    def _nothing_yet(self) -> ReferenceNotFoundError:
+        return ReferenceNotFoundError(
+            f"the store holds nothing yet for reference {self.reference.reference_id} ({self.reference.name})"
+        )
 
     @property
     def _delta(self) -> DeltaTable:
@@ -350,21 +360,38 @@ class LogprobTable:
         if snapshot is not None and snapshot.damaged:
             snapshot.require_whole()
 
-    def _tries(self, on_wait: Callable[[], None] | None) -> Iterator[Callable[[], None]]:
+    def _arrived(self, path: str, before: int) -> bool:
+        """After a commit on top of version `before` failed: whether an entry of the log since then adds the shard all the same.
+
+        The shard may be gone from the newest state already, compacted by somebody else.
+
+        Raises StoreUnavailableError when no other commit came, so that nothing explains the failure.
+        """
+        self._refresh()
+        self._require_whole(None)
+        since = range(before + 1, int(self._delta.version()) + 1)
+        if not since:
+            raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
+        return any(path in log.read_entry(self.filesystem, version).added for version in since)
+
+    def _tries(self) -> Iterator[Callable[[], None]]:
         """As many tries as a commit gets; each brings what waits, longer every time, before the next."""
         self._refresh()
         for attempt in range(_MAX_COMMIT_TRIES):
             longest = min(_MAX_PAUSE, 0.01 * 2 ** min(attempt, 6))
 
             def pause(longest: float = longest) -> None:
-                if on_wait:
-                    on_wait()
                 time.sleep(random.uniform(0, longest))
 
             yield pause
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
         """Commit on top of the version that was read; False when another commit took its place."""
+        for shard in added:
+            if self.filesystem.get_file_info(shard.path).size != shard.size:
+                raise StoreUnavailableError(
+                    f"{shard.path} was deleted before its commit to {self.uri}: by a vacuum with too short a retention?"
+                )
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [
@@ -392,38 +419,3 @@ def _rows_of(delta: DeltaTable) -> dict[str, int]:
     actions = pa.table(delta.get_add_actions(flatten=True))
     rows = actions["num_records"] if "num_records" in actions.column_names else pa.nulls(len(actions), pa.int64())
     return dict(zip(actions["path"].to_pylist(), pc.fill_null(rows, 0).to_pylist(), strict=True))
-
-
-def _without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Rows that the snapshot lacks, those it has in part with the stored values first; `rows` itself when nothing changes."""
-    rows = _longest_per_key(rows)
-    lengths = rows["scored_len"].to_numpy()
-    found = snapshot.find(one_array(rows["key"]))
-    extended = np.flatnonzero((found.lengths > 0) & (found.lengths < lengths))
-    if len(extended):
-        rows = _with_stored_prefix(rows, snapshot, extended)
-    kept = np.flatnonzero(found.lengths < lengths)
-    return rows.take(pa.array(kept)) if len(kept) < len(rows) else rows
-
-
-def _longest_per_key(rows: pa.Table) -> pa.Table:
-    order = np.argsort(-rows["scored_len"].to_numpy(), kind="stable")
-    keys = rows["key"].take(pa.array(order)).to_pylist()
-    first: dict[bytes, int] = {}
-    for at, key in zip(order, keys, strict=True):
-        first.setdefault(key, int(at))
-    return rows if len(first) == len(rows) else rows.take(pa.array(sorted(first.values())))
-
-
-def _with_stored_prefix(rows: pa.Table, snapshot: Snapshot, extended: npt.NDArray[np.int64]) -> pa.Table:
-    stored = snapshot.token_logps(one_array(rows["key"]).take(pa.array(extended)))
-    values = one_array(rows["token_logps"]).to_pylist()
-    for at, prefix in zip(extended, stored, strict=True):
-        if prefix is None:
-            snapshot.require_whole()
-        assert prefix is not None
-        values[at][: len(prefix)] = prefix.tolist()
-    lists = pa.array(values, pa.list_(pa.float32()))
-    columns = {name: rows[name] for name in rows.column_names}
-    columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists))}
-    return pa.table(columns, schema=SCHEMA)

@@ -178,6 +178,23 @@ def test_a_join_at_a_snapshot_that_was_vacuumed_or_never_was(score, reflogp, pai
     assert reflogp(*join)[0] == DONE
 
 
+def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_file, tmp_path):
+    score(pairs_file)
+    store = tmp_path / "store"
+    [whole] = store.iterdir()
+    shutil.copytree(whole, store / ("ee" * 16))
+    (store / ("ee" * 16) / "reference.json").write_text("{")
+    (store / ("dd" * 16)).mkdir()
+    about = json.loads((whole / "reference.json").read_text()) | {"reference_id": "dd" * 16}
+    (store / ("dd" * 16) / "reference.json").write_text(json.dumps(about))
+    code, out, err = reflogp("store", "ls", store, "--json")
+    assert code == FAILED
+    assert [entry["reference_id"] for entry in last_object(out)["references"]] == [whole.name]
+    assert "ee" * 16 in err
+    assert "dd" * 16 in err
+    assert reflogp("store", "verify", store, "--reference", whole.name)[0] == DONE
+
+
 STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
 
 

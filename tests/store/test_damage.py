@@ -22,6 +22,7 @@ from reflogp_store import (
     compact,
     export_table,
     repair,
+    vacuum,
     verify,
 )
 from tests.store.rows import REFERENCE, pairs_of, some_rows
@@ -195,19 +196,101 @@ def test_a_damaged_compaction_entry_keeps_every_row(three_shards):
     assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
 
 
-def test_a_damaged_checkpoint_is_made_from_the_log_again(table):
+@pytest.fixture
+def with_checkpoint(table):
+    """A table of 101 commits of one row, and its checkpoint file."""
     for i in range(101):
         table.append(some_rows(i, 1)[1])
     [checkpoint] = (Path(table.uri) / "_delta_log").glob("*.checkpoint*.parquet")
-    flip(checkpoint, 10)
-    flip(checkpoint, 0.5)
-    flip(checkpoint, -6)
-    try:
+    return table, checkpoint
+
+
+@pytest.mark.parametrize("how", ["footer", "gone", "pointer"])
+def test_a_damaged_checkpoint_is_served_from_the_entries_and_deleted_by_a_repair(with_checkpoint, how):
+    table, checkpoint = with_checkpoint
+    if how == "footer":
+        flip(checkpoint, -6)
+    elif how == "gone":
+        checkpoint.unlink()
+    else:
+        flip(checkpoint.parent / "_last_checkpoint", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StoreDamageWarning)
         damaged = reopened(table)
-        rows = len(damaged.snapshot())
-    except Exception as error:
-        pytest.fail(f"not served: {error}")
-    assert rows == 101
+        assert len(damaged.snapshot()) == 101
+        found = verify(damaged)
+    assert found
+    mended = repair(damaged, found)
+    assert not verify(mended)
+    assert len(mended.snapshot()) == 101
+    assert mended.append(some_rows(500, 1)[1]).written == 1
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_noticed_before_anything_is_deleted(with_checkpoint):
+    """It reads well and says something else than the entries: delta-rs believes it."""
+    table, checkpoint = with_checkpoint
+    actions = pq.read_table(checkpoint)
+    added = [i for i, action in enumerate(actions["add"].to_pylist()) if action]
+    pq.write_table(actions.take(pa.array([i for i in range(len(actions)) if i != added[0]])), checkpoint)
+    damaged = reopened(table)
+    assert len(damaged.snapshot()) == 100
+    with pytest.raises(DamagedStoreError, match="sums up something else"):
+        vacuum(damaged, 0, alone=True)
+    found = verify(damaged)
+    assert any(damage.file.endswith(checkpoint.name) for damage in found)
+    mended = repair(damaged, found)
+    assert len(mended.snapshot()) == 101
+    assert not verify(mended)
+
+
+def test_vacuum_spares_what_a_repair_can_bring_back(three_shards):
+    """A path that changed in the log makes a good shard look like one that nobody needs."""
+    table, commits = three_shards
+    file = entry(table, 2)
+    add = next(line for line in file.read_text().splitlines() if line.startswith('{"add"'))
+    file.write_text(file.read_text().replace(add, add.replace("shard-", "shard+", 1)))
+    damaged = reopened(table)
+    with pytest.raises(DamagedStoreError, match="verify --repair"):
+        vacuum(damaged, 0, alone=True)
+    mended = repair(damaged, verify(damaged))
+    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+
+
+def test_maintenance_on_a_damaged_log_is_refused_before_anything_is_written(three_shards):
+    table, _ = three_shards
+    flip(entry(table, 2), 0)
+    with pytest.warns(StoreDamageWarning):
+        damaged = reopened(table)
+    before = sorted(Path(table.uri).rglob("*"))
+    for act in (compact, vacuum):
+        with pytest.raises(DamagedStoreError, match="verify --repair"):
+            act(damaged)
+    assert sorted(Path(table.uri).rglob("*")) == before
+
+
+def test_a_repair_does_not_bless_a_shard_that_was_altered(three_shards):
+    """Both the log entry and one byte of its shard that no page checksum covers."""
+    table, commits = three_shards
+    _, shard = commits[1]
+    footer = shard.read_bytes().rindex(b"parquet-cpp")
+    flip(shard, footer)
+    text = entry(table, 2).read_text()
+    flip(entry(table, 2), text.index('"add"') + 8)
+    with pytest.warns(StoreDamageWarning):
+        damaged = reopened(table)
+    mended = repair(damaged, verify(damaged))
+    assert [lengths(mended, keys) for keys, _ in commits] == [{10}, {-1}, {10}]
+
+
+def test_a_setting_that_was_altered_is_damage_and_mended(three_shards):
+    table, commits = three_shards
+    first = entry(table, 0)
+    first.write_text(first.read_text().replace('"reflogp.format":"1"', '"reflogp.format":"q"'))
+    with pytest.warns(StoreDamageWarning, match=f"{0:020}"):
+        damaged = reopened(table)
+    mended = repair(damaged, verify(damaged))
+    assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
+    assert not verify(reopened(table))
 
 
 def test_a_log_that_is_gone_is_not_a_new_store(three_shards, tmp_path):

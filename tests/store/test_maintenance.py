@@ -38,7 +38,7 @@ def values_of(snapshot, keys):
 def age(table, hours: float) -> None:
     """Make every file of the table's folder that old, for vacuum; the log's own time stamps stay."""
     then = time.time() - hours * 3600
-    for file in Path(table.uri).glob("*.parquet"):
+    for file in Path(table.uri).glob("*.parquet*"):
         os.utime(file, (then, then))
 
 
@@ -154,17 +154,20 @@ def test_vacuum_deletes_what_is_old_and_says_so_afterwards(table):
 def test_vacuum_removes_what_a_killed_writer_left_and_spares_what_is_young(table):
     table.append(some_rows(0, 10)[1])
     left_behind = table.write(some_rows(50, 10)[1])
+    half_written = Path(table.uri) / "shard-half.parquet#1"
+    half_written.write_bytes(b"PAR1")
     assert vacuum(table, 1) == []
     age(table, hours=2)
-    assert vacuum(table, 1) == [left_behind.path]
+    assert sorted(vacuum(table, 1)) == sorted([left_behind.path, half_written.name])
     assert not (Path(table.uri) / left_behind.path).exists()
+    assert not half_written.exists()
     assert not verify(table)
 
 
 def test_vacuum_refuses_what_could_hurt_others_and_a_clock_that_went_back(table, monkeypatch):
     table.append(some_rows(0, 10)[1])
     with pytest.raises(UsageError, match="below 1 hour"):
-        vacuum(table, 0.5)
+        vacuum(table, 0)
     monkeypatch.setattr(compaction_module.time, "time", lambda: 1.7e9)
     with pytest.raises(StoreUnavailableError, match="ahead of this machine's clock"):
         vacuum(table, 24)
@@ -268,3 +271,112 @@ def test_the_log_keeps_every_entry_through_checkpoints(table):
     assert DeltaTable(table.uri).version() == 105
     assert (table.snapshot(50).stored_lengths(some_rows(0, 105)[0]) > 0).sum() == 50
     assert not verify(table)
+
+
+def test_compaction_reads_each_row_group_once(table, monkeypatch):
+    from reflogp_store.shard import Shard
+
+    for i in range(8):
+        table.append(some_rows(10_000 * i, 6000, values=10, seed=i)[1])
+    read = []
+    original = Shard.rows
+    monkeypatch.setattr(
+        Shard, "rows", lambda self, groups: read.extend((self.path, g) for g in groups) or original(self, groups)
+    )
+    assert compact(table, shard_bytes=100_000).shards_after > 10
+    assert len(read) == len(set(read)) == 16
+
+
+def test_many_shards_are_merged_in_stages(table, monkeypatch):
+    monkeypatch.setattr(compaction_module, "_MERGED_AT_ONCE", 3)
+    expected = []
+    for i in range(20):
+        keys, rows = some_rows(50 * i, 70, values=5, seed=0)  # neighbours overlap by 20
+        table.append(rows)
+        expected.append(keys)
+    before = [values_of(table.snapshot(), keys) for keys in expected]
+    assert compact(table).shards_after == 1
+    assert [values_of(table.snapshot(), keys) for keys in expected] == before
+    assert len(table.snapshot()) == 50 * 19 + 70
+    assert not verify(table)
+
+
+def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(table, tmp_path, monkeypatch):
+    """The answer to our commit is lost, and before we look another process merges what we wrote."""
+    keys, rows = some_rows(0, 60)
+    for start in range(0, 60, 20):
+        table.append(rows.slice(start, 20))
+    other = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    original = table._commit
+
+    def unanswered(*arguments):
+        monkeypatch.setattr(table, "_commit", original)
+        assert original(*arguments)
+        other.append(some_rows(900, 5)[1])
+        compact(other)
+        return False
+
+    monkeypatch.setattr(table, "_commit", unanswered)
+    assert compact(table).won
+    number = table.snapshot_number()
+    for at in range(1, number + 1):
+        snapshot = table.snapshot(at)
+        assert all((Path(table.uri) / path).exists() for path in snapshot.rows_of)
+    assert values_of(table.snapshot(), keys) == rows["token_logps"].to_pylist()
+
+
+def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, monkeypatch):
+    """A vacuum with too short a retention took it."""
+    original = table.write
+
+    def vanishing(rows):
+        written = original(rows)
+        (Path(table.uri) / written.path).unlink()
+        return written
+
+    monkeypatch.setattr(table, "write", vanishing)
+    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+        table.append(some_rows(0, 10)[1])
+    assert not verify(table)
+    assert len(table.snapshot()) == 0
+
+
+def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
+    rows = some_rows(0, 40)[1]
+    table.append(rows.slice(0, 20))
+    old = table.snapshot()
+    table.append(rows.slice(20))
+    compact(table)
+    assert export_table(table, str(tmp_path / "old"), table.snapshot(old.number))[0] == 20
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("outside", "reference_id"),
+        ("list", "format"),
+        ("binary", "cannot be read"),
+        ("short key", "16 bytes"),
+        ("null", "null"),
+    ],
+)
+def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
+    table.append(some_rows(0, 10)[1])
+    shared = tmp_path / "shared"
+    export_table(table, str(shared))
+    reference, part = shared / "reference.json", shared / "data" / "part-00000.parquet"
+    rows = pq.read_table(part)
+    if what == "outside":
+        reference.write_text(reference.read_text().replace(REFERENCE.reference_id, "../outside"))
+    elif what == "list":
+        reference.write_text("[]")
+    elif what == "binary":
+        reference.write_bytes(b"\xff\xfe")
+    else:
+        keys = rows["key"].to_pylist()
+        keys[3] = keys[3][:15] if what == "short key" else None
+        pq.write_table(rows.set_column(0, "key", pa.array(keys, pa.binary())), shared / "data" / "part-00001.parquet")
+    with pytest.raises(UsageError, match=says):
+        import_folder(LogprobStore(tmp_path / "new"), str(shared))
+    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "outside").exists()

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from reflogp_client.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
-from reflogp_store import LogprobStore, LogprobTable, UsageError, compact, export_table, import_folder, repair, vacuum, verify
+from reflogp_store import (
+    LogprobStore,
+    LogprobTable,
+    ReflogpError,
+    UsageError,
+    compact,
+    export_table,
+    import_folder,
+    repair,
+    vacuum,
+    verify,
+)
 from reflogp_store.compaction import RETENTION_HOURS
+
+T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs, check it, tidy it up, share it.")
 
@@ -25,23 +39,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the la
 def ls(uri: Uri, as_json: AsJson = False) -> None:
     """List the reference models of a store: id, name, dtype, latest snapshot, rows, size."""
     store = LogprobStore(uri)
-    found: list[dict[str, Any]] = []
-    for table in _tables(store, None):
-        shards, rows, size = table.totals()
-        found.append(
-            {
-                "reference_id": table.reference.reference_id,
-                "name": table.reference.name,
-                "dtype": table.reference.dtype,
-                "snapshot": table.snapshot_number(),
-                "shards": shards,
-                "sequences": rows,
-                "bytes": size,
-            }
-        )
+    tables = _Tables(store, None)
+    found = tables.each(_described)
     if as_json:
         print_json({"store": store.uri, "references": found})
-    elif not found:
+    elif not tables.references:
         out.print(f"{store.uri} holds no reference yet")
     else:
         for entry in found:
@@ -49,6 +51,20 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
                 f"{entry['reference_id']}  {entry['name']} in {entry['dtype']}: snapshot {entry['snapshot']}, "
                 f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {entry['bytes'] / 1e6:,.1f} MB"
             )
+    tables.exit_if_failed()
+
+
+def _described(table: LogprobTable) -> dict[str, Any]:
+    shards, rows, size = table.totals()
+    return {
+        "reference_id": table.reference.reference_id,
+        "name": table.reference.name,
+        "dtype": table.reference.dtype,
+        "snapshot": table.snapshot_number(),
+        "shards": shards,
+        "sequences": rows,
+        "bytes": size,
+    }
 
 
 @app.command("verify")
@@ -65,31 +81,32 @@ def verify_(
     With --repair what is damaged is taken out of the table, and only that. The next score run fills the gap.
     """
     store = LogprobStore(uri)
-    damaged: list[dict[str, Any]] = []
-    for table in _tables(store, reference):
+    tables = _Tables(store, reference)
+
+    def check(table: LogprobTable) -> list[dict[str, Any]]:
         name = table.reference.reference_id
         with progress_bar(f"verifying {table.reference.name}") as bar:
             found = verify(table, bar.hashed)
-        damaged += [{"reference_id": name, **asdict(d), "file": f"{table.uri}/{d.file}"} for d in found]
         for damage in found:
             rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
             err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red", markup=False)
         if found and mend:
-            before = sum(table.snapshot().rows_of.values())
+            before = len(table.snapshot())
             mended = repair(table, found)
             rows_now = mended.totals()[1]
-            out.print(
-                f"repaired {name}: snapshot {mended.snapshot_number()}, {rows_now:,} of {before:,} rows; score again to fill"
-            )
+            err.print(f"repaired {name}: {rows_now:,} of {before:,} rows in snapshot {mended.snapshot_number()}; score again")
+        return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
+
+    damaged = [damage for found in tables.each(check) for damage in found]
     repaired = mend and bool(damaged)
     if as_json:
         print_json({"store": store.uri, "damaged": damaged, "repaired": repaired})
     elif not damaged:
         out.print(f"{store.uri}: every log entry and every shard is whole")
-    elif not repaired:
-        err.print("`reflogp store verify --repair` drops what is damaged; the next `reflogp score` fills the gap")
     if damaged and not repaired:
+        err.print("`reflogp store verify --repair` drops what is damaged; the next `reflogp score` fills the gap")
         raise typer.Exit(EXIT_FAILED)
+    tables.exit_if_failed()
 
 
 @app.command("compact")
@@ -99,18 +116,22 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
     Scoring merges its small shards by itself; this puts the whole table in order. What is replaced stays until vacuum.
     """
     store = LogprobStore(uri)
-    results = []
-    for table in _tables(store, reference):
+    tables = _Tables(store, reference)
+
+    def work(table: LogprobTable) -> dict[str, Any]:
         with progress_bar(f"compacting {table.reference.name}") as bar:
             done = compact(table, progress=bar.hashed)
-        results.append({"reference_id": table.reference.reference_id, **asdict(done)})
+        result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
+        if not done.won:
+            result = "another process compacted the same shards first"
         if not as_json:
-            result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
-            if not done.won:
-                result = "another process compacted the same shards first; nothing changed"
             out.print(f"{table.reference.reference_id}: {result}")
+        return {"reference_id": table.reference.reference_id, **asdict(done)}
+
+    results = tables.each(work)
     if as_json:
         print_json({"store": store.uri, "compacted": results})
+    tables.exit_if_failed()
 
 
 @app.command("vacuum")
@@ -118,13 +139,10 @@ def vacuum_(
     uri: Uri,
     reference: ReferenceId = None,
     retention_hours: Annotated[
-        float,
-        typer.Option(min=0, help="Delete what is older. Readers of older snapshots need theirs for so long."),
+        int, typer.Option(min=0, help="Delete what is older. Readers of older snapshots need theirs for so long.")
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention below one hour.")
-    ] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention of 0.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete shards that compaction replaced and files that crashed writers left, once older than the retention.
@@ -132,14 +150,18 @@ def vacuum_(
     Snapshots that need a deleted shard can no longer be read, and say so.
     """
     store = LogprobStore(uri)
-    deleted: dict[str, list[str]] = {}
-    for table in _tables(store, reference):
+    tables = _Tables(store, reference)
+
+    def work(table: LogprobTable) -> tuple[str, list[str]]:
         files = vacuum(table, retention_hours, dry_run=dry_run, alone=alone)
-        deleted[table.reference.reference_id] = files
         if not as_json:
             out.print(f"{table.reference.reference_id}: {len(files)} files {'would be ' if dry_run else ''}deleted")
+        return table.reference.reference_id, files
+
+    deleted = dict(tables.each(work))
     if as_json:
         print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted})
+    tables.exit_if_failed()
 
 
 @app.command("export")
@@ -154,15 +176,18 @@ def export(
 
     Example: reflogp store export ./logps ./logps-to-share
     """
-    tables = _tables(LogprobStore(uri), reference)
-    if len(tables) != 1:
-        names = ", ".join(f"{t.reference.reference_id} ({t.reference.name}, {t.reference.dtype})" for t in tables) or "none"
+    tables = _Tables(LogprobStore(uri), reference)
+    if len(tables.references) != 1:
+        names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in tables.references) or "none"
         raise UsageError(f"an export holds one reference; name it with --reference: {names}")
-    [table] = tables
-    with progress_bar(f"exporting {table.reference.name}") as bar:
-        rows, files = export_table(table, folder, table.snapshot(snapshot), bar.hashed)
+
+    def work(table: LogprobTable) -> tuple[int, int]:
+        with progress_bar(f"exporting {table.reference.name}") as bar:
+            return export_table(table, folder, table.snapshot(snapshot), bar.hashed)
+
+    [(rows, files)] = tables.each(work)
     if as_json:
-        print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
+        print_json({"reference_id": tables.references[0].reference_id, "folder": folder, "sequences": rows, "files": files})
     else:
         out.print(f"{rows:,} sequences in {files} files written to {folder}")
 
@@ -183,11 +208,31 @@ def import_(
         out.print(f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of {done.reference_id}")
 
 
-def _tables(store: LogprobStore, reference: str | None) -> list[LogprobTable]:
-    """The tables of all references, or of the one whose id begins so."""
-    references = store.references()
-    chosen = [r for r in references if reference is None or r.reference_id.startswith(reference)]
-    if reference is not None and len(chosen) != 1:
-        there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
-        raise UsageError(f"--reference {reference} names {len(chosen)} references of {store.uri}; it has: {there}")
-    return [store.table(r.reference_id) for r in chosen]
+class _Tables:
+    """The tables of all references, or of the one whose id begins so. One that cannot be used is reported; the others go on."""
+
+    def __init__(self, store: LogprobStore, reference: str | None) -> None:
+        references = store.references()
+        self._store = store
+        self.references = [r for r in references if reference is None or r.reference_id.startswith(reference)]
+        self._failed = False
+        if reference is not None and len(self.references) != 1:
+            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
+            raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
+
+    def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
+        """What `work` gives for every table; an error is printed as one sentence where another table is left to do."""
+        done = []
+        for reference in self.references:
+            try:
+                done.append(work(self._store.table(reference.reference_id)))
+            except ReflogpError as error:
+                if len(self.references) == 1:
+                    raise
+                err.print(f"reflogp: {reference.reference_id}: {error}", style="red", markup=False)
+                self._failed = True
+        return done
+
+    def exit_if_failed(self) -> None:
+        if self._failed:
+            raise typer.Exit(EXIT_FAILED)
