@@ -226,10 +226,11 @@ def vacuum(
 
 def _require_every_file(table: LogprobTable) -> None:
     """Raise DamagedStoreError unless every shard that the log names is there, and log and checkpoints agree."""
-    replayed = log.replay(table.filesystem)
+    number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
-    problems = replayed.problems | log.differences(table.filesystem, replayed, table.shards())
-    problems |= {path: "the file is gone" for path in table.shards() if path not in there}
+    replayed = log.replay(table.filesystem, number)
+    problems = replayed.problems | log.differences(table.filesystem, replayed, sizes)
+    problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
         raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before `reflogp store verify --repair` has mended it")

@@ -108,14 +108,15 @@ def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
     )
 
 
-def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str, there: Sequence[str]) -> str | None:
+def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None:
     data = storage.read_file(filesystem, path) or b""
     try:
         if path.endswith(".parquet"):
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            return None if any(version in other for other in there) else f"it names checkpoint {version}, which is gone"
+            named = any(version in other for other in checkpoints(filesystem))  # listed now: it is written before its pointer
+            return None if named else f"it names {version}, which is gone"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
     return None
@@ -169,13 +170,19 @@ def _has_metadata(entry: Entry) -> bool:
         return False
 
 
-def replay(filesystem: pafs.FileSystem, progress: Callable[[int, int], None] | None = None) -> Replayed:
-    """Add up every entry of the log, passing over what cannot be read."""
-    found = versions(filesystem)
+def replay(
+    filesystem: pafs.FileSystem, last: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Replayed:
+    """Add up the entries of the log, passing over what cannot be read.
+
+    Args:
+        filesystem: rooted at the table's folder.
+        last: number of the last entry that counts; None for all.
+        progress: called with (entries read, entries in all).
+    """
     shards: dict[str, Written] = {}
-    there = checkpoints(filesystem)
-    problems = {path: problem for path in there if (problem := _problem_of_checkpoint(filesystem, path, there))}
-    last = found[-1] if found else -1
+    problems = {path: problem for path in checkpoints(filesystem) if (problem := _problem_of_checkpoint(filesystem, path))}
+    last = max(versions(filesystem), default=-1) if last is None else last
     for version in range(last + 1):
         entry = read_entry(filesystem, version)
         if entry.problem:

@@ -53,15 +53,15 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
         StoreUnavailableError: the storage does not answer.
     """
     try:
-        entries = len(log.versions(table.filesystem))
-        shards = {path: table.shard(path) for path in table.shards()}
+        number, sizes = table.numbered_shards()
+        shards = {path: table.shard(path) for path in sizes}
 
         def entry_read(done: int, _: int) -> None:
             if progress:
-                progress(done, entries + len(shards))
+                progress(done, number + 1 + len(shards))
 
-        replayed = log.replay(table.filesystem, entry_read)
-        problems = replayed.problems | log.differences(table.filesystem, replayed, table.shards())
+        replayed = log.replay(table.filesystem, number, entry_read)
+        problems = replayed.problems | log.differences(table.filesystem, replayed, sizes)
         damages = [Damage(file, problem, None) for file, problem in problems.items()]
         for done, (path, shard) in enumerate(shards.items(), 1):
             committed = replayed.shards.get(path)
@@ -69,7 +69,7 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
             if problem:
                 damages.append(Damage(path, problem, committed.rows if committed else None))
             if progress:
-                progress(entries + done, entries + len(shards))
+                progress(number + 1 + done, number + 1 + len(shards))
     except storage.STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be read: {storage.sentence(error)}") from error
     return damages

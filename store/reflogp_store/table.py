@@ -248,11 +248,16 @@ class LogprobTable:
 
     def shards(self) -> dict[str, int]:
         """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
+        return self.numbered_shards()[1]
+
+    def numbered_shards(self) -> tuple[int, dict[str, int]]:
+        """The latest snapshot's number, and its shards as `shards` gives them."""
         self._refresh()
         if self._salvaged:
-            return {path: shard.size for path, shard in self._salvaged.shards.items()}
+            return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
         actions = pa.table(self._delta.get_add_actions(flatten=True))
-        return dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+        sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+        return int(self._delta.version()), sizes
 
     def totals(self) -> tuple[int, int, int]:
         """(shards, rows, bytes) of the latest snapshot, from the Delta log alone."""

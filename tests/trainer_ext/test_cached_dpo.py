@@ -12,9 +12,9 @@ from reflogp_store import LogprobStore, UsageError
 from reflogp_trainer import (
     CachedDPOTrainer,
     MissingLogpsError,
-    NotFiniteLogpsError,
     ReferenceSource,
     StepZeroError,
+    UnusableLogpsError,
     join_reference_logps,
 )
 from tests.trainer_ext.conftest import score_pairs
@@ -144,7 +144,7 @@ def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_
     table.replace([], [table.write(shard_table(keys, ones, ones, values, {}))])  # as another writer could; append refuses
     bad = ReferenceSource(tmp_path / "bad", reference_id=source.reference_id)
     rows = Dataset.from_dict({"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected})
-    with pytest.raises(NotFiniteLogpsError) as caught:
+    with pytest.raises(UnusableLogpsError) as caught:
         join_reference_logps(rows, bad)
     assert caught.value.rows == [1]
 

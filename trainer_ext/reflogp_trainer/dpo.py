@@ -41,7 +41,7 @@ class CachedDPOTrainer(DPOTrainer):
             dtypes in use (step_zero.default_tolerance).
 
     Raises:
-        MissingLogpsError, NotFiniteLogpsError: as `join_reference_logps`, before anything trains.
+        MissingLogpsError, UnusableLogpsError: as `join_reference_logps`, before anything trains.
         StepZeroError: at the first step, when policy and reference differ by more than the tolerance.
         UsageError: arguments that contradict a stored reference.
 

@@ -3,7 +3,7 @@
 ReflogpError (reflogp_store.errors)
 └── ReferenceLogpsError          a training run cannot trust its reference log-probs
     ├── MissingLogpsError        rows whose sequences were never scored
-    ├── NotFiniteLogpsError      rows whose stored value is NaN or infinite
+    ├── UnusableLogpsError      rows whose stored values are damaged or not finite
     └── StepZeroError            the policy does not begin where the joined reference says it does
 """
 
@@ -30,8 +30,8 @@ class MissingLogpsError(ReferenceLogpsError):
         self.command = command
 
 
-class NotFiniteLogpsError(ReferenceLogpsError):
-    """Rows whose stored value is NaN or infinite.
+class UnusableLogpsError(ReferenceLogpsError):
+    """Rows whose stored values are damaged or not finite.
 
     Attributes:
         rows: their numbers in the trainer's tokenised dataset.

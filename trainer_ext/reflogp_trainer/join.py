@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from reflogp_store import Snapshot, join_logps
 from reflogp_store.joins import completion_columns
-from reflogp_trainer.errors import MissingLogpsError, NotFiniteLogpsError
+from reflogp_trainer.errors import MissingLogpsError, UnusableLogpsError
 from reflogp_trainer.source import ReferenceSource
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def join_reference_logps(
 
     Raises:
         MissingLogpsError: rows that were never scored; names them and the command that scores them.
-        NotFiniteLogpsError: a stored value is NaN or infinite.
+        UnusableLogpsError: stored values are damaged, NaN or infinite.
     """
     return join_with_record(dataset, source, source.snapshot(), max_length, truncation_mode, ld_alpha)[0]
 
@@ -108,7 +108,7 @@ def join_with_record(
         raise _missing(dataset, list(columns), missing, source, snapshot, max_length, truncation_mode, missing_rows_to)
     unusable = np.flatnonzero(join.unusable)
     if len(unusable):
-        raise NotFiniteLogpsError(
+        raise UnusableLogpsError(
             f"{len(unusable)} of {len(dataset)} rows have stored reference log-probs that are damaged or not finite (rows "
             f"{_some(unusable)}); run `reflogp store verify {source.store.uri}`",
             [int(row) for row in unusable],
