@@ -5,29 +5,43 @@ Knows rows and snapshots. Writes nothing. Called by `LogprobTable.append`, befor
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp_store.schema import SCHEMA, list_sums, one_array
-from reflogp_store.snapshot import Found, Snapshot
+from reflogp_store.snapshot import Snapshot
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Rows that the snapshot lacks, those it has in part with the stored values first; `rows` itself when nothing changes.
+    """Rows that the snapshot lacks, those it has in part with the stored values first.
+
+    `rows` itself when nothing changes, so that a shard that was written already is known to be right still.
 
     Raises DamagedStoreError when the stored values of a row that would go on from them are damaged.
     """
     rows = _longest_per_key(rows)
     lengths = rows["scored_len"].to_numpy()
     found = snapshot.find(one_array(rows["key"]))
-    extended = np.flatnonzero((found.lengths > 0) & (found.lengths < lengths))
-    new = np.flatnonzero(found.lengths <= 0)
-    if len(new) == len(rows):
+    wanted = found.lengths < lengths
+    begun = np.flatnonzero(wanted & (found.lengths > 0))
+    stored = found.token_logps(begun)
+    if any(values is None for values in stored):
+        snapshot.require_whole()
+    begins = one_array(rows["token_logps"])
+    other = [
+        int(at)
+        for at, values in zip(begun, stored, strict=True)
+        if values is not None and not np.array_equal(begins[int(at)].values.to_numpy()[: len(values)], values)
+    ]
+    if wanted.all() and not other:
         return rows
-    parts = [rows.take(pa.array(new))]
-    if len(extended):
-        parts.append(_with_stored_prefix(rows.take(pa.array(extended)), snapshot, found, extended))
+    wanted[other] = False
+    by_place = dict(zip(begun.tolist(), stored, strict=True))
+    parts = [rows.filter(pa.array(wanted))]
+    if other:
+        parts.append(_beginning_with(rows.take(pa.array(other)), [by_place[at] for at in other]))
     return pa.concat_tables(parts)
 
 
@@ -40,14 +54,11 @@ def _longest_per_key(rows: pa.Table) -> pa.Table:
     return rows if len(first) == len(rows) else rows.take(pa.array(sorted(first.values())))
 
 
-def _with_stored_prefix(rows: pa.Table, snapshot: Snapshot, found: Found, at: npt.NDArray[np.int64]) -> pa.Table:
-    """The rows, of which the snapshot has a beginning, with that beginning as it is stored."""
+def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
+    """The rows, each with its stored values in the place of its own first ones."""
     values = one_array(rows["token_logps"]).to_pylist()
-    for row, stored in zip(values, found.token_logps(at), strict=True):
-        if stored is None:
-            snapshot.require_whole()
-        assert stored is not None
-        row[: len(stored)] = stored.tolist()
+    for row, beginning in zip(values, stored, strict=True):
+        row[: len(beginning)] = beginning.tolist()
     lists = pa.array(values, pa.list_(pa.float32()))
     columns = {name: rows[name] for name in rows.column_names}
     columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists))}

@@ -13,8 +13,9 @@ import random
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import pyarrow as pa
@@ -39,10 +40,10 @@ from reflogp_store.schema import FORMAT, SCHEMA, one_array
 from reflogp_store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp_store.snapshot import INDEX_ROWS, Snapshot
 
-#: Losing a commit to another writer this often in a row means something other than contention.
-_MAX_COMMIT_TRIES = 200
-#: Longest pause between two tries, in seconds.
-_MAX_PAUSE = 0.5
+#: Seconds for which a commit that other writers beat is tried again.
+_PATIENCE = 900.0
+#: Longest pause between two tries, in seconds, for the first so many of them.
+_LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
 #: The table's own settings. Every entry of the log is kept, since it is what a repair starts from; files that compaction
 #: replaced are kept until vacuum.
 _SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
@@ -157,7 +158,7 @@ class LogprobTable:
         asked = len(rows)
         written: Written | None = None
         try:
-            for pause in self._tries():
+            for _ in self._tries():
                 latest = self._latest_snapshot()
                 fresh = without_stored(rows, latest)
                 self._require_whole(latest)
@@ -175,10 +176,10 @@ class LogprobTable:
                     return Appended(before + 1, len(rows), asked - len(rows))
                 if self._arrived(written.path, before):  # it did; only the answer was lost
                     return Appended(self.snapshot_number(), len(rows), asked - len(rows))
-                pause()
+                self._require_there([written])
         except storage.STORAGE_ERRORS as error:  # the shard stays: a commit whose answer was lost may have arrived
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
+        raise AssertionError("tries end with an error of their own")
 
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Commit shards in the place of others that hold the same rows, or of damaged ones.
@@ -189,7 +190,8 @@ class LogprobTable:
         Raises StoreUnavailableError when the commit cannot be written.
         """
         try:
-            for pause in self._tries():
+            self._require_there(added)  # they can have taken long to write
+            for _ in self._tries():
                 self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():
                     self.discard(added)
@@ -200,10 +202,9 @@ class LogprobTable:
                     return True
                 if added and self._arrived(added[0].path, before):
                     return True
-                pause()
         except storage.STORAGE_ERRORS as error:  # the shards stay: a commit whose answer was lost may have arrived
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise StoreUnavailableError(f"the store {self.uri}: {_MAX_COMMIT_TRIES} commits in a row lost to other writers")
+        raise AssertionError("tries end with an error of their own")
 
     def write(self, rows: pa.Table) -> Written:
         """Write rows as a shard that is not yet committed. Raises one of storage.STORAGE_ERRORS."""
@@ -379,24 +380,36 @@ class LogprobTable:
             raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
-    def _tries(self) -> Iterator[Callable[[], None]]:
-        """As many tries as a commit gets; each brings what waits, longer every time, before the next."""
-        self._refresh()
-        for attempt in range(_MAX_COMMIT_TRIES):
-            longest = min(_MAX_PAUSE, 0.01 * 2 ** min(attempt, 6))
+    def _tries(self) -> Iterator[None]:
+        """Tries of a commit, each on the newest version, with a pause before all but the first.
 
-            def pause(longest: float = longest) -> None:
-                time.sleep(random.uniform(0, longest))
+        What a try does before it commits is time in which another writer can come first. So the pause comes before the look at
+        the log, and who has lost often waits less.
 
-            yield pause
+        Raises StoreUnavailableError when the patience is at its end.
+        """
+        end = time.monotonic() + _PATIENCE
+        for attempt in count():
+            if attempt:
+                time.sleep(random.uniform(0, _LONGEST_PAUSE / attempt if attempt > _EARLY_TRIES else _LONGEST_PAUSE))
+            if time.monotonic() > end:
+                break
+            self._refresh()
+            yield
+        raise StoreUnavailableError(
+            f"the store {self.uri}: every commit for {_PATIENCE / 60:.0f} minutes lost to other writers"
+        )
 
-    def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit on top of the version that was read; False when another commit took its place."""
-        for shard in added:
+    def _require_there(self, written: Sequence[Written]) -> None:
+        """Raise StoreUnavailableError when a shard that awaits its commit is gone."""
+        for shard in written:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
                     f"{shard.path} was deleted before its commit to {self.uri}: by a vacuum with too short a retention?"
                 )
+
+    def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
+        """Commit on top of the version that was read; False when another commit took its place."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

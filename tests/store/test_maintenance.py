@@ -325,20 +325,26 @@ def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(tab
     assert values_of(table.snapshot(), keys) == rows["token_logps"].to_pylist()
 
 
-def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, monkeypatch):
-    """A vacuum with too short a retention took it."""
-    original = table.write
+def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, tmp_path, monkeypatch):
+    """A vacuum with too short a retention took it while its writer lost a race, or while a compaction was being written."""
+    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    original = table._commit
 
-    def vanishing(rows):
-        written = original(rows)
-        (Path(table.uri) / written.path).unlink()
-        return written
+    def late(added, removed):
+        winner.append(some_rows(500, 10)[1])
+        (Path(table.uri) / added[0].path).unlink()
+        return original(added, removed)
 
-    monkeypatch.setattr(table, "write", vanishing)
+    monkeypatch.setattr(table, "_commit", late)
     with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
         table.append(some_rows(0, 10)[1])
+    monkeypatch.undo()
+    vanished = table.write(some_rows(700, 10)[1])
+    (Path(table.uri) / vanished.path).unlink()
+    with pytest.raises(StoreUnavailableError, match="deleted before its commit"):
+        table.replace(list(table.shards()), [vanished])
     assert not verify(table)
-    assert len(table.snapshot()) == 0
+    assert len(table.snapshot()) == 10
 
 
 def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):

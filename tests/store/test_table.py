@@ -131,6 +131,19 @@ def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_pa
     assert got.shape == (10, 9)
 
 
+def test_a_lost_race_does_not_write_the_shard_again(table, tmp_path, monkeypatch):
+    """What was written stays right when the winner's rows are others, also where it goes on from stored values."""
+    table.append(some_rows(0, 10, values=4, seed=1)[1])
+    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    written = []
+    original = table.write
+    monkeypatch.setattr(table, "write", lambda rows: written.append(original(rows)) or written[-1])
+    commit_in_between(table, monkeypatch, lambda: winner.append(some_rows(500, 10)[1]))
+    assert table.append(some_rows(0, 20, values=9, seed=2)[1]).written == 20
+    assert len(written) == 1
+    assert not verify(table)
+
+
 def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkeypatch):
     keys, rows = some_rows(0, 10)
     original = table._commit
