@@ -1,4 +1,4 @@
-"""The command line that scores what is missing, as errors quote it. Called by `reflogp join` and by the trainer extension."""
+"""Command lines that messages quote, whole, so that they can be copied."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def score_command(
     ]
     command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
     return command + "".join(f" {name} {value}" for name, value in options if value is not None)
+
+
+def repair_command(table_uri: str) -> str:
+    """`reflogp store verify --repair` of the store that a table lies in (`<store>/<reference id>/logprobs`)."""
+    store, reference_id, _ = table_uri.rsplit("/", 2)
+    return f"reflogp store verify {store} --reference {reference_id} --repair"

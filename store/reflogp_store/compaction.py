@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp_store import log
+from reflogp_store.commands import repair_command
 from reflogp_store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
 from reflogp_store.keys import keys_as_words
 from reflogp_store.log import Written
@@ -104,9 +105,7 @@ def compact(
             if not stages:
                 break
     except ShardDamageError as error:
-        raise DamagedStoreError(
-            f"a shard is damaged ({error}); run `reflogp store verify --repair` before compaction"
-        ) from error
+        raise DamagedStoreError(f"a shard is damaged ({error}); before compaction run: {repair_command(table.uri)}") from error
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be compacted: {sentence(error)}") from error
     after = len(table.shards())
@@ -205,7 +204,9 @@ def vacuum(
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
-        raise UsageError(f"retention of {retention_hours} hours: below 1 hour only where nobody else reads or writes the store")
+        raise UsageError(
+            f"retention of {retention_hours} hours: below 1 hour only with --alone, while nobody else is at the store"
+        )
     try:
         ahead = table.committed_at() - time.time()
         if ahead > 60:
@@ -233,7 +234,7 @@ def _require_every_file(table: LogprobTable) -> None:
     problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
-        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before `reflogp store verify --repair` has mended it")
+        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before it is mended: {repair_command(table.uri)}")
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:

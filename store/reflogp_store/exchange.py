@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from reflogp_store.commands import repair_command
 from reflogp_store.compaction import SHARD_BYTES, merged
 from reflogp_store.errors import DamagedStoreError, StoreUnavailableError, UsageError
 from reflogp_store.reference import Reference
@@ -93,7 +94,7 @@ def export_table(
             target.rmdir()
         partial.replace(target)
     except ShardDamageError as error:
-        raise DamagedStoreError(f"export met a damaged shard ({error}); run `reflogp store verify --repair` first") from error
+        raise DamagedStoreError(f"export met a damaged shard ({error}); first run: {repair_command(table.uri)}") from error
     except STORAGE_ERRORS as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:

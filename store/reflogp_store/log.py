@@ -25,6 +25,8 @@ FOLDER = "_delta_log"
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
+#: The problem of an entry that is not there.
+GONE = "it is gone"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 
@@ -126,7 +128,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
     """An entry, its two statements compared. A missing entry has a problem too."""
     data = storage.read_file(filesystem, entry_path(version))
     if data is None:
-        return Entry(version, problem="it is gone")
+        return Entry(version, problem=GONE)
     entry = Entry(version, named=[name.decode() for name in dict.fromkeys(_SHARD.findall(data))])
     said: Mapping[str, Any] | None = None
     for line in data.splitlines():

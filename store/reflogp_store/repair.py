@@ -15,6 +15,7 @@ import pyarrow.fs as pafs
 
 from reflogp_store import log, storage
 from reflogp_store.errors import StoreUnavailableError
+from reflogp_store.schema import SCHEMA
 from reflogp_store.shard import Shard
 from reflogp_store.table import LogprobTable
 
@@ -98,7 +99,22 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
     damaged = {damage.file for damage in (verify(mended) if damages else [])} & mended.shards().keys()
     if damaged:
         mended.replace(sorted(damaged), [])
+    if any(damage.problem == log.GONE for damage in damages):
+        _bring_back(mended)
     return mended
+
+
+def _bring_back(table: LogprobTable) -> None:
+    """Append rows of whole shards that no log entry names: those of an entry that is gone are among them.
+
+    Others are what crashed writers left. Either is a score of this reference; keys that the table has keep their values.
+    """
+    last = max(log.versions(table.filesystem), default=-1)
+    named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
+    for path in sorted(storage.list_files(table.filesystem)):
+        if path.endswith(".parquet") and path not in named and table.shard(path).problem() is None:
+            for rows in table.shard(path).batches():
+                table.append(rows.cast(SCHEMA))
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:

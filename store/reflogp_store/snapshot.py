@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from reflogp_store import storage
+from reflogp_store.commands import repair_command
 from reflogp_store.errors import DamagedStoreError, StoreDamageWarning
 from reflogp_store.index import MISS, Int64s, Layer, Places, Words
 from reflogp_store.keys import keys_as_words
@@ -50,6 +51,7 @@ class Snapshot:
         filesystem: rooted at the table's folder.
         rows_of: shard -> its rows, of every shard of this state.
         index_rows: rows up to which the index is kept in memory.
+        table_uri: of the table, for messages.
 
     A shard that is gone or damaged is left out with a StoreDamageWarning: its rows are misses, `damaged` says why.
     """
@@ -61,6 +63,7 @@ class Snapshot:
         filesystem: pafs.FileSystem,
         rows_of: Mapping[str, int],
         index_rows: int = INDEX_ROWS,
+        table_uri: str = "STORE/REFERENCE/logprobs",
     ) -> None:
         self.number = number
         self.reference_id = reference_id
@@ -68,6 +71,7 @@ class Snapshot:
         self.damaged: dict[str, str] = {}
         self._filesystem = filesystem
         self._index_rows = index_rows
+        self._table_uri = table_uri
         self._shards = [Shard(filesystem, path) for path in self.rows_of]
         self._layers: list[Layer] | None = None
         self._indexed = 0  # shards that the layers cover, from the front
@@ -79,12 +83,17 @@ class Snapshot:
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Snapshot `number` with the shards of `rows_of`; what this one has read of them is not read again."""
         if not rows_of.keys() >= self.rows_of.keys():
-            return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows)
-        later = Snapshot(number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows)
+            return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
+        later = Snapshot(
+            number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows, self._table_uri
+        )
         later._shards[: len(self._shards)] = self._shards
         later._layers, later._indexed = self._layers, self._indexed
         later.damaged = dict(self.damaged)
         return later
+
+    def _another(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
+        return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
         """Look n keys up, once; the answer's methods give lengths, sums and values."""
@@ -108,6 +117,10 @@ class Snapshot:
         """As Found.prefix_sums, of n keys."""
         return self.find(keys).prefix_sums(lengths)
 
+    def repair_command(self) -> str:
+        """The command line that drops what is damaged."""
+        return repair_command(self._table_uri)
+
     def require_whole(self) -> None:
         """Raise DamagedStoreError where a shard is known to be damaged, or is not in the folder at all.
 
@@ -122,7 +135,7 @@ class Snapshot:
             shard, problem = next(iter(self.damaged.items()))
             raise DamagedStoreError(
                 f"{len(self.damaged)} of {len(self.rows_of)} shards of reference {self.reference_id} are damaged "
-                f"({shard}: {problem}); nothing is written until `reflogp store verify --repair` has dropped them"
+                f"({shard}: {problem}); nothing is written until they are dropped: {self.repair_command()}"
             )
 
     def _indexed_places(self, hi: Words, lo: Words) -> Places:
@@ -195,7 +208,7 @@ class Snapshot:
             self.damaged[path] = str(error)
             warnings.warn(
                 f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                "missing. `reflogp store verify --repair` drops it, the next `reflogp score` fills the gap",
+                f"missing. {self.repair_command()} drops it, the next `reflogp score` fills the gap",
                 StoreDamageWarning,
                 stacklevel=2,
             )

@@ -63,7 +63,7 @@ class LogprobStore:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
             raise UsageError(f"there is no store at {self.uri}")
-        if entries and not found:
+        if entries and not found and not any(Path(self.uri, folder, _REFERENCE_FILE).exists() for folder in folders):
             raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found
 
@@ -129,6 +129,8 @@ class LogprobStore:
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file; a store is a folder")
+            if Path(self.uri, "config.json").exists():
+                raise UsageError(f"{self.uri} is a model's folder; name another one for the store")
             is_table = Path(self.uri, "_delta_log").exists()
         else:
             try:
@@ -149,9 +151,7 @@ class LogprobStore:
         try:
             return self._read_reference(folder)
         except DamagedStoreError as error:
-            warnings.warn(
-                f"{error}; scoring with that model again writes it anew once it is deleted", StoreDamageWarning, stacklevel=3
-            )
+            warnings.warn(str(error), StoreDamageWarning, stacklevel=3)
             return None
 
     def _read_reference(self, reference_id: str) -> Reference | None:
@@ -166,5 +166,8 @@ class LogprobStore:
             if reference.reference_id != reference_id:
                 raise ValueError(f"it says {reference.reference_id}")
         except ValueError as error:
-            raise DamagedStoreError(f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged: {error}") from error
+            raise DamagedStoreError(
+                f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged ({error}); delete it, and scoring with that model "
+                "writes it anew"
+            ) from error
         return reference

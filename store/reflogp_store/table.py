@@ -25,6 +25,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, CommitProperties, RemoveAction
 
 from reflogp_store import log, storage
+from reflogp_store.commands import repair_command
 from reflogp_store.errors import (
     DamagedStoreError,
     ReferenceNotFoundError,
@@ -137,7 +138,7 @@ class LogprobTable:
                 f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: {len(gone)} of its {len(rows_of)} "
                 f"shards were deleted after compaction ({there})"
             )
-        return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows)
+        return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows, self.uri)
 
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
@@ -329,7 +330,7 @@ class LogprobTable:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         warnings.warn(
             f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): the other entries "
-            "are served, nothing is written. `reflogp store verify --repair` mends it",
+            f"are served, nothing is written. Mend it: {repair_command(self.uri)}",
             StoreDamageWarning,
             stacklevel=4,
         )
@@ -351,7 +352,9 @@ class LogprobTable:
     def _latest_snapshot(self) -> Snapshot:
         number, latest = self._salvaged.version if self._salvaged else int(self._delta.version()), self._latest
         if latest is None:
-            latest = Snapshot(number, self.reference.reference_id, self._reading, self._rows_of_now(), self._index_rows)
+            latest = Snapshot(
+                number, self.reference.reference_id, self._reading, self._rows_of_now(), self._index_rows, self.uri
+            )
         elif latest.number != number:
             latest = latest.advanced(number, self._rows_of_now())
         self._latest = latest
@@ -361,7 +364,7 @@ class LogprobTable:
         if self._salvaged:
             raise DamagedStoreError(
                 f"the log of reference {self.reference.reference_id} is damaged ({self._salvaged.first_problem()}); nothing is "
-                "written until `reflogp store verify --repair` has mended it"
+                f"written until it is mended: {repair_command(self.uri)}"
             )
         if snapshot is not None and snapshot.damaged:
             snapshot.require_whole()

@@ -127,10 +127,10 @@ def test_store_ls_and_verify(score, reflogp, pairs_file, tmp_path):
     code, _, err = reflogp("store", "verify", tmp_path / "store")
     assert code == FAILED
     assert shard.name in err
-    assert "verify --repair" in err
+    assert "with --repair" in err
     code, _, err = score(pairs_file)
     assert code == FAILED
-    assert "verify --repair" in one_sentence(err.replace("reflogp: warning:", ""))
+    assert f"reflogp store verify {tmp_path}" in one_sentence(err.replace("reflogp: warning:", ""))
     code, out, _ = reflogp("store", "verify", tmp_path / "store", "--repair", "--json")
     assert code == DONE
     assert last_object(out)["repaired"]

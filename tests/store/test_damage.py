@@ -75,15 +75,15 @@ def test_a_damaged_shard_is_named_the_rest_is_served_and_a_repair_drops_only_it(
     (keys_a, _), (keys_b, shard), (keys_c, _) = commits
     break_shard(shard, how)
     damaged = reopened(table)
-    with pytest.warns(StoreDamageWarning, match=re.escape(shard.name) + r".*1,000 rows count as missing.*verify --repair"):
+    with pytest.warns(StoreDamageWarning, match=re.escape(shard.name) + r".*1,000 rows count as missing.*verify .*--repair"):
         assert lengths(damaged, keys_b) == {-1}
     assert lengths(damaged, keys_a) == lengths(damaged, keys_c) == {10}
     version = damaged.snapshot_number()
-    with pytest.raises(DamagedStoreError, match=r"verify --repair"):
+    with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
         damaged.append(some_rows(9000, 5)[1])
-    with pytest.raises(DamagedStoreError, match=r"verify --repair"):
+    with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
         compact(damaged)
-    with pytest.raises(DamagedStoreError, match=r"verify --repair"):
+    with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
         export_table(damaged, str(Path(table.uri).parent / "export"))
     assert damaged.snapshot_number() == version
     found = verify(damaged)
@@ -152,7 +152,7 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
         served = [lengths(damaged, keys) for keys, _ in commits]
     assert [s == {10} for i, s in enumerate(served, 1) if i != version] == [True] * (3 - (version in (2, 3)))
     before = sorted(path.name for path in Path(table.uri).rglob("*"))
-    with pytest.raises(DamagedStoreError, match=f"{version:020}.*verify --repair"):
+    with pytest.raises(DamagedStoreError, match=f"{version:020}.*verify .*--repair"):
         damaged.append(some_rows(9000, 5)[1])
     with pytest.raises(DamagedStoreError):
         LogprobStore(Path(table.uri).parents[1]).create_table(REFERENCE)
@@ -162,7 +162,7 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
     assert [d.file for d in found] == [f"_delta_log/{version:020}.json"]
     mended = repair(damaged, found)
     assert not verify(mended)
-    expected = [{-1} if i == version and where in ("gone", "cut") else {10} for i in (1, 2, 3)]
+    expected = [{-1} if i == version and where == "cut" else {10} for i in (1, 2, 3)]
     assert [lengths(mended, keys) for keys, _ in commits] == expected
     assert mended.append(some_rows(0, 3000, values=10)[1]).written == 1000 * expected.count({-1})
 
@@ -250,7 +250,7 @@ def test_vacuum_spares_what_a_repair_can_bring_back(three_shards):
     add = next(line for line in file.read_text().splitlines() if line.startswith('{"add"'))
     file.write_text(file.read_text().replace(add, add.replace("shard-", "shard+", 1)))
     damaged = reopened(table)
-    with pytest.raises(DamagedStoreError, match="verify --repair"):
+    with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
         vacuum(damaged, 0, alone=True)
     mended = repair(damaged, verify(damaged))
     assert [lengths(mended, keys) for keys, _ in commits] == [{10}] * 3
@@ -263,7 +263,7 @@ def test_maintenance_on_a_damaged_log_is_refused_before_anything_is_written(thre
         damaged = reopened(table)
     before = sorted(Path(table.uri).rglob("*"))
     for act in (compact, vacuum):
-        with pytest.raises(DamagedStoreError, match="verify --repair"):
+        with pytest.raises(DamagedStoreError, match=r"verify .*--repair"):
             act(damaged)
     assert sorted(Path(table.uri).rglob("*")) == before
 

@@ -43,6 +43,12 @@ def needs(extra: str, error: ImportError) -> typer.Exit:
     return typer.Exit(EXIT_FAILED)
 
 
+def print_dropped(rows: int) -> None:
+    """Say that rows fall to --max-length, which is no error."""
+    if rows:
+        err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
+
+
 def print_json(summary: dict[str, Any]) -> None:
     """One object on one line."""
     sys.stdout.write(json.dumps(summary) + "\n")
@@ -58,7 +64,8 @@ def quiet_libraries() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    for library in ("accelerate", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 class _Rate(ProgressColumn):

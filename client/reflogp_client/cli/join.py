@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from reflogp_client.cli import options
-from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_json, progress_bar, quiet_libraries
+from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp_client.cli.score import find_reference
 from reflogp_store import LogprobStore
 from reflogp_store.commands import score_command
@@ -61,6 +61,9 @@ def join(
             trust_remote_code=trust_remote_code,
             watcher=bar,
         )
+    print_dropped(summary.dropped_rows)
+    if summary.missing and at.damaged:
+        err.print(f"first repair the store: {at.repair_command()}", markup=False)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")

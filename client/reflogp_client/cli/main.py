@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp_client.cli import demo, join, score, store
+from reflogp_client.cli import demo, join, score, serve, store
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_store import ReflogpError, UsageError
 
@@ -50,6 +50,8 @@ def _root(
 app.command("demo")(demo.demo)
 app.command("score")(score.score)
 app.command("join")(join.join)
+app.command("serve")(serve.serve)
+app.command("token")(serve.token)
 app.add_typer(store.app, name="store")
 
 

@@ -49,7 +49,7 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
         for entry in found:
             out.print(
                 f"{entry['reference_id']}  {entry['name']} in {entry['dtype']}: snapshot {entry['snapshot']}, "
-                f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {entry['bytes'] / 1e6:,.1f} MB"
+                f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {_size(entry['bytes'])}"
             )
     tables.exit_if_failed()
 
@@ -91,10 +91,11 @@ def verify_(
             rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
             err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red", markup=False)
         if found and mend:
-            before = len(table.snapshot())
             mended = repair(table, found)
             rows_now = mended.totals()[1]
-            err.print(f"repaired {name}: {rows_now:,} of {before:,} rows in snapshot {mended.snapshot_number()}; score again")
+            err.print(
+                f"repaired {name}: {rows_now:,} rows in snapshot {mended.snapshot_number()}; score again to fill what is gone"
+            )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
     damaged = [damage for found in tables.each(check) for damage in found]
@@ -104,7 +105,7 @@ def verify_(
     elif not damaged:
         out.print(f"{store.uri}: every log entry and every shard is whole")
     if damaged and not repaired:
-        err.print("`reflogp store verify --repair` drops what is damaged; the next `reflogp score` fills the gap")
+        err.print("with --repair what is damaged is dropped; the next `reflogp score` fills the gap")
         raise typer.Exit(EXIT_FAILED)
     tables.exit_if_failed()
 
@@ -206,6 +207,10 @@ def import_(
         print_json({"store": store.uri, **asdict(done)})
     else:
         out.print(f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of {done.reference_id}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
 
 
 class _Tables:

@@ -1,0 +1,100 @@
+"""The references that a service answers for: their names, their tables, their latest snapshots.
+
+Knows settings and the store. Loads no model. Safe to call from several threads. Called by the app's routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import pyarrow as pa
+
+from reflogp_service.server.settings import ServerSettings
+from reflogp_store import (
+    LogprobStore,
+    LogprobTable,
+    Reference,
+    ReferenceNotFoundError,
+    Snapshot,
+    UsageError,
+    describe_reference,
+)
+from reflogp_store.keys import KEY_TYPE
+from reflogp_store.storage import is_local
+
+_NO_KEYS = pa.array([], KEY_TYPE)
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A reference that can be asked for: by its id, and by a name where the settings give one."""
+
+    name: str | None
+    reference: Reference
+    table: LogprobTable | None
+
+
+class Shelf:
+    """References by name or id.
+
+    Args:
+        settings: names and the store. Named models are described at once: their weight files are hashed, which is remembered.
+
+    Raises:
+        UsageError, CheckpointError: a named model is not there or cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.store = LogprobStore(settings.store)
+        self._named = {
+            name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
+            for name, entry in settings.references.items()
+        }
+        self._tables: dict[str, LogprobTable] = {}
+        self._lock = Lock()
+
+    def list(self) -> list[Shelved]:
+        """Every named reference, and every other one that the store holds."""
+        names = {reference.reference_id: name for name, reference in self._named.items()}
+        try:
+            stored = {reference.reference_id: reference for reference in self.store.references()}
+        except UsageError:
+            if is_local(self.store.uri) and Path(self.store.uri).exists():
+                raise  # something else than a store; a store that is not there yet is an empty one
+            stored = {}
+        listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
+        return [
+            Shelved(names.get(key), reference, self.table(key) if key in stored else None)
+            for key, reference in sorted(listed.items())
+        ]
+
+    def table(self, name_or_id: str) -> LogprobTable:
+        """The table of a reference.
+
+        Raises ReferenceNotFoundError for an unknown one, and for a named one that nothing was scored with.
+        """
+        named = self._named.get(name_or_id)
+        key = named.reference_id if named else name_or_id
+        with self._lock:
+            if key not in self._tables:
+                if named is None and not _is_id(key):
+                    raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
+                self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
+            return self._tables[key]
+
+    def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
+        """A snapshot of a reference, its index read.
+
+        Raises ReferenceNotFoundError, SnapshotNotFoundError, StoreUnavailableError.
+        """
+        table = self.table(name_or_id)
+        with self._lock:  # a table is not made for several threads; a snapshot whose index is read is
+            snapshot = table.snapshot(number)
+            snapshot.stored_lengths(_NO_KEYS)
+            return snapshot
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 32 and all(ch in "0123456789abcdef" for ch in text)

@@ -1,0 +1,321 @@
+"""The service over HTTP, as it runs: a process, a port, a real store."""
+
+import asyncio
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from reflogp_client import (
+    AsyncClient,
+    Client,
+    NotAllowedError,
+    RequestRefusedError,
+    ServiceUnreachableError,
+)
+from reflogp_store import LogprobStore, UsageError, compact
+from tests.service.serving import serving
+from tests.store.rows import REFERENCE, some_rows
+
+ARROW_STREAM = "application/vnd.apache.arrow.stream"
+WHO_MAY_READ = {"scorer": 403, "reader": 200, "boss": 200}
+TOKENS = {"reader": "token-of-a-reader", "scorer": "token-of-a-scorer", "boss": "token-of-a-boss"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A store with 1,000 sequences of one reference."""
+    folder = tmp_path_factory.mktemp("serving") / "store"
+    LogprobStore(folder).create_table(REFERENCE).append(some_rows(0, 1000)[1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(store):
+    with serving("--store", store) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def guarded(store, tmp_path_factory):
+    """A service with three tokens."""
+    scopes = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
+    lines = [f'store = "{store}"', "max_body_bytes = 100000", "max_lookup_keys = 5000"]
+    for name, token in TOKENS.items():
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes[name])}"]
+    file = tmp_path_factory.mktemp("settings") / "serve.toml"
+    file.write_text("\n".join(lines))
+    with serving("--config", file) as found:
+        yield found
+
+
+def stream_of(table: pa.Table, **options) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def test_a_lookup_gives_what_the_store_has_and_says_what_it_has_not(url):
+    keys = some_rows(990, 20)[0]
+    expected = some_rows(0, 1000)[1]["token_logps"].to_pylist()[990:]
+    with Client(url) as client:
+        found = client.lookup(REFERENCE.reference_id, keys, values=True)
+        assert found.lengths.tolist() == [5] * 10 + [-1] * 10
+        assert [v.tolist() for v in found.token_logps[:10]] == expected
+        assert found.token_logps[10:] == [None] * 10
+        assert np.allclose(found.sums[:10], [sum(v) for v in expected], atol=1e-6)
+        assert np.isnan(found.sums[10:]).all()
+        assert (found.reference_id, found.snapshot) == (REFERENCE.reference_id, 1)
+        assert client.lookup(REFERENCE.reference_id, []).lengths.tolist() == []
+        assert client.lookup(REFERENCE.reference_id, keys).token_logps is None
+
+
+def test_both_clients_say_the_same(url):
+    keys = some_rows(0, 50)[0]
+
+    async def ask():
+        async with AsyncClient(url) as client:
+            return await client.references(), await client.lookup(REFERENCE.reference_id, keys.to_pylist(), values=True)
+
+    references, found = asyncio.run(ask())
+    with Client(url) as client:
+        assert client.references() == references
+        again = client.lookup(REFERENCE.reference_id, keys, values=True)
+    assert [v.tolist() for v in again.token_logps] == [v.tolist() for v in found.token_logps]
+    [reference] = references
+    assert (reference.reference_id, reference.sequences, reference.snapshot) == (REFERENCE.reference_id, 1000, 1)
+
+
+def test_json_for_people(url):
+    keys = some_rows(998, 4)[0].to_pylist()
+    body = {"keys": [key.hex() for key in keys], "values": True}
+    answer = httpx.post(f"{url}/v1/lookup", params={"reference": REFERENCE.reference_id}, json=body).json()
+    assert answer["scored_len"] == [5, 5, None, None]
+    assert [value is None for value in answer["logp_sum"]] == [False, False, True, True]
+    assert [len(values) if values else None for values in answer["token_logps"]] == [5, 5, None, None]
+
+
+def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
+    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    keys, rows = some_rows(0, 20)
+    table.append(rows.slice(0, 10))
+    with serving("--store", tmp_path / "store") as url, Client(url) as client:
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
+        table.append(rows.slice(10))
+        compact(table)
+        later = client.lookup(REFERENCE.reference_id, keys)
+        assert ((later.lengths > 0).sum(), later.snapshot) == (20, 3)
+        assert (client.lookup(REFERENCE.reference_id, keys, snapshot=1).lengths > 0).sum() == 10
+
+
+def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder):
+    from reflogp_store import describe_reference
+
+    reference = describe_reference(str(reference_folder), "bfloat16")
+    keys, rows = some_rows(0, 5)
+    LogprobStore(tmp_path / "store").create_table(reference).append(rows)
+    with serving("--store", tmp_path / "store", "--model", f"sft={reference_folder}") as url, Client(url) as client:
+        [info] = client.references()
+        assert (info.name, info.reference_id) == ("sft", reference.reference_id)
+        assert client.lookup("sft", keys).lengths.tolist() == [5] * 5
+        with pytest.raises(RequestRefusedError, match=r"no reference named 'other'.*references lists"):
+            client.lookup("other", keys)
+
+
+def test_health_and_metrics(url):
+    assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
+    assert httpx.get(f"{url}/readyz").json()["status"] == "ready"
+    with Client(url) as client:
+        client.lookup(REFERENCE.reference_id, some_rows(0, 7)[0])
+    text = httpx.get(f"{url}/metrics").text
+    assert 'reflogp_lookup_keys_total{found="yes"}' in text
+    assert 'reflogp_request_seconds_count{route="/v1/lookup",status="200"}' in text
+
+
+def test_a_store_that_went_away_is_not_ready(tmp_path):
+    LogprobStore(tmp_path / "store").create_table(REFERENCE).append(some_rows(0, 5)[1])
+    with serving("--store", tmp_path / "store") as url:
+        assert httpx.get(f"{url}/readyz").status_code == 200
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        (tmp_path / "store").write_text("not a folder")
+        answer = httpx.get(f"{url}/readyz")
+        assert answer.status_code >= 400
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("token", "status"),
+    [
+        (None, 401),
+        ("wrong", 401),
+        ("", 401),
+        ("é", 401),
+        (TOKENS["scorer"], 403),
+        (TOKENS["reader"], 200),
+        (TOKENS["boss"], 200),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/references", "/metrics"])
+def test_tokens_and_scopes(guarded, path, token, status):
+    headers = {} if token is None else {"authorization": f"Bearer {token}".encode()}
+    answer = httpx.get(guarded + path, headers=headers)
+    assert answer.status_code == status
+    if status != 200:
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json()["next_step"]
+        assert "token-of" not in answer.text
+
+
+def test_the_client_names_what_is_not_allowed(guarded):
+    with Client(guarded, token="guess") as client, pytest.raises(NotAllowedError, match="bearer token") as caught:
+        client.references()
+    assert caught.value.status == 401
+    assert httpx.get(f"{guarded}/healthz").status_code == 200
+
+
+def bomb() -> bytes:
+    """A few kilobytes that stand for 160 MB of keys."""
+    keys = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), 10_000_000, [None, pa.py_buffer(bytes(160_000_000))])
+    return stream_of(pa.table({"key": keys}), compression="zstd")
+
+
+def claim() -> bytes:
+    """A record batch that claims more rows than it holds."""
+    body = stream_of(pa.table({"key": pa.array([b"k" * 16] * 3, pa.binary(16))}))
+    return body.replace(struct.pack("<q", 3), struct.pack("<q", 1 << 40))
+
+
+def arrow(content: bytes) -> dict:
+    return {"content": content, "headers": {"content-type": ARROW_STREAM}}
+
+
+def keys_stream(keys, kind=None) -> bytes:
+    return stream_of(pa.table({"key": pa.array(keys, kind or pa.binary(16))}))
+
+
+KEY = "00" * 16
+HOSTILE = {
+    "not json": ({"content": b"{"}, 422),
+    "an array": ({"json": [KEY]}, 422),
+    "no keys": ({"json": {}}, 422),
+    "a short key": ({"json": {"keys": ["00"]}}, 422),
+    "not hexadecimal": ({"json": {"keys": ["zz" * 16]}}, 422),
+    "a number": ({"json": {"keys": [1]}}, 422),
+    "an unknown field": ({"json": {"keys": [KEY], "model": "/etc/passwd"}}, 422),
+    "too many keys": ({"json": {"keys": [KEY] * 10_001}}, 413),
+    "deep nesting": ({"content": b"[" * 50_000}, 422),
+    "another type": ({"content": b"x", "headers": {"content-type": "text/plain"}}, 415),
+    "a pickle": ({"content": b"\x80\x04N.", "headers": {"content-type": "application/x-pickle"}}, 415),
+    "no stream": (arrow(b"nothing"), 400),
+    "an empty stream": (arrow(b""), 400),
+    "other columns": (arrow(stream_of(pa.table({"x": [1]}))), 422),
+    "text keys": (arrow(stream_of(pa.table({"key": ["a"]}))), 422),
+    "short keys": (arrow(keys_stream([b"a"], pa.binary())), 400),
+    "null keys": (arrow(keys_stream([None])), 422),
+    "a bomb": (arrow(bomb()), 422),
+    "a false claim": (arrow(claim()), 413),
+    "half a stream": (arrow(keys_stream([b"k" * 16] * 50)[:-300]), 400),
+    "a long body": ({"content": bytes(100_001)}, 413),
+    "an endless body": ({"content": (bytes(10_000) for _ in range(1000))}, 413),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_bodies_are_refused_with_a_problem(guarded, what):
+    request, status = HOSTILE[what]
+    headers = {"authorization": f"Bearer {TOKENS['reader']}"} | request.get("headers", {})
+    try:
+        answer = httpx.post(
+            f"{guarded}/v1/lookup", params={"reference": REFERENCE.reference_id}, **{**request, "headers": headers}, timeout=20
+        )
+    except (httpx.WriteError, httpx.ReadError):  # the service hung up on what it would not read
+        assert status == 413
+    else:
+        assert answer.status_code == status, answer.text
+        assert answer.json()["detail"]
+    assert httpx.get(f"{guarded}/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("parameters", "status"),
+    [
+        ({}, 422),
+        ({"reference": "../../etc"}, 404),
+        ({"reference": "x" * 300}, 422),
+        ({"reference": "ff" * 16}, 404),
+        ({"reference": REFERENCE.reference_id, "snapshot": "99"}, 404),
+        ({"reference": REFERENCE.reference_id, "snapshot": "-1"}, 422),
+        ({"reference": REFERENCE.reference_id, "snapshot": "1e9"}, 422),
+        ({"reference": REFERENCE.reference_id, "snapshot": "9" * 40}, 422),
+    ],
+)
+def test_bad_parameters_are_refused_with_a_problem(url, parameters, status):
+    answer = httpx.post(f"{url}/v1/lookup", params=parameters, json={"keys": [KEY]})
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert set(answer.json()) == {"type", "title", "status", "detail", "next_step"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nothing", 404), ("DELETE", "/v1/lookup", 405), ("GET", "/v1/../etc", 404)]
+)
+def test_unknown_routes_are_problems_too(url, method, path, status):
+    answer = httpx.request(method, url + path)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+
+
+def test_a_service_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("reflogp_client.wire.LONGEST_PAUSE", 0.01)
+    with Client("http://127.0.0.1:9") as client, pytest.raises(ServiceUnreachableError, match="gives no answer"):
+        client.references()
+    with pytest.raises(UsageError, match="http://"):
+        Client("ftp://somewhere")
+
+
+def reflogp(*arguments, **environment):
+    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve"], "store"),
+        (["serve", "--store", "x", "--host", "0.0.0.0"], "give tokens"),
+        (["serve", "--store", "x", "--model", "nameless"], "NAME=PATH"),
+        (["serve", "--store", "x", "--model", "a=/nowhere"], "nowhere"),
+        (["serve", "--store", "x", "--config", "/nowhere.toml"], "is not there"),
+        (["serve", "--store", "x", "--port", "99999"], "port"),
+        (["token", "me", "--scope", "everything"], "read, score, admin"),
+    ],
+)
+def test_bad_settings_are_one_sentence(arguments, says):
+    done = reflogp(*arguments)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path):
+    made = reflogp("token", "trainers", "--scope", "read")
+    secret, (_, settings) = made.stdout.strip(), made.stderr.split("[[tokens]]")[0:2]
+    assert secret not in made.stderr
+    file = tmp_path / "serve.toml"
+    file.write_text(f'store = "{store}"\n[[tokens]]{settings}')
+    with serving("--config", file) as url, Client(url, token=secret) as client:
+        assert len(client.references()) == 1
+
+
+def test_the_client_needs_no_torch():
+    program = "import sys, reflogp_client; sys.exit(bool({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
