@@ -158,7 +158,6 @@ def test_a_store_that_went_away_is_not_ready(tmp_path):
     [
         (None, 401),
         ("wrong", 401),
-        ("", 401),
         ("é", 401),
         (TOKENS["scorer"], 403),
         (TOKENS["reader"], 200),
