@@ -24,8 +24,8 @@ from reflogp_client.errors import (
     ServiceUnreachableError,
 )
 from reflogp_store.keys import KEY_TYPE
+from reflogp_store.lookup import ARROW_STREAM, QUESTION
 
-ARROW_STREAM = "application/vnd.apache.arrow.stream"
 #: Tries of a request that is safe to send twice, and the longest pause between two, in seconds.
 TRIES, LONGEST_PAUSE = 5, 10.0
 _BUSY = (429, 503)
@@ -84,7 +84,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 def lookup_call(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Call:
     column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
-    table = pa.table({"key": column})
+    table = pa.table([column], schema=QUESTION)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

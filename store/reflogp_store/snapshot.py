@@ -236,6 +236,16 @@ class Found:
                 values[int(row)] = flat[offsets[i] : offsets[i + 1]]
         return [values.get(int(place)) for place in places]
 
+    def token_lists(self) -> pa.ListArray:
+        """The same of all keys as one Arrow array of list<float32>; null for a miss and for damaged values."""
+        parts, places = [pa.array([], pa.list_(pa.float32()))], np.full(len(self.lengths), -1)
+        there = 0
+        for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
+            places[rows] = np.arange(there, there + len(rows))
+            parts.append(lists)
+            there += len(rows)
+        return pa.concat_arrays(parts).take(pa.array(places, mask=places < 0))
+
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.
 

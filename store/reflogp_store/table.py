@@ -278,6 +278,11 @@ class LogprobTable:
         """The same table, read anew."""
         return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
+    @property
+    def log_is_damaged(self) -> bool:
+        """Whether this table is served from the log's whole entries. Opened anew, it is not once the log was mended."""
+        return self._salvaged is not None
+
     def require_whole_log(self) -> None:
         """Raise DamagedStoreError when the log is damaged."""
         self._refresh()

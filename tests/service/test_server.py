@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -47,7 +48,7 @@ def url(store):
 def guarded(store, tmp_path_factory):
     """A service with three tokens."""
     scopes = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
-    lines = [f'store = "{store}"', "max_body_bytes = 100000", "max_lookup_keys = 5000"]
+    lines = [f'store = "{store}"', "max_body_bytes = 100000", "max_lookup_keys = 5000", "max_answer_bytes = 4000"]
     for name, token in TOKENS.items():
         digest = hashlib.sha256(token.encode()).hexdigest()
         lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes[name])}"]
@@ -117,6 +118,21 @@ def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
         assert (client.lookup(REFERENCE.reference_id, keys, snapshot=1).lengths > 0).sum() == 10
 
 
+def test_a_log_that_is_mended_while_the_service_runs(tmp_path):
+    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    keys, rows = some_rows(0, 20)
+    table.append(rows.slice(0, 10))
+    with serving("--store", tmp_path / "store") as url, Client(url) as client:
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
+        table.append(rows.slice(10))
+        entry = Path(table.uri) / "_delta_log" / f"{2:020}.json"
+        whole = entry.read_bytes()
+        entry.write_bytes(whole[:10])
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 10
+        entry.write_bytes(whole)
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths > 0).sum() == 20
+
+
 def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder):
     from reflogp_store import describe_reference
 
@@ -173,6 +189,16 @@ def test_tokens_and_scopes(guarded, path, token, status):
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.json()["next_step"]
         assert "token-of" not in answer.text
+
+
+def test_an_answer_that_would_be_too_long_is_refused(guarded):
+    keys = some_rows(0, 500)[0]
+    with Client(guarded, token=TOKENS["reader"]) as client:
+        assert (client.lookup(REFERENCE.reference_id, keys).lengths == 5).all()
+        assert len(client.lookup(REFERENCE.reference_id, keys[:200], values=True).token_logps) == 200
+        with pytest.raises(RequestRefusedError, match="fewer keys") as caught:
+            client.lookup(REFERENCE.reference_id, keys, values=True)
+    assert caught.value.status == 413
 
 
 def test_the_client_names_what_is_not_allowed(guarded):

@@ -9,7 +9,6 @@ import time
 from importlib.metadata import version
 from typing import Annotated, Any
 
-import numpy as np
 import pyarrow as pa
 from anyio import to_thread
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -18,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reflogp_service.server import problems
 from reflogp_service.server.auth import requires
-from reflogp_service.server.bodies import ARROW_STREAM, arrow_response, keys_of, read_body
+from reflogp_service.server.bodies import arrow_response, keys_of, read_body
 from reflogp_service.server.problems import Problem, documented
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
-from reflogp_store import ReflogpError, Snapshot
-from reflogp_store.index import MISS
+from reflogp_store import ReflogpError
 from reflogp_store.keys import KEY_TYPE
+from reflogp_store.lookup import ARROW_STREAM, answer_table
 
 _TITLE = "reflogp"
 
@@ -131,6 +130,18 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
         return References(store=shelf.store.uri, references=await to_thread.run_sync(described))
 
+    def answer(reference: str, number: int | None, keys: pa.FixedSizeBinaryArray, values: bool) -> pa.Table:
+        snapshot = shelf.snapshot(reference, number)
+        found = snapshot.find(keys)
+        if values and 4 * int(found.lengths.clip(min=0).sum()) > settings.max_answer_bytes:
+            raise Problem(
+                413, f"their values are more than {settings.max_answer_bytes:,} bytes", "ask for fewer keys at a time"
+            )
+        table = answer_table(snapshot, found, values)
+        asked.labels("no").inc(table["scored_len"].null_count)
+        asked.labels("yes").inc(len(table) - table["scored_len"].null_count)
+        return table
+
     @app.post(
         "/v1/lookup",
         tags=["lookup"],
@@ -162,8 +173,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
         if kind == ARROW_STREAM:
             keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-            table = await to_thread.run_sync(lambda: _looked_up(shelf.snapshot(reference, snapshot), keys, values, asked))
-            return arrow_response(table)
+            return arrow_response(await to_thread.run_sync(answer, reference, snapshot, keys, values))
         if kind != "application/json":
             raise Problem(415, f"content type {kind!r}", f"send application/json or {ARROW_STREAM}")
         try:
@@ -173,24 +183,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
             where = ".".join(str(part) for part in first["loc"])
             raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes") from error
         keys = pa.array([bytes.fromhex(key) for key in asked_for.keys], KEY_TYPE)
-        table = await to_thread.run_sync(lambda: _looked_up(shelf.snapshot(reference, snapshot), keys, asked_for.values, asked))
+        table = await to_thread.run_sync(answer, reference, snapshot, keys, asked_for.values)
         about = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
         return LookupAnswer(reference_id=about["reference_id"], snapshot=int(about["snapshot"]), **table.to_pydict())
 
     return app
-
-
-def _looked_up(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, asked: Counter) -> pa.Table:
-    """scored_len int32, logp_sum float64 and, where asked for, token_logps list<float32>; null for a miss."""
-    found = snapshot.find(keys)
-    missing = found.lengths == MISS
-    columns = {
-        "scored_len": pa.array(found.lengths, pa.int32(), mask=missing),
-        "logp_sum": pa.array(found.prefix_sums(np.maximum(found.lengths, 0).astype(np.int64)), pa.float64(), mask=missing),
-    }
-    if values:
-        columns["token_logps"] = pa.array(found.token_logps(), pa.list_(pa.float32()))
-    asked.labels("yes").inc(int((~missing).sum()))
-    asked.labels("no").inc(int(missing.sum()))
-    about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
-    return pa.table(columns).replace_schema_metadata(about)

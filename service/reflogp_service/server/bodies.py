@@ -15,9 +15,9 @@ from fastapi import Request, Response
 
 from reflogp_service.server.problems import Problem
 from reflogp_store.keys import KEY_BYTES, KEY_TYPE
+from reflogp_store.lookup import ARROW_STREAM, QUESTION
 from reflogp_store.schema import one_array
 
-ARROW_STREAM = "application/vnd.apache.arrow.stream"
 #: A body that has not arrived after this is given up.
 _BODY_SECONDS = 120.0
 #: Places of fields in Arrow's flatbuffers (format/Message.fbs): Message.header_type, Message.header; RecordBatch.length,
@@ -50,7 +50,7 @@ def keys_of(body: bytes, max_keys: int) -> pa.FixedSizeBinaryArray:
     try:
         messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(body))
         schema = pa.ipc.read_schema(messages.read_next_message())
-        if schema.names != ["key"] or schema.field("key").type not in (KEY_TYPE, pa.binary(), pa.large_binary()):
+        if schema.names != QUESTION.names or schema.field("key").type not in (KEY_TYPE, pa.binary(), pa.large_binary()):
             raise Problem(422, f"the stream's columns are {schema.names}", "send one column: key, fixed_size_binary(16)")
         parts, rows = [], 0
         for message in messages:

@@ -60,6 +60,7 @@ class ServerSettings(BaseSettings):
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     max_body_bytes: int = Field(256 << 20, gt=0, description="A longer request body is refused.")
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
+    max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
     max_connections: int = Field(1_000, gt=0, description="Connections beyond are answered 503.")
 
     @model_validator(mode="after")

@@ -78,7 +78,7 @@ class Shelf:
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables:
+            if key not in self._tables or self._tables[key].log_is_damaged:  # it may have been mended since
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
