@@ -7,6 +7,7 @@ and `vacuum`, by export, and after an append that leaves too many small shards.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import warnings
@@ -216,10 +217,11 @@ def vacuum(
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
         for file in unfinished_files(table.uri):  # which delta-rs does not list
-            if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
-                deleted.append(str(file.relative_to(table.uri)))
-                if not dry_run:
-                    file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
+                if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
+                    if not dry_run:
+                        file.unlink()
+                    deleted.append(str(file.relative_to(table.uri)))
         return deleted
     except STORAGE_ERRORS as error:
         raise StoreUnavailableError(f"the store {table.uri} cannot be vacuumed: {sentence(error)}") from error

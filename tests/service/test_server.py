@@ -44,17 +44,23 @@ def url(store):
         yield found
 
 
-@pytest.fixture(scope="module")
-def guarded(store, tmp_path_factory):
-    """A service with three tokens."""
+def settings_file(folder, store, *more: str) -> Path:
+    """Settings with the three tokens."""
     scopes = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
-    lines = [f'store = "{store}"', "max_body_bytes = 100000", "max_lookup_keys = 5000", "max_answer_bytes = 4000"]
+    lines = [f'store = "{store}"', *more]
     for name, token in TOKENS.items():
         digest = hashlib.sha256(token.encode()).hexdigest()
         lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes[name])}"]
-    file = tmp_path_factory.mktemp("settings") / "serve.toml"
+    file = folder / "serve.toml"
     file.write_text("\n".join(lines))
-    with serving("--config", file) as found:
+    return file
+
+
+@pytest.fixture(scope="module")
+def guarded(store, tmp_path_factory):
+    """A service with tokens and narrow bounds."""
+    bounds = ("max_body_bytes = 100000", "max_lookup_keys = 5000", "max_answer_bytes = 4000")
+    with serving("--config", settings_file(tmp_path_factory.mktemp("settings"), store, *bounds)) as found:
         yield found
 
 
@@ -305,6 +311,15 @@ def test_a_service_that_is_not_there(monkeypatch):
         client.references()
     with pytest.raises(UsageError, match="http://"):
         Client("ftp://somewhere")
+
+
+def test_the_openapi_document_is_kept(store, tmp_path):
+    """Requests made up from it, good and bad, by schemathesis: no 5xx, no answer that it does not describe."""
+    with serving("--config", settings_file(tmp_path, store)) as url:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", "all"]
+        options = ["--max-examples", "60", "--request-timeout", "10", "-H", f"Authorization: Bearer {TOKENS['reader']}"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def reflogp(*arguments, **environment):

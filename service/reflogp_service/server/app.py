@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 from anyio import to_thread
 from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -105,7 +106,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
             raise Problem(503, str(error), "an administrator checks the store") from error
         return Health(status="ready", version=version("reflogp"))
 
-    @app.get("/metrics", tags=["health"], dependencies=[reader], response_class=Response)
+    @app.get(
+        "/metrics", tags=["health"], dependencies=[reader], response_class=PlainTextResponse, responses=documented(401, 403)
+    )
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -9,8 +9,10 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import Scope, TokenSettings
@@ -26,14 +28,17 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[[Request], str]:
+def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., str]:
     """A dependency that lets a request pass when its token has the scope; gives the token's name.
 
     Every known digest is compared, each in constant time, so an answer's delay says nothing about how close a guess was.
     Without any tokens (loopback only, see ServerSettings) everybody passes.
     """
 
-    def check(request: Request) -> str:
+    def check(
+        request: Request,
+        documented: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],  # for OpenAPI
+    ) -> str:
         if not tokens:
             return "loopback"
         kind, _, token = request.headers.get("authorization", "").partition(" ")

@@ -106,4 +106,5 @@ def install(app: FastAPI) -> None:
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's entries for a route's problems."""
-    return {status: {"model": ProblemBody, "description": HTTPStatus(status).phrase} for status in statuses}
+    content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
