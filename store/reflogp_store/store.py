@@ -45,7 +45,7 @@ class LogprobStore:
         self._options = storage.with_credentials(self.uri, options)
 
     def references(self) -> list[Reference]:
-        """The reference models that the store holds, ordered by id.
+        """The reference models that the store holds, ordered by id; without those whose reference.json is damaged (a warning).
 
         Raises:
             UsageError: there is no store at the URI, or something else is.
@@ -58,12 +58,19 @@ class LogprobStore:
         try:
             entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
-            found = [reference for folder in folders if (reference := self._readable_reference(folder))]
+            found, damaged = [], 0
+            for folder in folders:
+                try:
+                    if reference := self._read_reference(folder):
+                        found.append(reference)
+                except DamagedStoreError as error:  # the others can be reached all the same
+                    warnings.warn(str(error), StoreDamageWarning, stacklevel=2)
+                    damaged += 1
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
             raise UsageError(f"there is no store at {self.uri}")
-        if entries and not found and not any(Path(self.uri, folder, _REFERENCE_FILE).exists() for folder in folders):
+        if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found
 
@@ -145,14 +152,6 @@ class LogprobStore:
 
     def _table_uri(self, reference_id: str) -> str:
         return f"{self.uri}/{reference_id}/{_TABLE_FOLDER}"
-
-    def _readable_reference(self, folder: str) -> Reference | None:
-        """As `_read_reference`; None with a warning where it is damaged, so that the others can be reached."""
-        try:
-            return self._read_reference(folder)
-        except DamagedStoreError as error:
-            warnings.warn(str(error), StoreDamageWarning, stacklevel=3)
-            return None
 
     def _read_reference(self, reference_id: str) -> Reference | None:
         if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():
