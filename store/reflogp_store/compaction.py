@@ -11,21 +11,21 @@ import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from reflogp_store import log
 from reflogp_store.commands import repair_command
+from reflogp_store.digests import Progress
 from reflogp_store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
 from reflogp_store.keys import keys_as_words
 from reflogp_store.log import Written
-from reflogp_store.schema import SCHEMA, one_array
-from reflogp_store.shard import Shard, ShardDamageError, sorted_by_key
+from reflogp_store.schema import SCHEMA
+from reflogp_store.shard import Shard, ShardDamageError, longest_of_each_key
 from reflogp_store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp_store.table import LogprobTable
 
@@ -41,8 +41,6 @@ _SMALL_SHARDS_SPREAD = 32
 _MERGED_AT_ONCE = 128
 #: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted one for its writer.
 RETENTION_HOURS = 168
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
         behind = (part + 1 << 64) // parts
         pieces = [piece for reader in readers if len(piece := reader.up_to(behind))]
         if pieces:
-            yield _first_of_each_key(sorted_by_key(pa.concat_tables(pieces)))
+            yield longest_of_each_key(pa.concat_tables(pieces))
 
 
 class _Reader:
@@ -231,8 +229,7 @@ def _require_every_file(table: LogprobTable) -> None:
     """Raise DamagedStoreError unless every shard that the log names is there, and log and checkpoints agree."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
-    replayed = log.replay(table.filesystem, number)
-    problems = replayed.problems | log.differences(table.filesystem, replayed, sizes)
+    problems = log.checked(table.filesystem, number, sizes).problems
     problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
@@ -251,11 +248,3 @@ def _overlaps(shards: Sequence[Shard]) -> int:
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]
     return max(accumulate(step for _, step in sorted(ends)), default=0)
-
-
-def _first_of_each_key(rows: pa.Table) -> pa.Table:
-    if len(rows) < 2:
-        return rows
-    keys = one_array(rows["key"])
-    first = pa.concat_arrays([pa.array([True]), pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))])
-    return rows.filter(first) if not pc.all(first).as_py() else rows

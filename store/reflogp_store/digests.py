@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
-#: progress(bytes hashed so far, bytes to hash in all)
+#: progress(done so far, in all): bytes where files are hashed, rows or files elsewhere, as the function says
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20

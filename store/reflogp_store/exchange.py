@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,19 +16,18 @@ import pyarrow.parquet as pq
 
 from reflogp_store.commands import repair_command
 from reflogp_store.compaction import SHARD_BYTES, merged
+from reflogp_store.digests import Progress
 from reflogp_store.errors import DamagedStoreError, StoreUnavailableError, UsageError
 from reflogp_store.reference import Reference
 from reflogp_store.schema import SCHEMA, problem_of_rows
 from reflogp_store.shard import ShardDamageError
 from reflogp_store.snapshot import Snapshot
 from reflogp_store.storage import STORAGE_ERRORS, list_files, sentence
-from reflogp_store.store import LogprobStore
+from reflogp_store.store import REFERENCE_FILE, LogprobStore
 from reflogp_store.table import LogprobTable
 
-_REFERENCE_FILE, _README, _DATA = "reference.json", "README.md", "data"
+_README, _DATA = "README.md", "data"
 _IMPORT_ROWS = 65_536
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def export_table(
         if not files:  # an empty table is exported as one
             pq.write_table(SCHEMA.empty_table(), partial / _DATA / "part-00000.parquet")
             files = 1
-        (partial / _REFERENCE_FILE).write_text(table.reference.to_json())
+        (partial / REFERENCE_FILE).write_text(table.reference.to_json())
         (partial / _README).write_text(_readme(table.reference, snapshot.number, rows))
         if target.exists():
             target.rmdir()
@@ -118,10 +116,10 @@ def import_folder(store: LogprobStore, folder: str, progress: Progress | None = 
     """
     source = Path(folder)
     files = sorted((source / _DATA).glob("*.parquet"))
-    if not (source / _REFERENCE_FILE).is_file() or not files:
+    if not (source / REFERENCE_FILE).is_file() or not files:
         raise UsageError(f"{folder} is not an export: it needs reference.json and data/*.parquet")
     try:
-        reference = Reference.from_json((source / _REFERENCE_FILE).read_text())
+        reference = Reference.from_json((source / REFERENCE_FILE).read_text())
         total = sum(pq.read_metadata(file).num_rows for file in files)
         done = 0
         for file in files:

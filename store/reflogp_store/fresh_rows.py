@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp_store.schema import SCHEMA, list_sums, one_array
+from reflogp_store.shard import longest_of_each_key, sorted_by_key
 from reflogp_store.snapshot import Snapshot
 
 
@@ -21,7 +22,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
     Raises DamagedStoreError when the stored values of a row that would go on from them are damaged.
     """
-    rows = _longest_per_key(rows)
+    rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
     found = snapshot.find(one_array(rows["key"]))
     wanted = found.lengths < lengths
@@ -42,16 +43,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
     parts = [rows.filter(pa.array(wanted))]
     if other:
         parts.append(_beginning_with(rows.take(pa.array(other)), [by_place[at] for at in other]))
-    return pa.concat_tables(parts)
-
-
-def _longest_per_key(rows: pa.Table) -> pa.Table:
-    order = np.argsort(-rows["scored_len"].to_numpy(), kind="stable")
-    keys = rows["key"].take(pa.array(order)).to_pylist()
-    first: dict[bytes, int] = {}
-    for at, key in zip(order, keys, strict=True):
-        first.setdefault(key, int(at))
-    return rows if len(first) == len(rows) else rows.take(pa.array(sorted(first.values())))
+    return sorted_by_key(pa.concat_tables(parts))
 
 
 def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:

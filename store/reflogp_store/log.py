@@ -197,11 +197,22 @@ def replay(
     return Replayed(last, shards, problems)
 
 
-def differences(filesystem: pafs.FileSystem, replayed: Replayed, shards: Mapping[str, int]) -> dict[str, str]:
-    """File -> problem, where whole entries add up to other shards (path -> bytes) than delta-rs reads from checkpoints on."""
-    if replayed.problems or {path: shard.size for path, shard in replayed.shards.items()} == shards:
-        return {}
-    return dict.fromkeys(checkpoints(filesystem), "it sums up something else than the log's entries")
+def checked(
+    filesystem: pafs.FileSystem,
+    last: int,
+    shards: Mapping[str, int],
+    progress: Callable[[int, int], None] | None = None,
+) -> Replayed:
+    """As `replay`; whole entries that add up to other shards than delta-rs reads are a problem of the checkpoints.
+
+    Args:
+        filesystem, last, progress: as in `replay`.
+        shards: path -> bytes, as delta-rs reads them from checkpoints on.
+    """
+    replayed = replay(filesystem, last, progress)
+    if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
+        replayed.problems.update(dict.fromkeys(checkpoints(filesystem), "it sums up something else than the log's entries"))
+    return replayed
 
 
 def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pyarrow.fs as pafs
 
 from reflogp_store import log, storage
+from reflogp_store.digests import Progress
 from reflogp_store.errors import StoreUnavailableError
 from reflogp_store.schema import SCHEMA
 from reflogp_store.shard import Shard
@@ -21,8 +21,6 @@ from reflogp_store.table import LogprobTable
 
 #: Damaged files are kept here, inside the table's folder; Delta readers pass over names that begin with an underscore.
 _DAMAGED_FOLDER = "_damaged"
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,8 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
             if progress:
                 progress(done, number + 1 + len(shards))
 
-        replayed = log.replay(table.filesystem, number, entry_read)
-        problems = replayed.problems | log.differences(table.filesystem, replayed, sizes)
-        damages = [Damage(file, problem, None) for file, problem in problems.items()]
+        replayed = log.checked(table.filesystem, number, sizes, entry_read)
+        damages = [Damage(file, problem, None) for file, problem in replayed.problems.items()]
         for done, (path, shard) in enumerate(shards.items(), 1):
             committed = replayed.shards.get(path)
             problem = shard.problem(committed.digest if committed else None)

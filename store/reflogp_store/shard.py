@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -43,6 +44,16 @@ def sorted_by_key(rows: pa.Table) -> pa.Table:
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
+
+
+def longest_of_each_key(rows: pa.Table) -> pa.Table:
+    """Rows in the order that shards have, of each key only the longest; `rows` itself where that is what it is."""
+    rows = sorted_by_key(rows)
+    if len(rows) < 2:
+        return rows
+    keys = one_array(rows["key"])
+    first = pa.concat_arrays([pa.array([True]), pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))])
+    return rows if pc.all(first).as_py() else rows.filter(first)
 
 
 def _group_rows(rows: pa.Table) -> int:

@@ -23,7 +23,7 @@ from reflogp_store.errors import (
 from reflogp_store.reference import Reference
 from reflogp_store.table import LogprobTable
 
-_REFERENCE_FILE = "reference.json"
+REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
 
 
@@ -126,7 +126,7 @@ class LogprobStore:
             table.check_writable()
             if known is None:  # written last: what has a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
-                storage.write_file(filesystem, _REFERENCE_FILE, reference.to_json().encode())
+                storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         return table
@@ -157,7 +157,7 @@ class LogprobStore:
         if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():
             return None
         filesystem = storage.open_filesystem(f"{self.uri}/{reference_id}", self._options)
-        data = storage.read_file(filesystem, _REFERENCE_FILE)
+        data = storage.read_file(filesystem, REFERENCE_FILE)
         if data is None:
             return None
         try:
@@ -166,7 +166,7 @@ class LogprobStore:
                 raise ValueError(f"it says {reference.reference_id}")
         except ValueError as error:
             raise DamagedStoreError(
-                f"{self.uri}/{reference_id}/{_REFERENCE_FILE} is damaged ({error}); delete it, and scoring with that model "
+                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it, and scoring with that model "
                 "writes it anew"
             ) from error
         return reference
