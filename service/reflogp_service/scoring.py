@@ -17,9 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.shape import Format
-from reflogp_service.data.tokenize import TokenizedRows, load_tokenizer, tokenize_dataset
+from reflogp_service.data.tokenize import TokenizedDataset, TokenizedRows
 from reflogp_service.engine.sequences import Sequence
 from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
 from reflogp_store.compaction import compact_if_many, small_shards_allowed
@@ -58,6 +56,9 @@ class Watcher(Protocol):
 
     def note(self, row: int, remark: str) -> None:
         """A row that has values, and something worth knowing about it."""
+
+    def committed(self, snapshot: int) -> None:
+        """What is computed so far is in the store, as of that snapshot."""
 
 
 @dataclass
@@ -107,16 +108,13 @@ class ScoreSummary:
 
 
 def score_dataset(
-    source: RowSource,
-    model_folder: str,
+    dataset: TokenizedDataset,
     store: LogprobStore,
     reference: Reference,
     make_engine: Callable[[], Engine],
     *,
-    form: Format | None = None,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
-    trust_remote_code: bool = False,
     watcher: Watcher | None = None,
     commit_sequences: int = COMMIT_SEQUENCES,
     commit_seconds: float = COMMIT_SECONDS,
@@ -124,15 +122,12 @@ def score_dataset(
     """Score what the store lacks of a dataset.
 
     Args:
-        source: the dataset.
-        model_folder: where the tokenizer is.
+        dataset: what to score.
         store: where values go.
         reference: the model that `make_engine` loads.
         make_engine: called on the first miss; a run of hits loads no model.
-        form: the dataset's format; None finds it.
         max_length: score no token past this position (keep_start), or only the last so many (keep_end).
         truncation_mode: "keep_start" or "keep_end".
-        trust_remote_code: for the tokenizer.
         watcher: told of progress and of bad rows.
         commit_sequences, commit_seconds: commit when either is reached.
 
@@ -149,10 +144,9 @@ def score_dataset(
     before.require_whole()  # what a damaged shard held could be stored a second time, differently
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, make_engine, summary, watcher, commit_sequences, commit_seconds)
-    tokenizer = load_tokenizer(model_folder, trust_remote_code)
-    for window in tokenize_dataset(source, tokenizer, form):
+    for window in dataset:
         if watcher and not summary.rows:
-            watcher.begin(source.count() * max(1, len(window.table.column_names) - 2))  # all but row and prompt_ids
+            watcher.begin(dataset.count() * max(1, len(window.table.column_names) - 2))  # all but row and prompt_ids
         run.take(window, max_length, truncation_mode)
     run.flush()
     summary.seconds = time.monotonic() - started
@@ -307,6 +301,8 @@ class _Run:
         self._summary.snapshot = self._table.append(rows).snapshot
         compact_if_many(self._table, self._small_shards)
         self._now = self._table.snapshot()
+        if self._watcher:
+            self._watcher.committed(self._summary.snapshot)
 
     def _advance(self, sequences: int, tokens: int) -> None:
         if self._watcher and sequences:

@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
@@ -14,12 +15,11 @@ from tests.conftest import plain_token_logps, write_rows
 def score(reference_folder, tmp_path):
     """score(file, **options) -> summary, into one store."""
 
-    def run(file, make_engine=None, **options):
+    def run(file, make_engine=None, form=None, **options):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
-        return score_dataset(
-            RowSource(str(file)), str(reference_folder), LogprobStore(tmp_path / "store"), reference, engine, **options
-        )
+        dataset = TokenizedDataset(RowSource(str(file)), str(reference_folder), form)
+        return score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, engine, **options)
 
     return run
 
@@ -115,6 +115,9 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
         def note(self, row, remark):
             self.notes[row] = remark
 
+        def committed(self, snapshot):
+            self.snapshot = snapshot
+
     good = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
     rows = [
         good,
@@ -128,6 +131,7 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
     notes = Notes()
     summary = score(write_rows(tmp_path / "t.jsonl", rows), watcher=notes)
     assert set(notes.bad) == {1, 2, 3, 4} == set(summary.bad_row_numbers)
+    assert notes.snapshot == summary.snapshot
     assert "prompt is empty" in notes.notes[5]
     assert notes.total == 14
     assert notes.done == summary.scored + summary.duplicates == summary.sequences - summary.failed

@@ -12,6 +12,7 @@ from trl import DPOConfig, DPOTrainer
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.engine import TorchEngine
+from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
 from reflogp_trainer import CachedDPOTrainer, ReferenceSource
@@ -20,8 +21,7 @@ from tests.conftest import write_rows
 
 def score_pairs(model: Path, data: Path, store: Path, **options):
     return score_dataset(
-        RowSource(str(data)),
-        str(model),
+        TokenizedDataset(RowSource(str(data)), str(model)),
         LogprobStore(store),
         describe_reference(str(model), "float32"),
         lambda: TorchEngine(str(model), "float32"),

@@ -97,6 +97,9 @@ class Bar:
     def note(self, row: int, remark: str) -> None:
         self._notes.add(row, remark)
 
+    def committed(self, snapshot: int) -> None:
+        """Nothing to show: rows count when they are computed."""
+
     def hashed(self, done: int, total: int) -> None:
         """Progress of hashing weight files, in bytes."""
         self._progress.update(self._task, completed=done, total=total)

@@ -46,6 +46,7 @@ def score(
     try:
         from reflogp_service.data.read import RowSource
         from reflogp_service.data.shape import FORMATS
+        from reflogp_service.data.tokenized import TokenizedDataset
         from reflogp_service.scoring import Engine, score_dataset
     except ImportError as error:
         raise needs("service", error) from error
@@ -70,15 +71,12 @@ def score(
 
     with progress_bar("scoring") as bar:
         summary = score_dataset(
-            source,
-            folder,
+            TokenizedDataset(source, folder, form, trust_remote_code),  # type: ignore[arg-type]
             LogprobStore(store),
             reference,
             make_engine,
-            form=form,  # type: ignore[arg-type]
             max_length=max_length,
             truncation_mode=truncation_mode,
-            trust_remote_code=trust_remote_code,
             watcher=bar,
             commit_sequences=commit_sequences,
         )

@@ -7,7 +7,7 @@ ids: nothing here knows text, keys or stores. Called by the scoring job and by a
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -124,48 +124,67 @@ class TorchEngine:
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """(index, token_logps) as passes come off the device, the longest of each window first.
+        """(index, token_logps) as passes come off the device; as `passes`, one sequence at a time."""
+        for landed in self.passes(sequences, skip, temperature):
+            yield from landed
+
+    def passes(
+        self,
+        sequences: list[Sequence],
+        skip: Collection[int] = (),
+        temperature: float = 1.0,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> Iterator[list[tuple[int, Outcome]]]:
+        """What comes off the device, pass by pass, the longest of each window first: (index, token_logps) of its sequences.
 
         In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
-        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs.
+        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs. Between two
+        items the engine may be used for something else.
 
         Args:
             sequences: ones without `problems`.
             skip: indices to leave out.
             temperature: logits are divided by it.
+            before: told the indices of each pass before the device gets it.
         """
         wanted = [i for i in range(len(sequences)) if i not in skip]
         for start in range(0, len(wanted), _WINDOW):
-            yield from self._stream_window(sequences, wanted[start : start + _WINDOW], temperature)
+            yield from self._window_passes(sequences, wanted[start : start + _WINDOW], temperature, before)
 
-    def _stream_window(self, sequences: list[Sequence], left: list[int], temperature: float) -> Iterator[tuple[int, Outcome]]:
+    def _window_passes(
+        self,
+        sequences: list[Sequence],
+        left: list[int],
+        temperature: float,
+        before: Callable[[list[int]], None] | None,
+    ) -> Iterator[list[tuple[int, Outcome]]]:
         while left:
             done: set[int] = set()
             flying: _Flying | None = None
             for unit in _prepared_ahead(self._units([sequences[i] for i in left])):
+                if before is not None:
+                    before([left[at] for at, _ in unit.members])
                 try:
                     launched = self._launch(unit, temperature)
                 except EngineError:
                     if flying is not None:  # what was computed before is not lost
-                        yield from ((left[at], logps) for at, logps in flying.land())
+                        yield flying.land(left)
                     raise
                 if launched is None and len(unit.members) == 1:
                     [(alone, _)] = unit.members
                     done.add(alone)
-                    yield (
-                        left[alone],
-                        f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length",
-                    )
+                    problem = f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
+                    yield [(left[alone], problem)]
                     continue
                 if launched is None:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
                     break  # prepare what is left anew, in smaller packs
                 if flying is not None:
-                    yield from ((left[at], logps) for at, logps in flying.land())
+                    yield flying.land(left)
                 flying = launched
                 done.update(at for at, _ in unit.members)
             if flying is not None:
-                yield from ((left[at], logps) for at, logps in flying.land())
+                yield flying.land(left)
             left = [index for at, index in enumerate(left) if at not in done]
 
     def flops(self, sequence: Sequence) -> float:
@@ -260,13 +279,16 @@ class _Flying:
         copied.record()
         return cls(unit, host, copied)
 
-    def land(self) -> Iterator[tuple[int, Outcome]]:
+    def land(self, indices: list[int]) -> list[tuple[int, Outcome]]:
+        """The pass's values, once they are here; `indices` are the caller's numbers of the members."""
         if self.copied is not None:
             self.copied.synchronize()
         values = self.values.numpy()
+        landed: list[tuple[int, Outcome]] = []
         for index, where in self.unit.members:
             logps = values[where]
-            yield index, logps if np.isfinite(logps).all() else _NOT_FINITE
+            landed.append((indices[index], logps if np.isfinite(logps).all() else _NOT_FINITE))
+        return landed
 
 
 def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:

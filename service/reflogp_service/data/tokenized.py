@@ -1,0 +1,137 @@
+"""A dataset as token ids, window by window; tokenised once and kept, where a folder for that is given.
+
+Knows when two tokenisations are the same: by the dataset's content, the tokenizer's files and the format, never by names. Called by
+the command line (nothing kept) and by the service's workers (kept, so that a second job or a restarted one tokenises nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow as pa
+
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.shape import Format
+from reflogp_service.data.tokenize import TokenizedRows, load_tokenizer, tokenize_dataset
+from reflogp_store import read_checkpoint, resolve_model
+from reflogp_store.digests import file_digests
+
+#: What may change a tokenisation: vocabulary, merges, templates, special tokens, and config.json, which names the class.
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.jinja", "chat_template*", "*.model", "*.tiktoken", "config.json", "*.py")
+
+
+class TokenizedDataset:
+    """Rows of a dataset as token ids, any number of times.
+
+    Args:
+        source: the rows.
+        model_folder: where the tokenizer is; loaded when it is needed.
+        form: the dataset's format; None finds it.
+        trust_remote_code: for the tokenizer.
+        kept: a file that holds the token ids when it is there, and is written on the first complete pass when it is not.
+            Name it by `kept_name`, so that it cannot be another dataset's. Rows as they were read are not kept.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        model_folder: str,
+        form: Format | None = None,
+        trust_remote_code: bool = False,
+        kept: Path | None = None,
+    ) -> None:
+        self._source = source
+        self._model_folder = model_folder
+        self._form = form
+        self._trust_remote_code = trust_remote_code
+        self._kept = kept
+
+    def count(self) -> int:
+        """Rows in all, readable or not."""
+        if self._kept is not None and self._kept.is_file():
+            with pa.memory_map(str(self._kept)) as file:
+                return int(pa.ipc.open_file(file).schema.metadata[b"rows"])
+        return self._source.count()
+
+    def __iter__(self) -> Iterator[TokenizedRows]:
+        if self._kept is None:
+            return self._tokenized()
+        return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
+
+    def _tokenized(self) -> Iterator[TokenizedRows]:
+        tokenizer = load_tokenizer(self._model_folder, self._trust_remote_code)
+        return tokenize_dataset(self._source, tokenizer, self._form)
+
+    def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
+        rows = self._source.count()
+        writer: pa.RecordBatchFileWriter | None = None
+        problems: dict[int, str] = {}
+        try:
+            for window in self._tokenized():
+                problems |= window.problems
+                if window.table.num_columns > 2:  # a window before the first readable row has no completions yet
+                    if writer is None:
+                        schema = window.table.schema.with_metadata({"rows": str(rows)})
+                        writer = pa.ipc.new_file(str(partial), schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+                    [batch] = window.table.combine_chunks().to_batches() or [_empty_batch(window.table.schema)]
+                    note = {"problems": json.dumps(problems), "last_row": str(window.last_row)}
+                    writer.write_batch(batch, custom_metadata=note)
+                    problems = {}
+                yield window
+            if writer is not None:
+                writer.close()
+                partial.replace(kept)
+        finally:
+            if writer is not None:
+                writer.close()
+            partial.unlink(missing_ok=True)
+
+
+def kept_name(dataset_digest: str, model_folder: str, form: Format | None, split: str) -> str:
+    """The file name of a tokenisation: a digest of all that it depends on."""
+    folder = resolve_model(model_folder)
+    if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        folder = read_checkpoint(folder).folder
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    content = {
+        "dataset": dataset_digest,
+        "tokenizer": sorted((file.name, digest) for file, digest in file_digests(files).items()),
+        "form": form,
+        "split": split,
+        "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
+    }
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v1")
+    return f"{digest.hexdigest()}.arrow"
+
+
+def forget_oldest(folder: Path, max_bytes: int) -> None:
+    """Delete the tokenisations that were least recently used until the rest is within a size."""
+    files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
+    kept = 0
+    for file in files:
+        kept += file.stat().st_size
+        if kept > max_bytes:
+            file.unlink(missing_ok=True)
+
+
+def _read(kept: Path) -> Iterator[TokenizedRows]:
+    os.utime(kept)
+    with pa.memory_map(str(kept)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch_with_custom_metadata(number)
+            note = batch.custom_metadata
+            problems = {int(row): problem for row, problem in json.loads(note[b"problems"]).items()}
+            yield TokenizedRows(pa.Table.from_batches([batch.batch]), [], problems, int(note[b"last_row"]))
+
+
+def _empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], schema=schema)
