@@ -30,6 +30,7 @@ VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 
 #: Shapes of Qwen2 models: hidden, intermediate, layers, heads, key heads.
 SHAPES = {
+    "tiny": (128, 384, 4, 4, 2),
     "0.1B": (768, 2048, 12, 12, 4),
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),

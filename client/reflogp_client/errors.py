@@ -3,15 +3,29 @@
 ReflogpError (reflogp_store.errors)
 └── ServiceError              a service did not do what was asked
     ├── ServiceUnreachableError   no connection, or no answer in time
+    ├── DeadlineExceededError     not done within the time that the caller gave
     ├── ServiceBusyError          429 or 503, after the retries
     ├── NotAllowedError           401 or 403
     ├── RequestRefusedError       another 4xx: the request is wrong
-    └── ServiceFailedError        another 5xx, or an answer that is none
+    ├── ServiceFailedError        another 5xx, or an answer that is none
+    ├── SequencesRefusedError     some sequences could not be scored; has the others' values
+    └── JobFailedError            a job failed or was cancelled
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from reflogp_store import ReflogpError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from reflogp_client.jobs import Job
+
+#: Sequences whose problem an error's message tells; the rest is counted.
+_TOLD = 3
 
 
 class ServiceError(ReflogpError):
@@ -32,6 +46,10 @@ class ServiceUnreachableError(ServiceError):
     """No connection, or no answer in time."""
 
 
+class DeadlineExceededError(ServiceError):
+    """Not done within the time that the caller gave: its `deadline` or `timeout` (504 where the service says so)."""
+
+
 class ServiceBusyError(ServiceError):
     """The service cannot answer now (429, 503), also after the retries."""
 
@@ -46,3 +64,27 @@ class RequestRefusedError(ServiceError):
 
 class ServiceFailedError(ServiceError):
     """The service failed (another 5xx), or gave an answer that cannot be read."""
+
+
+class SequencesRefusedError(ServiceError):
+    """Some sequences could not be scored; the others were.
+
+    Attributes:
+        problems: position of a sequence -> why it has no values.
+        results: float32 arrays in the order of the request; None where there is a problem.
+    """
+
+    def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:
+        told = "; ".join(f"{position}: {problem}" for position, problem in list(problems.items())[:_TOLD])
+        more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
+        super().__init__(f"{len(problems)} of {len(results)} sequences have no values ({told}{more})")
+        self.problems = problems
+        self.results = results
+
+
+class JobFailedError(ServiceError):
+    """A job failed or was cancelled. `job` is its last state."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'failed: {job.error}'}")
+        self.job = job

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from reflogp_service.data.tokenize import TokenizedDataset, TokenizedRows
+from reflogp_service.data.tokenize import TokenizedRows
+from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine.sequences import Sequence
 from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
 from reflogp_store.compaction import compact_if_many, small_shards_allowed
@@ -47,6 +48,9 @@ class Watcher(Protocol):
 
     def begin(self, sequences: int) -> None:
         """How many sequences the dataset has, as far as can be told before reading it."""
+
+    def read(self, rows: int) -> None:
+        """So many rows are read and tokenised."""
 
     def advance(self, sequences: int, tokens: int) -> None:
         """So many more sequences are done, for which so many tokens were computed."""
@@ -147,6 +151,8 @@ def score_dataset(
     for window in dataset:
         if watcher and not summary.rows:
             watcher.begin(dataset.count() * max(1, len(window.table.column_names) - 2))  # all but row and prompt_ids
+        if watcher:
+            watcher.read(window.last_row + 1)
         run.take(window, max_length, truncation_mode)
     run.flush()
     summary.seconds = time.monotonic() - started

@@ -31,6 +31,7 @@ class Join:
     Attributes:
         logps: column name -> float32 (n,). NaN where `missing`.
         keys: token column -> n keys, in the same order as `logps`.
+        tokens: token column -> log-probs in each sum, int64 (n,).
         missing: rows with a sequence that the snapshot has not for enough tokens, bool (n,).
         unusable: rows whose stored values are damaged or not finite, bool (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
@@ -38,6 +39,7 @@ class Join:
 
     logps: dict[str, Float32s]
     keys: dict[str, pa.FixedSizeBinaryArray]
+    tokens: dict[str, npt.NDArray[np.int64]]
     missing: npt.NDArray[np.bool_]
     unusable: npt.NDArray[np.bool_]
     dropped: npt.NDArray[np.bool_]
@@ -98,7 +100,7 @@ def join_logps(
     missing = short.reshape(-1, rows).any(0) & ~dropped
     unusable = (~np.isfinite(sums) & ~short).reshape(-1, rows).any(0) & ~dropped
     logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(-1, rows), strict=True)}
-    return Join(logps, keys, missing, unusable, dropped)
+    return Join(logps, keys, needed, missing, unusable, dropped)
 
 
 @dataclass(frozen=True)

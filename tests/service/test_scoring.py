@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
@@ -18,7 +19,7 @@ def score(reference_folder, tmp_path):
     def run(file, make_engine=None, form=None, **options):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
-        dataset = TokenizedDataset(RowSource(str(file)), str(reference_folder), form)
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
         return score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, engine, **options)
 
     return run
@@ -106,6 +107,9 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
         def begin(self, sequences):
             self.total = sequences
 
+        def read(self, rows):
+            self.rows = rows
+
         def advance(self, sequences, tokens):
             self.done += sequences
 
@@ -131,7 +135,7 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
     notes = Notes()
     summary = score(write_rows(tmp_path / "t.jsonl", rows), watcher=notes)
     assert set(notes.bad) == {1, 2, 3, 4} == set(summary.bad_row_numbers)
-    assert notes.snapshot == summary.snapshot
+    assert (notes.snapshot, notes.rows) == (summary.snapshot, summary.rows)
     assert "prompt is empty" in notes.notes[5]
     assert notes.total == 14
     assert notes.done == summary.scored + summary.duplicates == summary.sequences - summary.failed

@@ -22,7 +22,7 @@ from reflogp_client import (
     ServiceUnreachableError,
 )
 from reflogp_store import LogprobStore, UsageError, compact
-from tests.service.serving import serving
+from tests.service.serving import running, serving
 from tests.store.rows import REFERENCE, some_rows
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
@@ -313,12 +313,14 @@ def test_a_service_that_is_not_there(monkeypatch):
         Client("ftp://somewhere")
 
 
-def test_the_openapi_document_is_kept(store, tmp_path):
+def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
     """Requests made up from it, good and bad, by schemathesis: no 5xx, no answer that it does not describe."""
-    with serving("--config", settings_file(tmp_path, store)) as url:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", "all"]
-        options = ["--max-examples", "60", "--request-timeout", "10", "-H", f"Authorization: Bearer {TOKENS['reader']}"]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200)
+    model = ("[references.ref]", f'model = "{reference_folder}"', 'dtype = "float32"')
+    with running("--config", settings_file(tmp_path, store, *model)) as service:
+        service.worker_ready(token=TOKENS["boss"])
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--checks", "all"]
+        options = ["--max-examples", "40", "--request-timeout", "20", "-H", f"Authorization: Bearer {TOKENS['boss']}"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

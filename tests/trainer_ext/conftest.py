@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from reflogp_service.data.read import RowSource
-from reflogp_service.engine import TorchEngine
+from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
 from reflogp_trainer import CachedDPOTrainer, ReferenceSource
@@ -21,7 +22,7 @@ from tests.conftest import write_rows
 
 def score_pairs(model: Path, data: Path, store: Path, **options):
     return score_dataset(
-        TokenizedDataset(RowSource(str(data)), str(model)),
+        TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
         LogprobStore(store),
         describe_reference(str(model), "float32"),
         lambda: TorchEngine(str(model), "float32"),

@@ -87,6 +87,9 @@ class Bar:
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
 
+    def read(self, rows: int) -> None:
+        """Nothing to show: sequences are counted."""
+
     def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
         self._progress.update(self._task, advance=sequences, tokens=self._tokens)

@@ -40,8 +40,9 @@ def demo(
         import torch
 
         from reflogp_service.data.read import RowSource
-        from reflogp_service.engine import TorchEngine
+        from reflogp_service.data.tokenize import load_tokenizer
         from reflogp_service.data.tokenized import TokenizedDataset
+        from reflogp_service.engine import TorchEngine
         from reflogp_service.scoring import score_dataset
         from reflogp_trainer import CachedDPOTrainer, ReferenceSource
     except ImportError as error:
@@ -67,7 +68,7 @@ def demo(
     for title in ("2. Score", "3. Score again"):
         with progress_bar("scoring") as bar:
             summary = score_dataset(
-                TokenizedDataset(RowSource(data_file), model),
+                TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model)),
                 store,
                 reference,
                 lambda: TorchEngine(str(model), dtype),

@@ -9,9 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp_client.cli import demo, join, score, serve, store
+from reflogp_client.cli import demo, jobs, join, score, serve, store, submit
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
+from reflogp_client.errors import RequestRefusedError
 from reflogp_store import ReflogpError, UsageError
+
+#: Answers of a service that mean bad usage: what was asked for is malformed or not there.
+_BAD_REQUEST = (400, 404, 413, 415, 422)
 
 app = typer.Typer(
     name="reflogp",
@@ -52,6 +56,8 @@ app.command("score")(score.score)
 app.command("join")(join.join)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
+app.command("submit")(submit.submit)
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(store.app, name="store")
 
 
@@ -65,12 +71,10 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         app()
-    except UsageError as error:
-        err.print(f"reflogp: {error}", style="red", markup=False)
-        sys.exit(EXIT_USAGE)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red", markup=False)
-        sys.exit(EXIT_FAILED)
+        refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
+        sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
     except KeyboardInterrupt:
         err.print("reflogp: interrupted; what was committed stays, run the same command again to go on", style="yellow")
         sys.exit(EXIT_FAILED)

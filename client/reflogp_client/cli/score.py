@@ -46,6 +46,7 @@ def score(
     try:
         from reflogp_service.data.read import RowSource
         from reflogp_service.data.shape import FORMATS
+        from reflogp_service.data.tokenize import load_tokenizer
         from reflogp_service.data.tokenized import TokenizedDataset
         from reflogp_service.scoring import Engine, score_dataset
     except ImportError as error:
@@ -71,7 +72,7 @@ def score(
 
     with progress_bar("scoring") as bar:
         summary = score_dataset(
-            TokenizedDataset(source, folder, form, trust_remote_code),  # type: ignore[arg-type]
+            TokenizedDataset(source, lambda: load_tokenizer(folder, trust_remote_code), form),  # type: ignore[arg-type]
             LogprobStore(store),
             reference,
             make_engine,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 import typer
@@ -17,20 +16,27 @@ def serve(
         list[str] | None,
         typer.Option("--model", help="A reference model by a name; may be repeated.", metavar="NAME=PATH"),
     ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="One worker for each: auto, cpu, cuda:0, …; may be repeated. Default: auto."),
+    ] = None,
+    pin: Annotated[str | None, typer.Option(help="Name of a model that is loaded and stays.", metavar="NAME")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
+    ] = None,
     config: Annotated[str | None, typer.Option("--config", help="TOML file with settings; flags win.", metavar="FILE")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 8311.")] = None,
 ) -> None:
-    """Answer for a store over HTTP: /v1/references, /v1/lookup, /docs, /healthz, /readyz, /metrics.
+    """Score for everybody: jobs, online requests and lookups over HTTP, and pages for people. /docs has every route.
 
-    Without tokens it listens on loopback only. `reflogp token NAME` makes a token for the settings file. TLS is a proxy's work.
+    Jobs that were not done when a service ended go on when it is started again. Without tokens it listens on loopback only.
+    `reflogp token NAME` makes a token for the settings file. TLS is a proxy's work.
 
     Example: reflogp serve --model sft=./sft-model --store ./logps
     """
     try:
-        import uvicorn
-
-        from reflogp_service.server.app import create_app
+        from reflogp_service.server.run import run
         from reflogp_service.server.settings import read_settings
     except ImportError as error:
         raise needs("service", error) from error
@@ -40,20 +46,11 @@ def serve(
         if not equals or not name or not path:
             raise UsageError(f"--model {entry}: give NAME=PATH")
         references[name] = {"model": path}
-    settings = read_settings(config, store=store, references=references or None, host=host, port=port)
+    flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
+    settings = read_settings(config, references=references or None, devices=device, **flags)
     if not settings.tokens:
-        err.print("no tokens are set: everybody on this machine may read; only loopback is served", style="yellow")
-    app = create_app(settings)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        limit_concurrency=settings.max_connections,
-        timeout_graceful_shutdown=30,
-        log_config=None,
-        server_header=False,
-    )
+        err.print("no tokens are set: everybody on this machine may read and score; only loopback is served", style="yellow")
+    run(settings)
 
 
 def token(

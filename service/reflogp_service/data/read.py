@@ -1,7 +1,8 @@
 """Rows out of dataset files: JSON lines, JSON, CSV, Parquet, Arrow, a `datasets` folder, a hub name.
 
 Knows file formats. Does not know prompts, tokens or keys. A row that cannot be read is an item of its own in the stream,
-with its number and what is wrong, so that one bad line never hides the good ones. Called by `tokenize`.
+with its number and what is wrong, so that one bad line never hides the good ones. What reading may cost is `bounds`'.
+Called by `tokenize`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from reflogp_service.data.bounds import (
+    BATCH_ROWS,
+    Meter,
+    ReadBounds,
+    RecordLines,
+    arrow_batches,
+    lines,
+    open_parquet,
+    open_text,
+    parquet_batches,
+    read_group,
+    rows_of,
+)
 from reflogp_service.errors import DatasetError
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
@@ -31,16 +46,24 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".feather": "arrow",
 }
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
-_BATCH_ROWS = 1024
+_TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
+#: A list of rows ends where they have so many bytes together.
+_BATCH_BYTES = 256 << 20
+#: A saved dataset's description of itself is no longer.
+_STATE_BYTES = 16 << 20
+
+#: A row's columns or None, what is wrong with it or None, its bytes as they were read (0 where that is not known).
+_Read = tuple[dict[str, Any] | None, str | None, int]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset: its number (from 0), and its columns or what made it unreadable."""
+    """One row of a dataset: its number (from 0), and its columns or what made it unreadable; its bytes where they are known."""
 
     number: int
     columns: dict[str, Any] | None
     problem: str | None = None
+    size: int = 0
 
 
 class RowSource:
@@ -49,14 +72,17 @@ class RowSource:
     Args:
         data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, or a hub name.
         split: of a hub dataset or a saved DatasetDict.
+        bounds: for data that others sent: what is longer is refused, what a saved dataset names outside its folder too, and
+            there is no hub.
 
     Raises:
         DatasetError: nothing of that name can be opened.
     """
 
-    def __init__(self, data: str, split: str = "train") -> None:
+    def __init__(self, data: str, split: str = "train", bounds: ReadBounds | None = None) -> None:
         self.name = data
         self.split = split
+        self._bounds = bounds
         self._dataset: Any = None
         path = Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
@@ -64,25 +90,27 @@ class RowSource:
             self.format, self.files = _folder_format(path)
         elif path.is_file():
             self.format, self.files = _file_format(path), (path,)
-        elif path.exists() or data.startswith((".", "/", "~")) or Path(data).suffix in {*_SUFFIXES, *_COMPRESSED}:
+        elif bounds or path.exists() or data.startswith((".", "/", "~")) or Path(data).suffix in {*_SUFFIXES, *_COMPRESSED}:
             raise DatasetError(f"dataset {data!r}: no such file")
         else:
             self.format = "hub"
+        if self.format == "folder" and bounds:
+            self.format, self.files = "arrow", _saved_files(path, split)
         if self.format in ("folder", "hub"):
             self._dataset = _load_with_datasets(data, self.format, split)
 
     def __iter__(self) -> Iterator[Row]:
-        for number, (columns, problem) in enumerate(self._rows()):
-            yield Row(number, columns, problem)
+        for number, (columns, problem, size) in enumerate(self._rows()):
+            yield Row(number, columns, problem, size)
 
     def count(self) -> int:
         """Rows in all, readable or not. Lines of text are counted by reading them, everything else by its metadata."""
         if self._dataset is not None:
             return len(self._dataset)
         if self.format == "jsonl":
-            return sum(1 for file in self.files for line in _lines(file) if line.strip())
+            return sum(1 for _ in self._lines())
         if self.format == "parquet":
-            return sum(pq.ParquetFile(file).metadata.num_rows for file in self.files)
+            return sum(open_parquet(file, self._bounds).metadata.num_rows for file in self.files)
         return sum(1 for _ in self._rows())
 
     def schema(self) -> pa.Schema:
@@ -90,37 +118,64 @@ class RowSource:
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
         if self.format == "parquet":
-            return pa.unify_schemas([pq.read_schema(file) for file in self.files])
+            return pa.unify_schemas([open_parquet(file, self._bounds).schema_arrow for file in self.files])
         schemas: list[pa.Schema] = []
-        for rows in batched((row.columns for row in self if row.columns is not None), _BATCH_ROWS):
-            found = pa.Table.from_pylist(rows).schema
+        for rows in batched((row for row in self if row.columns is not None), BATCH_ROWS):
+            found = pa.Table.from_pylist([row.columns for row in rows]).schema
             schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
         return schemas[0] if schemas else pa.schema([])
 
-    def _rows(self) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    def _rows(self) -> Iterator[_Read]:
         if self._dataset is not None:
-            for batch in self._dataset.iter(batch_size=_BATCH_ROWS):
+            for batch in self._dataset.iter(batch_size=BATCH_ROWS):
                 for values in zip(*batch.values(), strict=True):
-                    yield dict(zip(batch, values, strict=True)), None
+                    yield dict(zip(batch, values, strict=True)), None, 0
             return
+        meter = Meter(self._bounds, self.name)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
         for file in self.files:
-            try:
-                yield from read(file)
-            except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
-                raise DatasetError(f"{file} cannot be read as {self.format}: {str(error).splitlines()[0]}") from error
+            with _said_as_dataset_error(file, self.format):
+                yield from read(file, meter)
+
+    def _lines(self) -> Iterator[bytes | None]:
+        """Lines of text that are not blank; None for one that is too long."""
+        meter = Meter(self._bounds, self.name)
+        for file in self.files:
+            with _said_as_dataset_error(file, self.format), open_text(file, meter) as reader:
+                yield from (line for line in lines(reader, meter.bounds.row_bytes) if line is None or line.strip())
 
 
-def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Lists of up to `size` items."""
-    batch: list[Any] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
+def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
+    """Lists of up to `count` rows; of fewer where rows are so long that a list would not be bounded in memory."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += row.size
+        if len(batch) == count or size > _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
+
+
+def dataset_suffix(name: str) -> str | None:
+    """How a dataset file's name ends, in small letters: `.jsonl`, `.csv.gz`, …; None for a name that no reader knows."""
+    path = PurePosixPath(name)
+    packed = path.suffix.lower() if path.suffix.lower() in _COMPRESSED else ""
+    suffix = PurePosixPath(path.stem).suffix.lower() if packed else path.suffix.lower()
+    found = _SUFFIXES.get(suffix)
+    return suffix + packed if found in _TEXT or (found and not packed) else None
+
+
+@contextmanager
+def _said_as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(
+            f"{file} cannot be read as {form}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
 
 
 def _file_format(path: Path) -> FileFormat:
@@ -159,59 +214,110 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
     return loaded
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    with pa.input_stream(str(file), compression="detect") as stream:
-        yield from io.BufferedReader(stream, 1 << 20)
+def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
+    """The Arrow files of a saved dataset, as its state.json lists them; none that lies elsewhere."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
+        if split not in splits:
+            raise DatasetError(f"dataset {str(folder)!r} has no split {split!r}; it has {', '.join(splits)}")
+        folder = folder / _plain_name(split, folder)
+    listed = _state(folder / "state.json").get("_data_files", [])
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in listed]
+    return tuple(folder / _plain_name(name, folder) for name in names)
 
 
-def _jsonl(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    for line in _lines(file):
+def _state(file: Path) -> dict[str, Any]:
+    """A JSON object of a saved dataset, whose lists are lists."""
+    try:
+        with file.open("rb") as raw:
+            state = json.loads(raw.read(_STATE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} cannot be read") from error
+    if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
+        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} does not describe one")
+    return state
+
+
+def _plain_name(name: object, folder: Path) -> str:
+    if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
+        raise DatasetError(f"the saved dataset {folder} names a file that is not its own: {name!r}")
+    return name
+
+
+def _jsonl(file: Path, meter: Meter) -> Iterator[_Read]:
+    with open_text(file, meter) as reader:
+        yield from _json_lines(reader, meter.bounds)
+
+
+def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read]:
+    for line in lines(reader, bounds.row_bytes):
+        if line is None:
+            yield None, bounds.too_long(), 0
+            continue
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield None, f"not JSON: {error}"
+            yield None, f"not JSON: {error}", 0
             continue
-        yield (value, None) if isinstance(value, dict) else (None, f"not a JSON object but a {type(value).__name__}")
+        yield _object(value, len(line))
 
 
-def _json(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+def _object(value: Any, size: int) -> _Read:
+    return (value, None, size) if isinstance(value, dict) else (None, f"not a JSON object but a {type(value).__name__}", 0)
+
+
+def _json(file: Path, meter: Meter) -> Iterator[_Read]:
     """One array of objects, or JSON lines under the wrong name."""
-    text = b"".join(_lines(file))
-    if not text.lstrip().startswith(b"["):
-        yield from _jsonl(file)
-        return
+    with open_text(file, meter) as reader:
+        while (head := reader.peek()) and not head.strip():
+            reader.read(len(head))
+        if not head.lstrip().startswith(b"["):
+            yield from _json_lines(reader, meter.bounds)
+            return
+        text = read_group(reader, meter, file)
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{file} is not JSON: {error}") from error
+    size = len(text) // max(1, len(values))
+    del text
     for value in values:
-        yield (value, None) if isinstance(value, dict) else (None, f"not a JSON object but a {type(value).__name__}")
+        yield _object(value, size)
 
 
-def _csv(file: Path) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
     """Every column as text; an empty cell is null, as it is to `datasets`. A line with another number of cells is a bad row."""
-    csv.field_size_limit(1 << 30)
-    with pa.input_stream(str(file), compression="detect") as stream:
-        reader = csv.reader(io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline=""))
-        header = next(reader, None)
+    csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
+    with open_text(file, meter) as reader:
+        records = RecordLines(reader, meter.bounds.row_bytes, file)
+        rows = csv.reader(records)
+        header = next(rows, None)
         if not header:
             raise DatasetError(f"{file} has no header line")
-        for cells in reader:
+        records.next_record()
+        for cells in rows:
+            size = records.next_record()
             if len(cells) != len(header):
-                yield None, f"{len(cells)} columns where the header has {len(header)}"
+                yield None, f"{len(cells)} columns where the header has {len(header)}", 0
             else:
-                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None
+                yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
 
 
-def _parquet(file: Path) -> Iterator[tuple[dict[str, Any], None]]:
-    for batch in pq.ParquetFile(file).iter_batches(_BATCH_ROWS):
+def _parquet(file: Path, meter: Meter) -> Iterator[_Read]:
+    if meter.bounded:
+        yield from _bounded(parquet_batches(file, meter), meter)
+        return
+    for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS):
         for row in batch.to_pylist():
-            yield row, None
+            yield row, None, 0
 
 
-def _arrow(file: Path) -> Iterator[tuple[dict[str, Any], None]]:
+def _arrow(file: Path, meter: Meter) -> Iterator[_Read]:
+    if meter.bounded:
+        yield from _bounded(arrow_batches(file, meter), meter)
+        return
     with pa.memory_map(str(file)) as source:
         try:
             reader = pa.ipc.open_file(source)
@@ -220,5 +326,12 @@ def _arrow(file: Path) -> Iterator[tuple[dict[str, Any], None]]:
             source.seek(0)
             batches = pa.ipc.open_stream(source)
         for batch in batches:
+            batch.validate(full=True)
             for row in batch.to_pylist():
-                yield row, None
+                yield row, None, 0
+
+
+def _bounded(batches: Iterable[pa.RecordBatch], meter: Meter) -> Iterator[_Read]:
+    for batch in batches:
+        for row, size in rows_of(batch, meter):
+            yield row, None if row is not None else meter.bounds.too_long(), size

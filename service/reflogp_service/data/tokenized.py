@@ -1,7 +1,8 @@
 """A dataset as token ids, window by window; tokenised once and kept, where a folder for that is given.
 
-Knows when two tokenisations are the same: by the dataset's content, the tokenizer's files and the format, never by names. Called by
-the command line (nothing kept) and by the service's workers (kept, so that a second job or a restarted one tokenises nothing).
+Knows when two tokenisations are the same: by the dataset's content, the tokenizer's files and the format, never by names.
+Called by the command line (nothing kept) and by the service's workers (kept, so that a second job or a restarted one tokenises
+nothing).
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.shape import Format
-from reflogp_service.data.tokenize import TokenizedRows, load_tokenizer, tokenize_dataset
+from reflogp_service.data.tokenize import TokenizedRows, tokenize_dataset
 from reflogp_store import read_checkpoint, resolve_model
 from reflogp_store.digests import file_digests
 
@@ -31,9 +33,8 @@ class TokenizedDataset:
 
     Args:
         source: the rows.
-        model_folder: where the tokenizer is; loaded when it is needed.
+        load: gives the tokenizer; called when something must be tokenised.
         form: the dataset's format; None finds it.
-        trust_remote_code: for the tokenizer.
         kept: a file that holds the token ids when it is there, and is written on the first complete pass when it is not.
             Name it by `kept_name`, so that it cannot be another dataset's. Rows as they were read are not kept.
     """
@@ -41,15 +42,13 @@ class TokenizedDataset:
     def __init__(
         self,
         source: RowSource,
-        model_folder: str,
+        load: Callable[[], PreTrainedTokenizerBase],
         form: Format | None = None,
-        trust_remote_code: bool = False,
         kept: Path | None = None,
     ) -> None:
         self._source = source
-        self._model_folder = model_folder
+        self._load = load
         self._form = form
-        self._trust_remote_code = trust_remote_code
         self._kept = kept
 
     def count(self) -> int:
@@ -65,8 +64,7 @@ class TokenizedDataset:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
-        tokenizer = load_tokenizer(self._model_folder, self._trust_remote_code)
-        return tokenize_dataset(self._source, tokenizer, self._form)
+        return tokenize_dataset(self._source, self._load(), self._form)
 
     def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:
         kept.parent.mkdir(parents=True, exist_ok=True)

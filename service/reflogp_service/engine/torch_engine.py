@@ -138,8 +138,8 @@ class TorchEngine:
         """What comes off the device, pass by pass, the longest of each window first: (index, token_logps) of its sequences.
 
         In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
-        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs. Between two
-        items the engine may be used for something else.
+        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs. Between
+        two items the engine may be used for something else.
 
         Args:
             sequences: ones without `problems`.

@@ -1,193 +1,156 @@
-"""The HTTP app: routes over the shelf of references.
+"""The HTTP app: the parts of a service, put together, and its routes.
 
-Knows HTTP. What is looked up, and how, is the store's. Made by `reflogp serve` and by tests.
+Knows which parts there are and how they begin and end. Made by `reflogp serve` and by tests.
 """
 
 from __future__ import annotations
 
+import fcntl
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any
+from pathlib import Path
+from typing import IO, Any
 
-import pyarrow as pa
-from anyio import to_thread
-from fastapi import Depends, FastAPI, Query, Request, Response
-from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp_service.server import problems
-from reflogp_service.server.auth import requires
-from reflogp_service.server.bodies import arrow_response, keys_of, read_body
-from reflogp_service.server.problems import Problem, documented
+from reflogp_service.server.context import Context
+from reflogp_service.server.ledger import Ledger
+from reflogp_service.server.metrics import Metrics
+from reflogp_service.server.online import OnlineScoring
+from reflogp_service.server.pool import Pool, WorkerHandle
+from reflogp_service.server.precompute import Precompute
+from reflogp_service.server.routes.health import health_router
+from reflogp_service.server.routes.jobs import jobs_router
+from reflogp_service.server.routes.lookups import lookups_router
+from reflogp_service.server.routes.pages import pages_router
+from reflogp_service.server.routes.scores import scores_router
+from reflogp_service.server.routes.uploads import uploads_router
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
-from reflogp_store import ReflogpError
-from reflogp_store.keys import KEY_TYPE
-from reflogp_store.lookup import ARROW_STREAM, answer_table
+from reflogp_service.server.uploads import UploadFolder
+from reflogp_service.worker.orders import ModelPlace, WorkerConfiguration
+from reflogp_store import UsageError
 
-_TITLE = "reflogp"
-
-
-class ReferenceInfo(BaseModel):
-    """A reference that the service knows."""
-
-    name: str | None = Field(description="Its name here; None for one that only the store knows.")
-    reference_id: str
-    model: str = Field(description="What it was called when it was described.")
-    dtype: str
-    lm_head_dtype: str
-    snapshot: int | None = Field(description="Number of the latest snapshot; None where nothing was scored.")
-    sequences: int = Field(description="Rows of that snapshot.")
-
-
-class References(BaseModel):
-    """All references of the service and its store."""
-
-    store: str
-    references: list[ReferenceInfo]
-
-
-class LookupRequest(BaseModel):
-    """Keys to look up, for people and small numbers; programs send an Arrow stream."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
-    keys: list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]] = Field(max_length=10_000, description="Each 32 hex digits.")
-    values: bool = Field(False, description="Give token_logps too.")
-
-
-class LookupAnswer(BaseModel):
-    """One entry per key, in order; null for a key that the snapshot has not."""
-
-    reference_id: str
-    snapshot: int
-    scored_len: list[int | None] = Field(description="Values that are stored.")
-    logp_sum: list[float | None] = Field(description="Their sum, nats.")
-    token_logps: list[list[float] | None] | None = Field(None, description="The values, where they were asked for.")
-
-
-class Health(BaseModel):
-    status: str
-    version: str
+_DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
     """The app for these settings.
 
-    Raises what Shelf raises: a service that cannot answer for its references does not start.
+    Raises:
+        UsageError: another service uses the same state folder, or it cannot be written.
+        What Shelf raises: a service that cannot answer for its references does not start.
     """
-    app = FastAPI(title=_TITLE, version=version("reflogp"), description="Reference log-probs, looked up and scored.")
-    problems.install(app)
+    folder = settings.state_folder()
+    lock = _lock(folder)
+    metrics = Metrics()
     shelf = Shelf(settings)
-    registry = CollectorRegistry()
-    asked = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
-    seconds = Histogram("reflogp_request_seconds", "Time to answer.", ["route", "status"], registry=registry)
-    reader = Depends(requires("read", settings.tokens))
+    ledger = Ledger(folder / "jobs.sqlite")
+    uploads = UploadFolder(folder / "uploads", ledger, settings)
+    precompute = Precompute(settings, folder, ledger, shelf, uploads, metrics)
+    online = OnlineScoring(settings, shelf, metrics)
+    context = Context(settings, shelf, ledger, precompute, online, uploads, metrics)
 
-    @app.middleware("http")
-    async def _timed(request: Request, call_next: Any) -> Response:
-        start = time.perf_counter()
-        response: Response = await call_next(request)
-        route = getattr(request.scope.get("route"), "path", "other")
-        seconds.labels(route, response.status_code).observe(time.perf_counter() - start)
-        return response
+    async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        await online.on_frame(worker, message, body)
+        await precompute.on_frame(worker, message)
 
-    @app.get("/healthz", tags=["health"])
-    async def healthz() -> Health:
-        """The process answers."""
-        return Health(status="ok", version=version("reflogp"))
+    async def on_death(worker: WorkerHandle, reason: str) -> None:
+        metrics.worker_deaths.inc()
+        at_online = await online.on_death(worker, reason)
+        await precompute.on_death(worker, reason, blame=not at_online)
 
-    @app.get("/readyz", tags=["health"], responses=documented(503))
-    async def readyz() -> Health:
-        """The store can be read."""
-        try:
-            await to_thread.run_sync(shelf.list)
-        except ReflogpError as error:
-            raise Problem(503, str(error), "an administrator checks the store") from error
-        return Health(status="ready", version=version("reflogp"))
+    pool = Pool(_configurations(settings, shelf, folder), on_frame, on_death, settings.max_worker_bytes)
 
-    @app.get(
-        "/metrics", tags=["health"], dependencies=[reader], response_class=PlainTextResponse, responses=documented(401, 403)
-    )
-    async def metrics() -> Response:
-        """Prometheus' text format."""
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        online.start(pool)
+        precompute.start(pool)
+        pool.start()
+        yield
+        precompute.drain()
+        await pool.close()
+        ledger.close()
+        lock.close()
 
-    @app.get("/v1/references", tags=["references"], dependencies=[reader], responses=documented(401, 403, 503))
-    async def references() -> References:
-        """What can be asked for: references by name, and every other one of the store."""
-
-        def described() -> list[ReferenceInfo]:
-            return [
-                ReferenceInfo(
-                    name=entry.name,
-                    reference_id=entry.reference.reference_id,
-                    model=entry.reference.name,
-                    dtype=entry.reference.dtype,
-                    lm_head_dtype=entry.reference.lm_head_dtype,
-                    snapshot=entry.table.snapshot_number() if entry.table else None,
-                    sequences=entry.table.totals()[1] if entry.table else 0,
-                )
-                for entry in shelf.list()
-            ]
-
-        return References(store=shelf.store.uri, references=await to_thread.run_sync(described))
-
-    def answer(reference: str, number: int | None, keys: pa.FixedSizeBinaryArray, values: bool) -> pa.Table:
-        snapshot = shelf.snapshot(reference, number)
-        found = snapshot.find(keys)
-        if values and 4 * int(found.lengths.clip(min=0).sum()) > settings.max_answer_bytes:
-            raise Problem(
-                413, f"their values are more than {settings.max_answer_bytes:,} bytes", "ask for fewer keys at a time"
-            )
-        table = answer_table(snapshot, found, values)
-        asked.labels("no").inc(table["scored_len"].null_count)
-        asked.labels("yes").inc(len(table) - table["scored_len"].null_count)
-        return table
-
-    @app.post(
-        "/v1/lookup",
-        tags=["lookup"],
-        dependencies=[reader],
-        response_model=LookupAnswer,
-        responses={**documented(400, 401, 403, 404, 408, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
-        openapi_extra={
-            "requestBody": {
-                "required": True,
-                "content": {
-                    "application/json": {"schema": LookupRequest.model_json_schema()},
-                    ARROW_STREAM: {"schema": {"type": "string", "format": "binary"}},
-                },
-            }
-        },
-    )
-    async def lookup(
-        request: Request,
-        reference: Annotated[str, Query(max_length=200, description="Name or id.")],
-        snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number; the latest when left out.")] = None,
-        values: Annotated[bool, Query(description="Give token_logps too (Arrow requests).")] = False,
-    ) -> Any:
-        """What the store has for some keys.
-
-        An Arrow stream with the column `key` is answered by one with `scored_len`, `logp_sum` and, where asked for,
-        `token_logps`; its schema's metadata names reference_id and snapshot. JSON is answered by JSON.
-        """
-        body = await read_body(request, settings.max_body_bytes)
-        kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-        if kind == ARROW_STREAM:
-            keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-            return arrow_response(await to_thread.run_sync(answer, reference, snapshot, keys, values))
-        if kind != "application/json":
-            raise Problem(415, f"content type {kind!r}", f"send application/json or {ARROW_STREAM}")
-        try:
-            asked_for = LookupRequest.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes") from error
-        keys = pa.array([bytes.fromhex(key) for key in asked_for.keys], KEY_TYPE)
-        table = await to_thread.run_sync(answer, reference, snapshot, keys, asked_for.values)
-        about = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
-        return LookupAnswer(reference_id=about["reference_id"], snapshot=int(about["snapshot"]), **table.to_pydict())
-
+    app = FastAPI(title="reflogp", version=version("reflogp"), description=_DESCRIPTION, lifespan=lifespan)
+    app.state.context = context
+    problems.install(app)
+    app.add_middleware(_Timed, metrics=metrics)
+    app.include_router(health_router(context, pool))
+    app.include_router(lookups_router(context))
+    app.include_router(scores_router(context))
+    app.include_router(jobs_router(context))
+    app.include_router(uploads_router(context))
+    app.include_router(pages_router(context))
     return app
+
+
+class _Timed:
+    """Counts every request by route and status, from its first byte to the answer's last."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 500
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
+
+
+def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path) -> list[WorkerConfiguration]:
+    """One worker for each device; none where there is no model to load."""
+    named = shelf.named()
+    models = {reference.reference_id: ModelPlace(**settings.references[name].model_dump()) for name, reference in named.items()}
+    first = WorkerConfiguration(
+        device=settings.devices[0],
+        token_budget=settings.token_budget,
+        models=models,
+        capacity=settings.max_loaded,
+        pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
+        store=shelf.store.uri,
+        tokens=str(folder / "tokens"),
+        max_tokens_bytes=settings.max_tokens_bytes,
+        commit_seconds=settings.commit_seconds,
+        window_seconds=settings.window_seconds,
+        row_bytes=settings.max_row_bytes,
+        dataset_bytes=settings.max_dataset_bytes,
+        group_bytes=settings.max_group_bytes,
+    )
+    return [replace(first, device=device) for device in settings.devices] if models else []
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold the state folder for this process; the kernel lets go of it when the process ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("w")
+    except OSError as error:
+        raise UsageError(f"the state folder {folder} cannot be written: {error.strerror}") from error
+    for attempt in range(20):  # a service that was just killed may still be on its way out
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if attempt < 19:
+                time.sleep(0.1)
+    raise UsageError(f"another service uses the state folder {folder}: stop it, or give this one another `state`")

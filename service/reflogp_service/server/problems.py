@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from reflogp_store import (
     DamagedStoreError,
@@ -96,12 +97,24 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
-        return Problem(error.status_code, str(error.detail), "see /docs for the routes", dict(error.headers or {})).response()
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # starlette names the methods of the first route with this path only
+            headers["Allow"] = ", ".join(_methods_here(request))
+        return Problem(error.status_code, str(error.detail), "see /docs for the routes", headers).response()
 
     @app.exception_handler(Exception)
     async def _(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
         return Problem(500, f"the service failed ({type(error).__name__})", "report it with the service's log").response()
+
+
+def _methods_here(request: Request) -> list[str]:
+    """Methods that some route takes at a request's path."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return sorted(found)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -15,6 +15,8 @@ Knows names, defaults and bounds. Called by `reflogp serve` and by tests.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from reflogp_store.errors import UsageError
+from reflogp_store.storage import normalize_uri
 
 #: read: look up and look at; score: compute; admin: everything.
 Scope = Literal["read", "score", "admin"]
@@ -37,6 +40,7 @@ class ReferenceSettings(BaseModel):
     dtype: str = Field("bfloat16", description="Compute dtype; part of the reference id.")
     lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that the checkpoint brings.")
 
 
 class TokenSettings(BaseModel):
@@ -62,12 +66,63 @@ class ServerSettings(BaseSettings):
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
     max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
     max_connections: int = Field(1_000, gt=0, description="Connections beyond are answered 503.")
+    state: Path | None = Field(
+        None, description="Folder for jobs, uploads and results. Default: one of this store's own in ~/.local/state/reflogp."
+    )
+    keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line, with job ids.")
+    # workers
+    devices: list[str] = Field(["auto"], min_length=1, description="One worker process for each: auto, cpu, cuda:0, cuda:1, …")
+    token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
+    max_loaded: int = Field(1, ge=1, description="References that a worker holds in memory; others wait for room.")
+    pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
+    max_worker_bytes: int | None = Field(None, gt=0, description="A worker that takes more memory is killed and started again.")
+    # jobs
+    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
+    commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
+    max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
+    # online scoring
+    window_seconds: float = Field(0.002, ge=0, le=1, description="How long a request waits for others to share a pack with.")
+    max_score_sequences: int = Field(4_096, gt=0, description="Sequences of one request.")
+    max_score_tokens: int = Field(4 << 20, gt=0, description="Tokens of one request.")
+    max_queued_tokens: int = Field(16 << 20, gt=0, description="Tokens in line for a worker; beyond, the answer is 429.")
+    deadline_seconds: float = Field(300.0, gt=0, description="A request that names no deadline has this one.")
+    # datasets
+    dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name; none: no paths.")
+    dataset_uris: list[str] = Field(
+        default_factory=list,
+        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/. A host that is named is"
+        " trusted, internal or not; https:// alone is any host with public addresses only.",
+    )
+    max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
+    max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads together.")
+    fetch_seconds: float = Field(3_600.0, gt=0, description="A dataset that was not fetched by then is given up.")
+    body_idle_seconds: float = Field(60.0, gt=0, description="An upload or fetch that stands still for this long is given up.")
+    max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is a bad row.")
+    max_dataset_bytes: int = Field(256 << 30, gt=0, description="A dataset that is longer when decompressed is refused.")
+    max_group_bytes: int = Field(
+        2 << 30, gt=0, description="What is read at once: a JSON array, a Parquet row group, an Arrow batch."
+    )
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> ServerSettings:
         if not self.tokens and not self.on_loopback():
             raise ValueError(f"host {self.host} is reachable by others: give tokens, or listen on 127.0.0.1")
         return self
+
+    @model_validator(mode="after")
+    def _pinned_is_known(self) -> ServerSettings:
+        if self.pinned is not None and self.pinned not in self.references:
+            raise ValueError(f"pinned {self.pinned!r} is none of the references")
+        return self
+
+    def state_folder(self) -> Path:
+        """Where jobs, uploads and results lie: `state`, or a folder of this store's own."""
+        if self.state is not None:
+            return self.state
+        home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        name = hashlib.blake2b(normalize_uri(self.store).encode(), digest_size=8).hexdigest()
+        return home / "reflogp" / name
 
     def on_loopback(self) -> bool:
         try:

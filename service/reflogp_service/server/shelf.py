@@ -61,14 +61,31 @@ class Shelf:
         try:
             stored = {reference.reference_id: reference for reference in self.store.references()}
         except UsageError:
-            if is_local(self.store.uri) and Path(self.store.uri).exists():
-                raise  # something else than a store; a store that is not there yet is an empty one
+            if self._store_is_there():
+                raise  # it is something else than a store
             stored = {}
         listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
         return [
             Shelved(names.get(key), reference, self.table(key) if key in stored else None)
             for key, reference in sorted(listed.items())
         ]
+
+    def model_of(self, name_or_id: str) -> Reference:
+        """The reference of a model that this service can load.
+
+        Raises ReferenceNotFoundError for an unknown one, and for one that only the store knows.
+        """
+        by_id = {reference.reference_id: reference for reference in self._named.values()}
+        found = self._named.get(name_or_id) or by_id.get(name_or_id)
+        if found is None:
+            raise ReferenceNotFoundError(
+                f"this service has no model for reference {name_or_id!r}; it has: {', '.join(self._named) or 'none'}"
+            )
+        return found
+
+    def named(self) -> dict[str, Reference]:
+        """References that have a name and a model, by name."""
+        return dict(self._named)
 
     def table(self, name_or_id: str) -> LogprobTable:
         """The table of a reference.
@@ -81,8 +98,17 @@ class Shelf:
             if key not in self._tables or self._tables[key].log_is_damaged:  # it may have been mended since
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
-                self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
+                try:
+                    self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
+                except UsageError as error:
+                    if self._store_is_there():
+                        raise
+                    raise ReferenceNotFoundError(f"nothing was scored with {name_or_id!r} yet") from error
             return self._tables[key]
+
+    def _store_is_there(self) -> bool:
+        """Whether anything is where the store shall be; a store that is not there yet is an empty one."""
+        return is_local(self.store.uri) and Path(self.store.uri).exists()
 
     def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
         """A snapshot of a reference, its index read.

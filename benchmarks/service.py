@@ -1,0 +1,289 @@
+"""The service's speed on this machine, each side beside what it is compared with, in one run: `make bench`.
+
+A job over HTTP beside `reflogp score`; a second job that hits everything; lookups; online requests, their time beyond the
+engine's; eight callers beside one offline stream of packs; online requests while a job runs; idle connections and a long line
+of jobs.
+
+    python benchmarks/service.py [--data FILE] [--rows N] [--shape tiny] [--rounds 3] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import torch
+from machine import cpu_and_cores, file_name
+from scoring import SHIPPED
+from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs
+
+from reflogp_client import AsyncClient, Client, Job
+from reflogp_service.engine import Sequence, TorchEngine
+
+_COMMAND = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+#: One online request: what a training step asks for.
+SEQUENCES, TOKENS = 16, 200
+
+
+def main() -> None:
+    options = parse()
+    quiet()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = folder / "model"
+        rows = read_pairs(Path(options.data), options.rows)
+        data = folder / "pairs.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        make_tokenizer(rows).save_pretrained(model)
+        parameters = make_model(model, options.shape)
+        results: dict[str, Any] = {
+            "machine": cpu_and_cores() if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+            "model": f"Qwen2 shape, {parameters / 1e6:.1f}M parameters, random weights, bfloat16",
+            "data": f"{Path(options.data).name.split('.')[0]}, {len(rows)} pairs",
+        }
+        for name, step in STEPS.items():
+            if not options.only or name in options.only:
+                results[name] = step(folder, model, data, options.rounds)
+                print(json.dumps({name: results[name]}), flush=True)
+    if not options.only:
+        out = Path(options.out) / f"service-{file_name(results['machine'])}.json"
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        print(out)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    wider = os.environ.get("REFLOGP_TEST_DATA")
+    parser.add_argument("--data", default=f"{wider}/ultrafeedback_1k.jsonl.gz" if wider else str(SHIPPED))
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=[], metavar="STEP", help="run these steps alone and write no file")
+    parser.add_argument("--out", default="benchmarks/results")
+    return parser.parse_args()
+
+
+@contextmanager
+def serving(folder: Path, model: Path, *more: str):  # type: ignore[no-untyped-def]
+    """A service with a store and state of its own; gives (url, process)."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    command = [*_COMMAND, "serve", "--port", "0", "--store", str(place / "store"), "--state", str(place / "state")]
+    process = subprocess.Popen([*command, "--model", f"ref={model}", *more], stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(found[1] for line in process.stderr if (found := re.search(r"running on (http://[0-9.:]+)", line)))
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        while "reflogp_workers_ready 1.0" not in httpx.get(f"{url}/metrics").text:
+            time.sleep(0.05)
+        yield url, process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def seconds_of(job: Job) -> float:
+    assert job.state == "done", job.error
+    return (job.finished_at - job.started_at).total_seconds()
+
+
+def job_beside_command(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """A job's rate over `reflogp score`'s, tokens a second from beginning to end; sides alternate."""
+    command, job, engine_command, engine_job = [], [], [], []
+    for _ in range(rounds):
+        store = tempfile.mkdtemp(dir=folder)
+        line = [*_COMMAND, "score", str(model), str(data), "--store", store, "--json"]
+        summary = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        command.append(summary["tokens"] / summary["seconds"])
+        engine_command.append(summary["tokens_per_second"])
+        with serving(folder, model) as (url, _), Client(url) as client:
+            done = client.watch(client.submit(data, "ref").id)
+            job.append(done.summary["tokens"] / seconds_of(done))
+            engine_job.append(done.summary["tokens_per_second"])
+    return {
+        "command_tokens_per_second": statistics.median(command),
+        "job_tokens_per_second": statistics.median(job),
+        "ratio": statistics.median(job) / statistics.median(command),
+        "engine_ratio": statistics.median(engine_job) / statistics.median(engine_command),
+    }
+
+
+def all_hits(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """Sequences a second of a job whose sequences are all stored, from its beginning to its end."""
+    with serving(folder, model) as (url, _), Client(url) as client:
+        client.watch(client.submit(data, "ref").id)
+        rates = []
+        for number in range(2 * rounds + 1):
+            job = client.watch(client.submit(data, "ref", idempotency_key=str(number)).id)
+            assert job.summary["scored"] == 0
+            rates.append(job.summary["sequences"] / seconds_of(job))
+        return {"sequences": job.summary["sequences"], "sequences_per_second": statistics.median(rates)}
+
+
+def lookups(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """Keys a second of /v1/lookup on loopback, 100,000 keys at a time, and with token values."""
+    with serving(folder, model) as (url, _), Client(url) as client:
+        client.watch(client.submit(data, "ref").id)
+        keys = [bytes(row) for row in np.random.default_rng(0).integers(0, 256, (100_000, 16), np.uint8)]
+        times = []
+        for _ in range(5 * rounds):
+            start = time.perf_counter()
+            client.lookup("ref", keys)
+            times.append(time.perf_counter() - start)
+        return {"keys_per_second": len(keys) / statistics.median(times)}
+
+
+def request(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    draw = np.random.default_rng(seed)
+    half = TOKENS // 2
+    return draw.integers(10, 9000, (SEQUENCES, half)).tolist(), draw.integers(10, 9000, (SEQUENCES, half)).tolist()
+
+
+def timed(client: Client, count: int, first: int) -> tuple[list[float], list[float]]:
+    """(seconds beyond engine time, seconds in all) of requests one after the other."""
+    beyond, whole = [], []
+    for number in range(count):
+        asked = request(first + number)
+        start = time.perf_counter()
+        scores = client.score("ref", *asked)
+        whole.append(time.perf_counter() - start)
+        beyond.append(whole[-1] - scores.engine_seconds)
+    return beyond, whole
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    return {f"p{p}_ms": 1000 * float(np.percentile(seconds, p)) for p in (50, 99)}
+
+
+def online(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """Time beyond the engine's of one caller's requests."""
+    with serving(folder, model, "--pin", "ref") as (url, _), Client(url) as client:
+        timed(client, 20, 0)
+        beyond, _ = timed(client, 100 * rounds, 1000)
+        return {"sequences": SEQUENCES, "tokens_each": TOKENS, "requests": len(beyond), **percentiles(beyond)}
+
+
+def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """Tokens a second of eight callers over those of one offline stream of packs of the same sequences."""
+    each = 12
+    asked = [request(5000 + n) for n in range(8 * each)]
+    sequences = [Sequence(p, c) for prompts, completions in asked for p, c in zip(prompts, completions, strict=True)]
+    offline, callers = [], []
+    for _ in range(rounds):
+        engine = TorchEngine(str(model), "bfloat16")
+        engine.score(sequences[:64])
+        start = time.perf_counter()
+        engine.score(sequences)
+        offline.append(len(sequences) * TOKENS / (time.perf_counter() - start))
+        del engine
+
+        async def ask(url: str) -> float:
+            async with AsyncClient(url) as client:
+
+                async def caller(number: int) -> None:
+                    for at in range(each):
+                        await client.score("ref", *asked[number * each + at])
+
+                await client.score("ref", *request(1))
+                start = time.perf_counter()
+                await asyncio.gather(*(caller(number) for number in range(8)))
+                return time.perf_counter() - start
+
+        with serving(folder, model, "--pin", "ref") as (url, _):
+            callers.append(len(sequences) * TOKENS / asyncio.run(ask(url)))
+    rates = {"offline_tokens_per_second": statistics.median(offline), "callers_tokens_per_second": statistics.median(callers)}
+    return {**rates, "ratio": rates["callers_tokens_per_second"] / rates["offline_tokens_per_second"]}
+
+
+def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """How much later online requests are answered while a job runs, beside what one of its packs takes."""
+    with serving(folder, model, "--pin", "ref") as (url, _), Client(url) as client:
+        timed(client, 10, 0)
+        _, alone = timed(client, 30 * rounds, 20_000)
+        job = client.submit(data, "ref").id
+        while client.job(job).progress.scored < 10:
+            time.sleep(0.1)
+        before, start = client.job(job).progress.tokens, time.perf_counter()
+        _, beside = timed(client, 10 * rounds, 30_000)
+        now = client.job(job)
+        assert now.state == "running", "the job ended too soon: give more --rows"
+        share = (now.progress.tokens - before) / (time.perf_counter() - start)
+        client.cancel(job)
+        client.watch(job)
+    engine = TorchEngine(str(model), "bfloat16")
+    full = [Sequence(list(range(10, 210)), list(range(200 + n, 500 + n))) for n in range(engine.token_budget // 500)]
+    engine.score(full)
+    start = time.perf_counter()
+    engine.score([Sequence([n, *s.prompt_ids], s.completion_ids) for n, s in enumerate(full, 10)])
+    pack = time.perf_counter() - start
+    grown = float(np.percentile(beside, 99) - np.percentile(alone, 99))
+    return {
+        "alone": percentiles(alone),
+        "beside_a_job": percentiles(beside),
+        "p99_grown_by_seconds": grown,
+        "one_pack_seconds": pack,
+        "job_tokens_per_second_meanwhile": share,
+    }
+
+
+def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
+    """Memory of the service's own process with 500 idle connections, a slow reader, and 10,000 jobs in line."""
+    with serving(folder, model) as (url, process), httpx.Client(base_url=url) as http:
+        watched = psutil.Process(process.pid)
+        first = watched.memory_info().rss
+        host, port = url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(500)]
+        connected = watched.memory_info().rss
+        http.put("/v1/uploads/rows.jsonl", content=data.read_bytes())
+        body = {"reference": "ref", "dataset": {"upload": "rows.jsonl"}}
+        job = http.post("/v1/jobs", json={**body, "priority": 9}).json()["id"]
+        slow = socket.create_connection((host, int(port)))
+        slow.sendall(f"GET /v1/jobs/{job}/events HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        start = time.perf_counter()
+        for number in range(10_000):
+            answer = http.post("/v1/jobs", json=body, headers={"idempotency-key": str(number)})
+            assert answer.status_code == 201, answer.text
+        took = time.perf_counter() - start
+        listing = time.perf_counter()
+        http.get("/v1/jobs?limit=1000")
+        listed = time.perf_counter() - listing
+        full = watched.memory_info().rss
+        for connection in idle:
+            connection.close()
+        slow.close()
+    return {
+        "at_start_mb": first / 1e6,
+        "with_500_connections_mb": connected / 1e6,
+        "with_10000_jobs_mb": full / 1e6,
+        "submissions_per_second": 10_000 / took,
+        "list_1000_jobs_seconds": listed,
+    }
+
+
+STEPS = {
+    "job_beside_command": job_beside_command,
+    "all_hits": all_hits,
+    "lookups": lookups,
+    "online": online,
+    "eight_callers": eight_callers,
+    "online_beside_job": online_beside_job,
+    "memory": memory,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""`reflogp jobs`: look at a service's jobs, follow one, end one, start one again, fetch its values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from reflogp_client.cli import options
+from reflogp_client.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err, out, print_json
+from reflogp_client.client import Client
+from reflogp_client.jobs import Job, JobState
+from reflogp_store import UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Precompute jobs of a service: list, show, cancel, retry, fetch. `reflogp submit` makes one.
+
+Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch""",
+)
+
+Url = Annotated[str, typer.Argument(help="Service, as `reflogp serve` prints it.", metavar="URL")]
+JobId = Annotated[str, typer.Argument(help="Job, as `reflogp submit` and `reflogp jobs ls` print it.", metavar="ID")]
+Token = Annotated[
+    str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, where the service has tokens.")
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow it until it is done, failed or cancelled.")]
+
+
+@app.command("ls")
+def ls(
+    url: Url,
+    state: Annotated[str | None, typer.Option(help=f"Only these: {', '.join(get_args(JobState))}.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Jobs at most.")] = 20,
+    before: Annotated[str | None, typer.Option(help="Only jobs older than this one.", metavar="ID")] = None,
+    token: Token = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """List jobs, the newest first.
+
+    Example: reflogp jobs ls http://127.0.0.1:8311 --state running
+    """
+    if state is not None and state not in get_args(JobState):
+        raise UsageError(f"--state {state}: use one of {', '.join(get_args(JobState))}")
+    with Client(url, token) as client:
+        page = client.jobs(state, before, limit)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "state", "reference", "dataset", "sequences", "by", "created", "title"):
+        table.add_column(
+            name, justify="right" if name == "sequences" else "left", no_wrap=name in ("job", "state"), overflow="fold"
+        )
+    for job in page.jobs:
+        done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
+        told = (job.settings.get("reference"), _dataset(job.dataset), done, job.submitted_by, _time(job.created_at))
+        table.add_row(Text(job.id), _state(job), *(_plain(text) for text in (*told, job.settings.get("title"))))
+    if page.jobs:
+        _print(table)
+    out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
+    if page.next_before:
+        out.print(f"older ones: --before {page.next_before}")
+
+
+@app.command("show")
+def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_json: options.AsJson = False) -> None:
+    """Show one job; with --watch, follow it to its end: the exit code is then 1 if it failed or was cancelled, 3 with bad rows.
+
+    Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch
+    """
+    with Client(url, token) as client:
+        found = watched(client, job) if watch else client.job(job)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _describe(found)
+    if watch:
+        raise typer.Exit(exit_code(found))
+
+
+@app.command("cancel")
+def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
+    """End a job. What it has scored stays in the store, so a retry goes on from there.
+
+    Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
+    """
+    with Client(url, token) as client:
+        found = client.cancel(job)
+    ending = "" if found.finished else ": it ends after the batch that it computes now"
+    _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
+
+
+@app.command("retry")
+def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
+    """Put a failed or cancelled job in line again. It scores what the store still lacks.
+
+    Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
+    """
+    with Client(url, token) as client:
+        found = client.retry(job)
+    _say(found, f"job {found.id} is {found.state}; watch it: {command('show', url, job)} --watch", as_json)
+
+
+@app.command("result")
+def result(
+    url: Url,
+    job: JobId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
+    token: Token = None,
+) -> None:
+    """Save a done job's values: one row per row of the dataset, with keys, ref columns, and why a row has none.
+
+    Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
+    """
+    with Client(url, token) as client:
+        save_result(client, job, output)
+
+
+def save_result(client: Client, job: str, output: Path) -> None:
+    client.result(job, output)
+    err.print(f"values saved in {output}", markup=False)
+
+
+def watched(client: Client, job: str) -> Job:
+    """Follow a job to its end under a progress bar on stderr; off a terminal only its states are told.
+
+    The service's own numbers are shown: a watch may begin, or go on, in the middle of a job.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}", style="cyan"),
+        TextColumn("{task.fields[left]}"),
+    )
+    state = ""
+    try:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+            bar = progress.add_task("connecting", total=None, rate="", left="")
+            for found in client.events(job):
+                now = found.progress
+                if found.state != state:
+                    state = found.state
+                    err.print(f"job {found.id}: {state}", markup=False)
+                progress.update(
+                    bar,
+                    description="scoring" if state == "running" else state,
+                    total=now.sequences or None,
+                    completed=now.done,
+                    rate=f"{now.tokens_per_second:,.0f} tokens/s" if state == "running" and now.tokens else "",
+                    left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
+                )
+    except KeyboardInterrupt:
+        err.print(f"reflogp: job {job} goes on", style="yellow", markup=False)
+        err.print(f"  watch it again: {command('show', client.url, job)} --watch", markup=False)
+        err.print(f"  cancel it:      {command('cancel', client.url, job)}", markup=False)
+        raise typer.Exit(EXIT_FAILED) from None
+    return found
+
+
+def command(name: str, url: str, job: str) -> str:
+    """A whole command about a job, to copy."""
+    return shlex.join(["reflogp", "jobs", name, url, job])
+
+
+def outcome(job: Job) -> str:
+    """How a finished job ended, in one or two lines."""
+    if job.state != "done" or job.summary is None:
+        return f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'{job.state}: {_plain(job.error).plain}'}"
+    counted = {
+        name: job.summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")
+    }
+    told = f"{job.summary.get('rows', 0):,} rows, {job.summary.get('sequences', 0):,} sequences: "
+    told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counted.items() if n or name in ("hits", "scored"))
+    if counted["scored"]:
+        tokens, rate = job.summary.get("tokens", 0), job.summary.get("tokens_per_second", 0)
+        told += f"\n{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s"
+    return f"{told}\nreference {job.reference_id}, snapshot {job.summary.get('snapshot')}"
+
+
+def exit_code(job: Job) -> int:
+    """0 for a job that is done or may yet be, 3 where rows have no values, 1 where it failed or was cancelled."""
+    if job.state in ("failed", "cancelled"):
+        return EXIT_FAILED
+    return EXIT_MISSES if job.summary and job.summary.get("bad_rows") else EXIT_DONE
+
+
+def _describe(job: Job) -> None:
+    now = job.progress
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    settings = {name: value for name, value in job.settings.items() if value not in (None, "") and name != "reference"}
+    done = f"{now.done:,} of {now.sequences:,} sequences: {now.hits:,} hits, {now.scored:,} scored"
+    rows = {
+        "job": job.id,
+        "reference": f"{job.settings.get('reference')} ({job.reference_id})",
+        "dataset": _dataset(job.dataset),
+        "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "submitted": f"{_time(job.created_at)} by {job.submitted_by}",
+        "started": f"{_time(job.started_at)}, attempt {job.attempts}" if job.started_at else "",
+        "finished": _time(job.finished_at),
+        "progress": done if now.sequences else "",
+        "speed": f"{now.tokens_per_second:,.0f} tokens/s" if now.tokens else "",
+        "bad rows": f"{now.bad_rows:,}" if now.bad_rows else "",
+    }
+    table.add_row("state", _state(job))
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, _plain(value))
+    _print(table)
+    if job.finished:
+        out.print(outcome(job), markup=False)
+
+
+def _print(table: Table) -> None:
+    """As wide as the terminal; off a terminal as wide as it needs to be, one line a row."""
+    wide = out.options.update(width=10_000)
+    out.print(table, width=None if out.is_terminal else out.measure(table, options=wide).maximum)
+
+
+def _say(job: Job, sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json(job.as_dict())
+    else:
+        out.print(sentence, markup=False)
+
+
+def _state(job: Job) -> Text:
+    return Text(job.state, {"done": "green", "running": "cyan", "failed": "red", "cancelled": "yellow"}.get(job.state, ""))
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    return str(next((dataset[kind] for kind in ("upload", "path", "uri") if dataset.get(kind)), ""))
+
+
+def _time(moment: datetime | None) -> str:
+    return f"{moment.astimezone():%Y-%m-%d %H:%M}" if moment else ""
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _plain(text: object) -> Text:
+    """What others wrote, without anything that a terminal or rich would obey."""
+    return Text("".join(ch if ch.isprintable() else "�" for ch in str(text or "")))

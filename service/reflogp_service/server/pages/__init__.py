@@ -1,0 +1,1 @@
+"""What people see in a browser: templates, the files beside them, and how numbers and times are written."""

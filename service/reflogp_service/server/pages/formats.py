@@ -1,0 +1,85 @@
+"""How numbers, times and datasets are written for people.
+
+Knows formats only. Called by the pages' templates and by the charts.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
+
+from reflogp_service.server.models import DatasetSpec, Job
+
+#: (size, suffix), the largest first.
+_DECIMAL = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")]
+_BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
+
+
+def number(value: float) -> str:
+    """12,345 or, below a hundred and with a fraction, 12.3."""
+    if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
+        return f"{value:.3g}".replace("-", "−")
+    return f"{round(value):,}".replace("-", "−")
+
+
+def short_number(value: float) -> str:
+    """12.3k, for a chart's axis."""
+    for size, suffix in _DECIMAL:
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}".replace("-", "−")
+    return f"{value:.3g}".replace("-", "−")
+
+
+def percent(part: float, whole: float) -> str:
+    """31.4%, rounded down so that only all is 100%; a dash where there is no whole."""
+    if whole <= 0:
+        return "–"
+    if 0 < part / whole < 0.001:
+        return "<0.1%"
+    return f"{math.floor(1000 * part / whole) / 10:.1f}".removesuffix(".0") + "%"
+
+
+def byte_count(value: int) -> str:
+    """12.3 MiB."""
+    for size, suffix in _BINARY:
+        if value >= size:
+            return f"{value / size:.1f} {suffix}"
+    return f"{value:,} B"
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    if seconds < 10:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            count, rest = whole // size, whole % size // smaller
+            return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
+    raise AssertionError("60 seconds and more are minutes")
+
+
+def moment(when: datetime) -> str:
+    """2026-11-20 21:55:13 UTC."""
+    return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def machine_moment(when: datetime) -> str:
+    """The same for <time datetime>."""
+    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def dataset_name(dataset: DatasetSpec) -> str:
+    """Where the rows come from; of a URI neither the query nor who asks, for a signed one holds a secret there."""
+    if dataset.uri is not None:
+        parts = urlsplit(dataset.uri)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return dataset.upload or dataset.path or ""
+
+
+def job_name(job: Job) -> str:
+    """The title, or the dataset's last part where there is none."""
+    return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id

@@ -1,0 +1,178 @@
+"""/v1/jobs: submit, look at, follow, cancel, retry; results and reports."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+
+from reflogp_service.server.auth import requires
+from reflogp_service.server.bodies import body_schemas, json_model, media_type, read_body, stream_chunks
+from reflogp_service.server.context import Context
+from reflogp_service.server.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobSettings, JobState, Report
+from reflogp_service.server.problems import Problem, documented
+
+#: A dataset that is itself the body of a submission: its media type, and the file's suffix.
+DATASET_TYPES = {
+    "application/x-ndjson": ".jsonl",
+    "application/jsonl": ".jsonl",
+    "text/csv": ".csv",
+    "application/vnd.apache.parquet": ".parquet",
+    "application/vnd.apache.arrow.file": ".arrow",
+}
+_PARQUET = "application/vnd.apache.parquet"
+_MAX_JSON = 1 << 20
+
+
+def jobs_router(context: Context) -> APIRouter:
+    """Routes over precompute jobs."""
+    router = APIRouter(tags=["jobs"])
+    settings, precompute, ledger = context.settings, context.precompute, context.ledger
+    reader = Depends(requires("read", settings.tokens))
+    scorer = Depends(requires("score", settings.tokens))
+
+    @router.post(
+        "/v1/jobs",
+        status_code=201,
+        response_model=Job,
+        responses={
+            **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+            200: {"model": Job, "description": "The same job is known."},
+        },
+        openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
+    )
+    async def submit(
+        request: Request,
+        response: Response,
+        query: Annotated[JobSettings | None, Depends(_settings_of_query)],
+        who: str = scorer,
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> Job:
+        """Submit a job. The same job sent twice is one job.
+
+        What makes two the same is the Idempotency-Key, or without one the content: the dataset's bytes, the reference and the
+        settings. One that failed or was cancelled is put in line again. The body is JSON that names a dataset, or the dataset
+        itself, with the settings in the query.
+        """
+        kind = media_type(request)
+        if kind in DATASET_TYPES:
+            if query is None:
+                raise Problem(422, "reference: is missing from the query", "add ?reference=NAME")
+            context.shelf.model_of(query.reference)
+            declared = request.headers.get("content-length", "")
+            length = int(declared) if declared.isdigit() else None
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"
+            await context.uploads.receive(name, stream_chunks(request), length)
+            asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
+        else:
+            asked = json_model(request, await read_body(request, min(_MAX_JSON, settings.max_body_bytes)), JobRequest)
+        job, new = await precompute.submit(asked, who, idempotency_key)
+        response.status_code = 201 if new else 200
+        response.headers["Location"] = f"/v1/jobs/{job.id}"
+        return job
+
+    @router.get("/v1/jobs", dependencies=[reader], responses=documented(401, 403, 422))
+    async def jobs(
+        state: JobState | None = None,
+        before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    ) -> Jobs:
+        """Jobs, the newest first."""
+        return await to_thread.run_sync(ledger.page, state, before, limit)
+
+    @router.get("/v1/jobs/{job_id}", dependencies=[reader], responses=documented(401, 403, 404))
+    async def job(job_id: str) -> Job:
+        """A job and how far it is."""
+        return await precompute.get(job_id)
+
+    @router.get(
+        "/v1/jobs/{job_id}/events",
+        dependencies=[reader],
+        response_class=StreamingResponse,
+        responses={**documented(401, 403, 404), 200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events(job_id: str) -> Response:
+        """The job at once and at every change, as server-sent events.
+
+        `job` while it goes on, `end` with its final state. A slow reader misses steps in between, never the last one.
+        """
+        await precompute.get(job_id)
+
+        async def stream() -> AsyncIterator[str]:
+            async for found in precompute.watch(job_id):
+                if found is None:
+                    yield ":\n\n"
+                    continue
+                kind = "job" if found.state in UNFINISHED else "end"
+                yield f"event: {kind}\ndata: {found.model_dump_json()}\n\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    @router.delete("/v1/jobs/{job_id}", status_code=202, dependencies=[scorer], responses=documented(401, 403, 404, 409))
+    async def cancel(job_id: str) -> Job:
+        """Cancel a job: at once where it waits, within one pass where it runs. What is computed stays in the store."""
+        return await precompute.cancel(job_id)
+
+    @router.post("/v1/jobs/{job_id}/retry", status_code=202, dependencies=[scorer], responses=documented(401, 403, 404, 409))
+    async def retry(job_id: str) -> Job:
+        """Put a failed or cancelled job in line again."""
+        return await precompute.retry(job_id)
+
+    @router.get(
+        "/v1/jobs/{job_id}/result",
+        dependencies=[reader],
+        response_class=FileResponse,
+        responses={**documented(401, 403, 404, 409), 200: {"content": {_PARQUET: {}}}, 206: {"content": {_PARQUET: {}}}},
+    )
+    async def result(job_id: str) -> Response:
+        """The values in dataset order, as Parquet: row, keys, ref columns, error."""
+        await _require_done(job_id)
+        file = precompute.result(job_id)
+        if not await to_thread.run_sync(file.is_file):
+            raise Problem(404, "the job has no result: no row of it could be read", "see the job's report")
+        return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
+
+    @router.get("/v1/jobs/{job_id}/report", dependencies=[reader], responses=documented(401, 403, 404, 409))
+    async def report(job_id: str) -> Report:
+        """What a done job's values look like: histograms, outliers, bad rows."""
+        await _require_done(job_id)
+        found = await to_thread.run_sync(precompute.report, job_id)
+        if found is None:
+            raise Problem(404, "the job has no report", "submit it again with another Idempotency-Key")
+        return found
+
+    async def _require_done(job_id: str) -> None:
+        state = (await precompute.get(job_id)).state
+        if state != "done":
+            raise Problem(409, f"the job is {state}", "follow it with GET /v1/jobs/ID/events until it is done")
+
+    return router
+
+
+def _settings_of_query(
+    reference: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
+    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$")] = None,
+    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1)] = None,
+    truncation_mode: Annotated[str, Query(pattern="^keep_(start|end)$")] = "keep_start",
+    ld_alpha: Annotated[float | None, Query(ge=0, le=1)] = None,
+    priority: Annotated[int, Query(ge=-100, le=100)] = 0,
+    title: Annotated[str, Query(max_length=200)] = "",
+) -> JobSettings | None:
+    """Settings of a job whose body is the dataset itself; None without a reference."""
+    if reference is None:
+        return None
+    return JobSettings.model_validate(
+        {
+            "reference": reference,
+            "format": format,
+            "max_length": max_length,
+            "truncation_mode": truncation_mode,
+            "ld_alpha": ld_alpha,
+            "priority": priority,
+            "title": title,
+        }
+    )

@@ -1,0 +1,146 @@
+"""/v1/score: log-probs of given completions, now."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import pyarrow as pa
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from reflogp_service.server.auth import requires
+from reflogp_service.server.bodies import (
+    arrow_response,
+    body_schemas,
+    bounded_tokens,
+    json_model,
+    media_type,
+    read_body,
+    sequences_of,
+)
+from reflogp_service.server.context import Context
+from reflogp_service.server.online import Scored
+from reflogp_service.server.problems import documented
+from reflogp_service.worker.wire import SEQUENCES
+from reflogp_store.lookup import ARROW_STREAM
+
+_TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+#: nginx's status for a caller who has gone; nobody sees it but the metrics.
+_CLIENT_GONE = 499
+
+
+class SequenceBody(BaseModel):
+    """A prompt and the completion whose tokens get log-probs, as token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt_ids: _TokenIds
+    completion_ids: _TokenIds
+
+
+class ScoreRequest(BaseModel):
+    """Sequences to score, for people and small numbers; programs send an Arrow stream."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
+    )
+    sequences: list[SequenceBody] = Field(max_length=1_000)
+
+
+class ScoreAnswer(BaseModel):
+    """One entry per sequence, in order; null values where there is an error."""
+
+    reference_id: str
+    hits: int = Field(description="Sequences that the store had.")
+    engine_seconds: float
+    queue_seconds: float
+    token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
+    errors: list[str | None]
+
+
+def scores_router(context: Context) -> APIRouter:
+    """The route over online scoring."""
+    router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
+    settings = context.settings
+
+    @router.post(
+        "/v1/score",
+        tags=["score"],
+        response_model=ScoreAnswer,
+        responses={
+            **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+            200: {"content": {ARROW_STREAM: {}}},
+        },
+        openapi_extra=body_schemas(ScoreRequest, ARROW_STREAM),
+    )
+    async def score(
+        request: Request,
+        reference: Annotated[str, Query(max_length=200, description="Name or id of one of the service's models.")],
+        temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
+        cache_read: Annotated[bool, Query(description="Take from the store what it has (temperature 1).")] = True,
+        cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1).")] = False,
+        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Nobody waits longer.")] = None,
+    ) -> Any:
+        """Log-probs of completions, given their prompts.
+
+        An Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is answered by one with
+        `token_logps` and `error`; its schema's metadata names reference_id, snapshot, hits, engine_seconds and queue_seconds.
+        JSON is answered by JSON. A sequence that cannot be scored has an error, the others have their values.
+        """
+        body = await read_body(request, settings.max_body_bytes)
+        as_arrow = media_type(request) == ARROW_STREAM
+        if as_arrow:
+            limits = (settings.max_score_sequences, settings.max_score_tokens)
+            table = await to_thread.run_sync(sequences_of, body, *limits)
+        else:
+            asked = json_model(request, body, ScoreRequest)
+            columns = [[getattr(sequence, name) for sequence in asked.sequences] for name in SEQUENCES.names]
+            table = bounded_tokens(pa.table(columns, schema=SEQUENCES), settings.max_score_tokens)
+        seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
+        scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
+        scored = await _unless_gone(request, scoring)
+        if scored is None:
+            return Response(status_code=_CLIENT_GONE)
+        return _arrow(scored) if as_arrow else _json(scored)
+
+    return router
+
+
+async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
+    """The result; None, and the scoring cancelled, when the caller goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(gone())
+    try:
+        await asyncio.wait({scoring, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await scoring if scoring.done() else None
+    finally:
+        leaving.cancel()
+        scoring.cancel()
+
+
+def _arrow(scored: Scored) -> Response:
+    about = {
+        "reference_id": scored.reference_id,
+        "snapshot": "" if scored.snapshot is None else str(scored.snapshot),
+        "hits": str(scored.hits),
+        "engine_seconds": f"{scored.engine_seconds:.6f}",
+        "queue_seconds": f"{scored.queue_seconds:.6f}",
+    }
+    return arrow_response(scored.outcomes.replace_schema_metadata(about))
+
+
+def _json(scored: Scored) -> ScoreAnswer:
+    return ScoreAnswer(
+        reference_id=scored.reference_id,
+        hits=scored.hits,
+        engine_seconds=scored.engine_seconds,
+        queue_seconds=scored.queue_seconds,
+        token_logps=scored.outcomes["token_logps"].to_pylist(),
+        errors=scored.outcomes["error"].to_pylist(),
+    )

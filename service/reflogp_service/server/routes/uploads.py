@@ -1,0 +1,74 @@
+"""/v1/uploads: dataset files that are sent, listed and deleted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Path, Request, Response
+from starlette.requests import ClientDisconnect
+
+from reflogp_service.server.auth import requires
+from reflogp_service.server.bodies import stream_chunks
+from reflogp_service.server.context import Context
+from reflogp_service.server.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
+from reflogp_service.server.problems import Problem, documented
+
+_UploadName = Annotated[
+    str,
+    Path(
+        pattern=NAME_PATTERN, description="Ends in .jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind."
+    ),
+]
+_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN)]
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+
+def uploads_router(context: Context) -> APIRouter:
+    """Routes over the folder of uploads."""
+    router = APIRouter(tags=["uploads"])
+    uploads = context.uploads
+    reader = Depends(requires("read", context.settings.tokens))
+    scorer = Depends(requires("score", context.settings.tokens))
+
+    @router.put(
+        "/v1/uploads/{name}",
+        status_code=201,
+        response_model=Upload,
+        dependencies=[scorer],
+        responses={
+            **documented(400, 401, 403, 408, 413, 422, 507),
+            200: {"model": Upload, "description": "A file of that name was replaced."},
+        },
+        openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
+    )
+    async def put(name: _NewName, request: Request, response: Response) -> Upload:
+        """Send a dataset file; the body is the file.
+
+        Jobs that read an earlier file of the name go on with that one.
+        """
+        declared = request.headers.get("content-length", "")
+        length = int(declared) if declared.isascii() and declared.isdigit() else None
+        try:
+            upload, created = await uploads.receive(name, stream_chunks(request), length)
+        except ClientDisconnect as error:
+            raise Problem(400, "the connection ended before the file did", "send it again") from error
+        response.status_code = 201 if created else 200
+        return upload
+
+    @router.get("/v1/uploads", dependencies=[reader], responses=documented(401, 403))
+    async def list_uploads() -> Uploads:
+        """Every upload, by name."""
+        return Uploads(uploads=await to_thread.run_sync(uploads.list))
+
+    @router.get("/v1/uploads/{name}", dependencies=[reader], responses=documented(401, 403, 404, 422))
+    async def get(name: _UploadName) -> Upload:
+        """An upload's size and digest."""
+        return await to_thread.run_sync(uploads.get, name)
+
+    @router.delete("/v1/uploads/{name}", status_code=204, dependencies=[scorer], responses=documented(401, 403, 404, 422))
+    async def delete(name: _UploadName) -> None:
+        """Forget an upload. Jobs that were submitted with it keep their file."""
+        await to_thread.run_sync(uploads.delete, name)
+
+    return router

@@ -1,0 +1,47 @@
+"""Run a service until it is told to end: SIGTERM or Ctrl-C.
+
+Knows uvicorn. Streams of events end at once, so that they hold nobody up; requests get time to finish; then jobs commit what
+they have and workers end. Called by `reflogp serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from reflogp_service.server.app import create_app
+from reflogp_service.server.logs import install_logging
+from reflogp_service.server.settings import ServerSettings
+
+#: Seconds that open requests get, and bytes of a request's head at the most.
+_GRACE_SECONDS, _MAX_HEAD = 20, 32 << 10
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._on_exit()
+        super().handle_exit(sig, frame)
+
+
+def run(settings: ServerSettings) -> None:
+    """Serve. Raises what `create_app` raises."""
+    app = create_app(settings)
+    install_logging(settings.log_format)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http="h11",
+        h11_max_incomplete_event_size=_MAX_HEAD,
+        limit_concurrency=settings.max_connections,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        log_config=None,
+        server_header=False,
+    )
+    _Server(config, app.state.context.precompute.drain).run()

@@ -1,0 +1,266 @@
+"""The worker process: frames in on stdin, frames out on stdout, until the service says so or is gone.
+
+Three threads: this one owns the engines and takes turns, one reads frames, one does jobs. Started by the service's pool as
+`python -m reflogp_service.worker`; what it has to say to people goes to stderr.
+
+    service -> worker   configure, score (+ sequences), forget, job, stop, exit
+    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, dying
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from reflogp_service.data.bounds import ReadBounds
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.worker.engine_loop import Answer, DisplacedError, EngineLoop, OnlineRequest
+from reflogp_service.worker.engines import Engines
+from reflogp_service.worker.frames import encode, read_frame
+from reflogp_service.worker.job import JobPlace, JobStoppedError, Progress, run_job
+from reflogp_service.worker.late_writes import LateWrites
+from reflogp_service.worker.orders import JobOrder, ModelPlace, WorkerConfiguration
+from reflogp_service.worker.wire import outcomes_table, stream_bytes, table_of
+from reflogp_store import LogprobStore, Reference, ReflogpError, describe_reference, resolve_model
+
+logger = logging.getLogger("reflogp.worker")
+
+#: A worker whose service is gone ends after this, whatever it is doing.
+_LAST_SECONDS = 20.0
+_TOKENIZERS = 4
+
+
+class Worker:
+    """One device's engines, and what is done with them.
+
+    Args:
+        configuration: from the service.
+        out: where frames go.
+    """
+
+    def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
+        self._configuration = configuration
+        self._out = out
+        self._sending = threading.Lock()
+        self._references: dict[str, Reference] = {}
+        self._tokenizers: OrderedDict[str, Any] = OrderedDict()
+        self._store = LogprobStore(configuration.store)
+        self._place = JobPlace(
+            self._store,
+            Path(configuration.tokens),
+            configuration.max_tokens_bytes,
+            configuration.commit_seconds,
+            ReadBounds(configuration.row_bytes, configuration.dataset_bytes, configuration.group_bytes),
+        )
+        engines = Engines(
+            self._load, configuration.capacity, configuration.pinned, lambda ids: self.send({"op": "loaded", "references": ids})
+        )
+        self.loop = EngineLoop(
+            engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
+        )
+        self._late = LateWrites(self._store, self._reference)
+        self._writes: set[str] = set()
+        self._jobs: queue.SimpleQueue[JobOrder | None] = queue.SimpleQueue()
+        self._job: str | None = None
+        self._stop: str | None = None
+        self._job_thread = threading.Thread(target=self._do_jobs, name="jobs", daemon=True)
+
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """Send a frame; without a service there is nobody to tell."""
+        try:
+            with self._sending:
+                self._out.write(encode(message, body))
+                self._out.flush()
+        except (BrokenPipeError, ValueError):
+            self.end()
+
+    def run(self, source: BinaryIO) -> None:
+        """Work until the service says `exit` or is gone."""
+        self._job_thread.start()
+        threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
+        if self._configuration.pinned is not None:
+            self.loop.preload(self._configuration.pinned)
+        self.send({"op": "ready"})
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.send({"op": "dying", "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
+            raise
+        self._late.close()
+
+    def end(self) -> None:
+        """Stop the job with a commit, finish the round, return from `run`."""
+        if self._stop != "end":
+            self._stop = "end"
+            self._jobs.put(None)
+            threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
+
+    def _close_after_job(self) -> None:
+        self._job_thread.join(_LAST_SECONDS)
+        self.loop.close()
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+    def _read(self, source: BinaryIO) -> None:
+        while (frame := read_frame(source)) is not None:
+            message, body = frame
+            match message["op"]:
+                case "score":
+                    self._ask(message, body)
+                case "forget":
+                    self._writes.discard(message["id"])
+                    self.loop.forget(message["id"])
+                case "job":
+                    self._stop = self._stop if self._stop == "end" else None
+                    self._job = message["order"]["job"]
+                    self._jobs.put(JobOrder(**message["order"]))
+                case "stop":
+                    if message["job"] == self._job and self._stop is None:
+                        self._stop = message["why"]
+                case "exit":
+                    self.end()
+        self.end()
+
+    def _ask(self, message: dict[str, Any], body: bytes) -> None:
+        table = table_of(body)
+        pairs = zip(table["prompt_ids"], table["completion_ids"], strict=True)
+        sequences = [Sequence(_ids(prompt), _ids(completion)) for prompt, completion in pairs]
+        left = message["deadline_seconds"]
+        deadline = None if left is None else time.monotonic() + left
+        if message["write"]:
+            self._writes.add(message["id"])
+        self.loop.ask(
+            OnlineRequest(message["id"], message["reference_id"], sequences, message["temperature"], message["alone"], deadline)
+        )
+
+    def _answer(self, answer: Answer) -> None:
+        request = answer.request
+        message = {
+            "op": "scored",
+            "id": request.id,
+            "error": answer.error,
+            "engine_seconds": answer.engine_seconds,
+            "queue_seconds": answer.queue_seconds,
+        }
+        body = b"" if answer.error is not None else stream_bytes(outcomes_table(request.outcomes))
+        self.send(message, body)
+        if request.id in self._writes:
+            self._writes.discard(request.id)
+            if answer.engine is not None:
+                pairs = zip(request.sequences, request.outcomes, strict=True)
+                good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
+                self._late.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
+
+    def _do_jobs(self) -> None:
+        while (order := self._jobs.get()) is not None:
+            message: dict[str, Any] = {"op": "job", "job": order.job}
+            try:
+                message |= {"end": "done", "summary": self._do(order)}
+            except JobStoppedError:
+                message |= {"end": "stopped", "why": self._stop}
+            except DisplacedError:
+                message |= {"end": "stopped", "why": "displaced"}
+            except (ReflogpError, OSError) as error:
+                message |= {"end": "failed", "error": str(error)}
+            except Exception as error:
+                logger.exception("job %s failed", order.job, extra={"job": order.job})
+                message |= {"end": "failed", "error": f"{type(error).__name__}: {error}"}
+            self._job = None
+            self.send(message)
+
+    def _do(self, order: JobOrder) -> dict[str, Any]:
+        def check() -> None:
+            if self._stop is not None:
+                raise JobStoppedError(self._stop)
+
+        def report(progress: dict[str, Any], committed: bool) -> None:
+            self.send({"op": "progress", "job": order.job, "progress": progress, "committed": committed})
+
+        def announce(keys: list[str]) -> None:
+            self.send({"op": "pass", "job": order.job, "keys": keys})
+
+        place = self._models(order.reference_id)
+        folder = str(resolve_model(place.model, place.revision))
+        reference = self._reference(order.reference_id)
+        tokenizer = partial(self._tokenizer, folder, place.trust_remote_code)
+        progress = Progress(report, check)
+        return run_job(order, self._place, reference, folder, tokenizer, self.loop, progress, announce, check)
+
+    def _models(self, reference_id: str) -> ModelPlace:
+        return self._configuration.models[reference_id]
+
+    def _reference(self, reference_id: str) -> Reference:
+        """The reference, described once; a model that has changed since the service started is refused."""
+        if reference_id not in self._references:
+            place = self._models(reference_id)
+            found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
+            if found.reference_id != reference_id:
+                raise ReflogpError(f"{place.model} has changed since the service started: restart the service")
+            self._references[reference_id] = found
+        return self._references[reference_id]
+
+    def _load(self, reference_id: str) -> TorchEngine:
+        place, budget = self._models(reference_id), self._configuration.token_budget
+        reference = self._reference(reference_id)
+        return TorchEngine(
+            str(resolve_model(place.model, place.revision)),
+            reference.dtype,
+            self._configuration.device,
+            budget,  # type: ignore[arg-type]
+            lm_head_dtype=reference.lm_head_dtype,
+            trust_remote_code=place.trust_remote_code,
+        )
+
+    def _tokenizer(self, folder: str, trust_remote_code: bool) -> Any:
+        if folder not in self._tokenizers:
+            self._tokenizers[folder] = load_tokenizer(folder, trust_remote_code)
+        self._tokenizers.move_to_end(folder)
+        while len(self._tokenizers) > _TOKENIZERS:
+            self._tokenizers.popitem(last=False)
+        return self._tokenizers[folder]
+
+
+def _ids(scalar: Any) -> Any:
+    return scalar.values.to_numpy(zero_copy_only=False)
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def main() -> None:
+    """Read the configuration, then work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service says when to end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # whatever prints does not end up between frames
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    _quiet_libraries()
+    frame = read_frame(source)
+    if frame is None:
+        return
+    fields = frame[0]["configuration"]
+    models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
+    Worker(WorkerConfiguration(models=models, **fields), out).run(source)
+    out.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

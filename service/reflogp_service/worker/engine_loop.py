@@ -1,0 +1,302 @@
+"""Who gets the engine next: sequences that somebody waits for, or the next pass of a job.
+
+Online requests go first, merged into one round; after each round a waiting job gets one pass, so neither starves the other and
+a request waits for one pass at the most. Knows engines and turns. Does not know jobs' datasets or the wire. The thread that
+calls `run` owns the engines; every other method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine.torch_engine import Outcome
+from reflogp_service.worker.engines import Engines
+from reflogp_store import ReflogpError
+
+#: Passes that a job's thread may be behind the engine.
+_AHEAD = 64
+#: An engine is not unloaded for another reference before it was here, or unused, for so long.
+_RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
+
+Landed = list[tuple[int, Outcome]]
+
+
+class DisplacedError(Exception):
+    """A job's model had to make room for another one; the job goes on later."""
+
+
+@dataclass
+class OnlineRequest:
+    """Sequences that somebody waits for.
+
+    Attributes:
+        alone: scored in a round of its own: it may have killed a worker before.
+        deadline: time.monotonic() after which nobody waits any more, or None.
+        outcomes: one per sequence, None while it is not computed.
+    """
+
+    id: str
+    reference_id: str
+    sequences: list[Sequence]
+    temperature: float
+    alone: bool
+    deadline: float | None
+    arrived: float = field(default_factory=time.monotonic)
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    left: int = 0
+
+    def tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of an online request: outcomes, or an error for all of it."""
+
+    request: OnlineRequest
+    engine: TorchEngine | None
+    engine_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass
+class _Work:
+    """A job's stream of passes."""
+
+    reference_id: str
+    sequences: list[Sequence]
+    skip: Collection[int]
+    before: Callable[[list[int]], None]
+    out: queue.SimpleQueue[Landed | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    engine: TorchEngine | None = None
+    passes: Iterator[Landed] | None = None
+    abandoned: bool = False
+
+
+class EngineLoop:
+    """Turns between online requests and one job.
+
+    Args:
+        engines: of the device.
+        on_round: told the ids of the requests that the engine begins.
+        on_answer: gets each request's answer.
+        window_seconds: how long a request waits for others to be merged with.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        on_round: Callable[[list[str]], None],
+        on_answer: Callable[[Answer], None],
+        window_seconds: float,
+    ) -> None:
+        self._engines = engines
+        self._on_round = on_round
+        self._on_answer = on_answer
+        self._window = window_seconds
+        self._changed = threading.Condition()
+        self._online: deque[OnlineRequest] = deque()
+        self._work: _Work | None = None
+        self._closing = False
+
+    def ask(self, request: OnlineRequest) -> None:
+        """Put a request in line."""
+        with self._changed:
+            self._online.append(request)
+            self._changed.notify_all()
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for that request any more. One that the engine has begun is finished all the same."""
+        with self._changed:
+            self._online = deque(request for request in self._online if request.id != request_id)
+
+    def passes(
+        self,
+        reference_id: str,
+        sequences: list[Sequence],
+        skip: Collection[int],
+        before: Callable[[list[int]], None],
+        check: Callable[[], None],
+    ) -> Iterator[Landed]:
+        """A job's passes, computed in turns; called by the job's thread.
+
+        Args:
+            before: told each pass's indices before it is computed, in the engine's thread.
+            check: called while waiting; raises to stop.
+
+        Raises:
+            DisplacedError: another reference needs the room; begin anew later.
+            EngineError and its kin: the model cannot be loaded.
+        """
+        return self._follow(_Work(reference_id, sequences, skip, before), check)
+
+    def engine(self, reference_id: str, check: Callable[[], None]) -> TorchEngine:
+        """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `passes`."""
+        work = _Work(reference_id, [], (), lambda _: None)
+        for _ in self._follow(work, check):
+            pass
+        assert work.engine is not None
+        return work.engine
+
+    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[Landed]:
+        with self._changed:
+            self._work = work
+            self._changed.notify_all()
+        try:
+            while True:
+                check()
+                try:
+                    landed = work.out.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                if landed is None:
+                    return
+                if isinstance(landed, BaseException):
+                    raise landed
+                yield landed
+        finally:
+            with self._changed:
+                work.abandoned = True
+                if self._work is work:
+                    self._work = None
+
+    def close(self) -> None:
+        """Make `run` return when what it does now is done."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def preload(self, reference_id: str) -> None:
+        """Load an engine before anybody asks; called by the thread that will call `run`."""
+        self._engines.get(reference_id)
+
+    def run(self) -> None:
+        """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on."""
+        jobs_turn = False
+        while not self._closing:
+            work = self._ready_work()
+            batch = [] if jobs_turn and work is not None else self._next_round()
+            if batch:
+                self._serve(batch)
+                jobs_turn = True
+            elif work is not None:
+                self._advance(work)
+                jobs_turn = False
+            else:
+                with self._changed:
+                    if not self._closing:
+                        self._changed.wait(0.02 if self._online or self._work else 0.5)
+
+    def _ready_work(self) -> _Work | None:
+        """The job's stream, where its thread keeps up and its model may be loaded now."""
+        work = self._work
+        if work is None or work.abandoned or work.out.qsize() >= _AHEAD:
+            return None
+        displaced = self._engines.displaced_by(work.reference_id)
+        settled = all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced)
+        return work if settled else None
+
+    def _advance(self, work: _Work) -> None:
+        try:
+            work.engine = self._engines.get(work.reference_id)
+        except ReflogpError as error:
+            work.out.put(error)
+            self._drop(work)
+            return
+        if work.passes is None:
+            work.passes = work.engine.passes(work.sequences, work.skip, before=work.before)
+        landed = next(work.passes, None)
+        work.out.put(landed)
+        if landed is None:
+            self._drop(work)
+
+    def _drop(self, work: _Work) -> None:
+        with self._changed:
+            if self._work is work:
+                self._work = None
+
+    def _next_round(self) -> list[OnlineRequest]:
+        """Requests of one reference and temperature, about one pack of them; empty when none may be served now."""
+        first = self._first_servable()
+        if first is None:
+            return []
+        pause = first.arrived + self._window - time.monotonic()
+        if pause > 0 and not first.alone:
+            time.sleep(pause)
+        try:
+            budget = self._engines.get(first.reference_id).token_budget
+        except ReflogpError as error:
+            self._on_answer(Answer(first, None, error=str(error)))
+            return []
+        batch, tokens = [first], first.tokens()
+        with self._changed:
+            kept: deque[OnlineRequest] = deque()
+            for request in self._online:
+                fits = (
+                    not request.alone
+                    and not first.alone
+                    and request.reference_id == first.reference_id
+                    and request.temperature == first.temperature
+                    and tokens + request.tokens() <= budget
+                )
+                (batch if fits else kept).append(request)
+                tokens += request.tokens() if fits else 0
+            self._online = kept
+        return batch
+
+    def _first_servable(self) -> OnlineRequest | None:
+        now = time.monotonic()
+        with self._changed:
+            waiting, self._online = self._online, deque()
+            expired = [request for request in waiting if request.deadline is not None and request.deadline < now]
+            self._online.extend(request for request in waiting if request not in expired)
+            candidates = list(self._online)
+        for request in expired:
+            self._on_answer(Answer(request, None, error="deadline"))
+        work = self._work
+        for request in candidates:
+            displaced = self._engines.displaced_by(request.reference_id)
+            if not all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced):
+                continue
+            if work is not None and work.reference_id in displaced:
+                work.out.put(DisplacedError())
+                self._drop(work)
+            with self._changed:
+                if request in self._online:
+                    self._online.remove(request)
+                    return request
+        return None
+
+    def _serve(self, batch: list[OnlineRequest]) -> None:
+        engine = self._engines.get(batch[0].reference_id)
+        self._on_round([request.id for request in batch])
+        began = time.monotonic()
+        sequences: list[Sequence] = []
+        owners: list[tuple[OnlineRequest, int]] = []
+        for request in batch:
+            request.outcomes = [None] * len(request.sequences)
+            request.left = len(request.sequences)
+            owners += [(request, at) for at in range(len(request.sequences))]
+            sequences += request.sequences
+
+        def settle(index: int, outcome: Outcome) -> None:
+            request, at = owners[index]
+            request.outcomes[at] = outcome
+            request.left -= 1
+            if not request.left:
+                now = time.monotonic()
+                self._on_answer(Answer(request, engine, now - began, began - request.arrived))
+
+        problems = engine.problems(sequences)
+        for index, problem in problems.items():
+            settle(index, problem)
+        for landed in engine.passes(sequences, skip=problems, temperature=batch[0].temperature):
+            for index, outcome in landed:
+                settle(index, outcome)

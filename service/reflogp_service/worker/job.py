@@ -1,0 +1,190 @@
+"""One job in a worker: a dataset, scored where the store lacks it, then its result and report.
+
+The same `score_dataset` as on the command line; what is added is progress, being stopped, and the engine's turns. Runs in the
+worker's job thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from reflogp_service.data.bounds import ReadBounds
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenized import TokenizedDataset, forget_oldest, kept_name
+from reflogp_service.scoring import score_dataset
+from reflogp_service.worker.engine_loop import EngineLoop
+from reflogp_service.worker.job_engine import JobEngine
+from reflogp_service.worker.orders import JobOrder
+from reflogp_service.worker.result import write_result
+from reflogp_store import LogprobStore, Reference
+
+#: Seconds between two reports of progress, and the span of time over which a rate is taken.
+_REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
+
+
+class JobStoppedError(Exception):
+    """The job shall not go on here: cancelled, interrupted by a more urgent one, or the worker shall end."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """What jobs of a worker share.
+
+    Attributes:
+        store: where values go.
+        tokens: folder for kept token ids, and bytes of them at the most.
+        commit_seconds: the longest that computed values wait for a commit.
+        bounds: of reading datasets.
+    """
+
+    store: LogprobStore
+    tokens: Path
+    max_tokens_bytes: int
+    commit_seconds: float
+    bounds: ReadBounds
+
+
+class Progress:
+    """Counts of a running job, sent on now and then; a Watcher of scoring.
+
+    Args:
+        send: gets (progress as the HTTP answer has it, whether work became durable since the last time).
+        check: called at every step; raises to stop.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any], bool], None], check: Callable[[], None]) -> None:
+        self.problems: dict[int, str] = {}
+        self._send = send
+        self._check = check
+        self._began = time.monotonic()
+        self._sent = 0.0
+        self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
+        self._first_scored: float | None = None
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def begin(self, sequences: int) -> None:
+        self._sequences = sequences
+        self._report()
+
+    def read(self, rows: int) -> None:
+        self._rows = rows
+        self._report()
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        self._done += sequences
+        self._hits += 0 if tokens else sequences
+        self._scored += sequences if tokens else 0
+        self._tokens += tokens
+        if tokens and self._first_scored is None:
+            self._first_scored = time.monotonic()
+        self._report()
+
+    def bad_row(self, row: int, problem: str) -> None:
+        self.problems[row] = problem
+
+    def note(self, row: int, remark: str) -> None:
+        """A remark changes no value; the result has the value."""
+
+    def committed(self, snapshot: int) -> None:
+        self._report(committed=True)
+
+    def finish(self, sequences: int) -> None:
+        """Send the last counts; so many sequences it were, now that all rows are read."""
+        self._sequences = self._done = sequences
+        self._report(now=True)
+
+    def _report(self, committed: bool = False, now: bool = False) -> None:
+        self._check()
+        moment = time.monotonic()
+        if not committed and not now and moment - self._sent < _REPORT_SECONDS:
+            return
+        self._sent = moment
+        self._recent.append((moment, self._tokens))
+        while len(self._recent) > 2 and moment - self._recent[1][0] > _RATE_SECONDS:
+            self._recent.popleft()
+        (since, before) = self._recent[0]
+        rate = (self._tokens - before) / (moment - since) if moment > since else 0.0
+        left = None
+        if self._first_scored is not None and moment > self._first_scored and self._scored:
+            left = max(0, self._sequences - self._done) * (moment - self._first_scored) / self._scored
+        self._send(
+            {
+                "rows": self._rows,
+                "sequences": self._sequences,
+                "done": self._done,
+                "hits": self._hits,
+                "scored": self._scored,
+                "bad_rows": len(self.problems),
+                "tokens": self._tokens,
+                "tokens_per_second": rate,
+                "seconds": moment - self._began,
+                "seconds_left": left,
+            },
+            committed,
+        )
+
+
+def run_job(
+    order: JobOrder,
+    place: JobPlace,
+    reference: Reference,
+    model_folder: str,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    loop: EngineLoop,
+    progress: Progress,
+    announce: Callable[[list[str]], None],
+    check: Callable[[], None],
+) -> dict[str, Any]:
+    """Do a job; its summary, as `reflogp score --json` has it.
+
+    Args:
+        progress: told how it gets on.
+        announce: told the keys that the device is at.
+        check: called now and then; raises JobStoppedError to stop. What is computed by then is committed.
+
+    Raises:
+        JobStoppedError, DisplacedError: it shall go on later, or not at all.
+        ReflogpError: it cannot be done.
+    """
+    form: Any = order.format
+    source = RowSource(order.file, order.split, bounds=place.bounds)
+    kept = place.tokens / kept_name(order.digest, model_folder, form, order.split)
+    dataset = TokenizedDataset(source, load_tokenizer, form, kept)
+
+    def make_engine() -> JobEngine:
+        engine = loop.engine(order.reference_id, check)
+        return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, announce, check)
+
+    summary = score_dataset(
+        dataset,
+        place.store,
+        reference,
+        make_engine,
+        max_length=order.max_length,
+        truncation_mode=order.truncation_mode,
+        watcher=progress,
+        commit_seconds=place.commit_seconds,
+    )
+    snapshot = place.store.table(reference.reference_id).snapshot()
+    write_result(
+        dataset,
+        snapshot,
+        progress.problems,
+        load_tokenizer,
+        Path(order.result),
+        Path(order.report),
+        max_length=order.max_length,
+        truncation_mode=order.truncation_mode,
+        ld_alpha=order.ld_alpha,
+        check=check,
+    )
+    forget_oldest(place.tokens, place.max_tokens_bytes)
+    progress.finish(summary.sequences)
+    return asdict(summary)

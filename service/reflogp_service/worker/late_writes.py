@@ -1,0 +1,92 @@
+"""Values of online requests that shall be kept: committed together, a moment later, so that no answer waits for a commit.
+
+Knows stores and rows. Does not know requests. Lost when the worker is killed before the commit: they are a cache's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp_service.engine import Sequence
+from reflogp_store import LogprobStore, LogprobTable, Reference, ReflogpError, sequence_keys
+from reflogp_store.compaction import compact_if_many, small_shards_allowed
+from reflogp_store.schema import shard_table
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that values wait for others to be committed with, and sequences that do not wait longer.
+_SECONDS, _SEQUENCES = 2.0, 4096
+
+
+class LateWrites:
+    """Commits in a thread of its own.
+
+    Args:
+        store: where to.
+        reference_of: reference id -> the reference.
+    """
+
+    def __init__(self, store: LogprobStore, reference_of: Callable[[str], Reference]) -> None:
+        self._store = store
+        self._reference_of = reference_of
+        self._tables: dict[str, LogprobTable] = {}
+        self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
+        self._thread.start()
+
+    def put(
+        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
+    ) -> None:
+        """Keep values at temperature 1."""
+        with self._changed:
+            self._waiting.setdefault(reference_id, (provenance, []))[1].extend(scored)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Commit what waits."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if not self._closing and all(len(scored) < _SEQUENCES for _, scored in self._waiting.values()):
+                    self._changed.wait(_SECONDS)
+                waiting, self._waiting = self._waiting, {}
+                if self._closing and not waiting:
+                    return
+            for reference_id, (provenance, scored) in waiting.items():
+                try:
+                    self._commit(reference_id, provenance, scored)
+                except ReflogpError as error:
+                    logger.warning("%d scored sequences could not be kept: %s", len(scored), error)
+
+    def _commit(
+        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
+    ) -> None:
+        if reference_id not in self._tables:
+            self._tables[reference_id] = self._store.create_table(self._reference_of(reference_id))
+        prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence, _ in scored]
+        completions = [np.asarray(sequence.completion_ids, np.int64) for sequence, _ in scored]
+        rows = shard_table(
+            sequence_keys(prompts, completions),
+            np.array([len(prompt) for prompt in prompts], np.int32),
+            np.array([len(completion) for completion in completions], np.int32),
+            pa.array([logps for _, logps in scored], pa.list_(pa.float32())),
+            provenance,
+        )
+        self._tables[reference_id].append(rows)
+        compact_if_many(self._tables[reference_id], small_shards_allowed())

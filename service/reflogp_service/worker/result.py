@@ -1,0 +1,222 @@
+"""What a job leaves behind: its values in dataset order as Parquet, and a report on what they look like.
+
+The read side of a job: the same windows, looked up in the snapshot that the job ended with. Called by `job`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_store import Snapshot, join_logps
+from reflogp_store.joins import Join, completion_columns
+from reflogp_store.keys import KEY_TYPE
+
+_BINS = 40
+#: Outliers of each kind, and characters of each text that are kept.
+_OUTLIERS, _TEXT = 4, 4_000
+#: Bad rows that the report names.
+_NAMED = 100
+_NO_VALUE = "no value is stored for it"
+_DROPPED = "dropped, as the trainer drops it: the prompt alone fills max_length"
+
+
+@dataclass(order=True)
+class _Candidate:
+    """A row that may be an outlier: the larger `rank`, the more so."""
+
+    rank: float
+    row: int
+    value: float = field(compare=False)
+    prompt_ids: list[int] = field(compare=False)
+    completions: dict[str, list[int]] = field(compare=False)
+
+
+class _Means:
+    """Mean log-probs per token and margins of all rows so far, and the farthest out of each kind."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
+        self._outliers: dict[str, list[_Candidate]] = {}
+
+    def add(self, table: pa.Table, join: Join, usable: npt.NDArray[np.bool_]) -> None:
+        sides = dict(zip(join.keys, join.logps.values(), strict=True))
+        sums = {name.removesuffix("_ids"): logps for name, logps in sides.items()}
+        tokens = {name.removesuffix("_ids"): count for name, count in join.tokens.items()}
+        good = np.flatnonzero(usable & np.logical_and.reduce([count > 0 for count in tokens.values()]))
+        if not len(good):
+            return
+        for name, logps in sums.items():
+            means = logps[good].astype(np.float64) / tokens[name][good]
+            self._add(f"lowest mean log-prob of {name}", name, means, -means, table, good)
+        if "chosen" in sums:
+            margins = sums["chosen"][good].astype(np.float64) - sums["rejected"][good]
+            self._add("rejected far likelier than chosen", "margin", margins, -margins, table, good)
+            self._offer("chosen far likelier than rejected", margins, margins, table, good)
+
+    def histograms(self) -> dict[str, dict[str, list[Any]]]:
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name, parts in self._values.items():
+            counts, edges = np.histogram(np.concatenate(parts), bins=_BINS)
+            found[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
+        return found
+
+    def outliers(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        def text(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids[: _TEXT // 2]))[:_TEXT]
+
+        return [
+            {
+                "row": found.row,
+                "why": why,
+                "value": found.value,
+                "prompt": text(found.prompt_ids),
+                "completions": {name: text(ids) for name, ids in found.completions.items()},
+            }
+            for why, heap in self._outliers.items()
+            for found in sorted(heap, reverse=True)
+        ]
+
+    def _add(
+        self,
+        why: str,
+        name: str,
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.float64],
+        table: pa.Table,
+        good: npt.NDArray[np.int64],
+    ) -> None:
+        self._values.setdefault(name, []).append(values)
+        self._offer(why, values, ranks, table, good)
+
+    def _offer(
+        self,
+        why: str,
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.float64],
+        table: pa.Table,
+        good: npt.NDArray[np.int64],
+    ) -> None:
+        heap = self._outliers.setdefault(why, [])
+        for place in np.argsort(-ranks)[:_OUTLIERS]:
+            rank, at = float(ranks[place]), int(good[place])
+            if len(heap) == _OUTLIERS and rank <= heap[0].rank:
+                break
+            row = table.slice(at, 1).to_pylist()[0]
+            completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
+            heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions))
+            if len(heap) > _OUTLIERS:
+                heapq.heappop(heap)
+
+
+def write_result(
+    dataset: TokenizedDataset,
+    snapshot: Snapshot,
+    problems: dict[int, str],
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    result: Path,
+    report: Path,
+    *,
+    max_length: int | None,
+    truncation_mode: str,
+    ld_alpha: float | None,
+    check: Callable[[], None],
+) -> None:
+    """Write a job's result and report; both appear when they are complete.
+
+    The result has every row of the dataset once, in order (a pair that was unpaired for KTO: twice): row int64, one key column
+    (binary of 16 bytes) and one float32 column of reference log-probs per completion, and error, null where there are values.
+
+    Args:
+        problems: row -> why scoring could not use it.
+        check: called for each window; raises to stop.
+    """
+    result.parent.mkdir(parents=True, exist_ok=True)
+    partial = result.with_name(f".{result.name}.{uuid.uuid4().hex[:8]}.partial")
+    means, dropped, named = _Means(), 0, []
+    writer: pq.ParquetWriter | None = None
+    settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
+    note = {"reference_id": snapshot.reference_id, "snapshot": snapshot.number, **settings}
+    try:
+        for table, unread in _windows(dataset):
+            check()
+            join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+            rows = table["row"].to_numpy()
+            bad = join.missing | join.unusable | np.isin(rows, list(problems))
+            means.add(table, join, ~bad & ~join.dropped)
+            dropped += int(join.dropped.sum())
+            errors: list[str | None] = [None] * len(table)
+            for at in np.flatnonzero(bad | join.dropped):
+                errors[at] = _DROPPED if join.dropped[at] else problems.get(int(rows[at]), _NO_VALUE)
+            named += [{"row": int(rows[at]), "error": errors[at]} for at in np.flatnonzero(bad)[:_NAMED]]
+            named += [{"row": row, "error": problem} for row, problem in list(unread.items())[:_NAMED]]
+            named = sorted(named, key=lambda entry: entry["row"])[:_NAMED]
+            part = _result_rows(table, join, bad | join.dropped, errors, unread)
+            if writer is None:
+                schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
+                writer = pq.ParquetWriter(partial, schema, compression="zstd")
+            writer.write_table(part)
+        if writer is not None:
+            writer.close()
+            partial.replace(result)
+        outliers = means.outliers(load_tokenizer())
+        found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
+        _write_whole(report, json.dumps(found))
+    finally:
+        if writer is not None:
+            writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _windows(dataset: TokenizedDataset) -> Iterator[tuple[pa.Table, dict[int, str]]]:
+    """Windows with completions; what could not be read before the first of them comes with it."""
+    unread: dict[int, str] = {}
+    for window in dataset:
+        unread |= window.problems
+        if window.table.num_columns > 2:
+            yield window.table, unread
+            unread = {}
+
+
+def _result_rows(
+    table: pa.Table,
+    join: Join,
+    without: npt.NDArray[np.bool_],
+    errors: list[str | None],
+    unread: dict[int, str],
+) -> pa.Table:
+    references = completion_columns(table.column_names)
+    more = len(unread)
+    columns: dict[str, pa.Array] = {"row": pa.concat_arrays([_array(table["row"]), pa.array(list(unread), pa.int64())])}
+    for name, keys in join.keys.items():
+        columns[name.replace("_ids", "_key")] = pa.concat_arrays([keys, pa.nulls(more, KEY_TYPE)])
+    for name, reference in references.items():
+        del name
+        values = pa.array(join.logps[reference], pa.float32(), mask=without)
+        columns[reference] = pa.concat_arrays([values, pa.nulls(more, pa.float32())])
+    columns["error"] = pa.array([*errors, *unread.values()], pa.string())
+    rows = pa.table(columns)
+    return rows if not more else rows.take(pc.sort_indices(rows, [("row", "ascending")]))
+
+
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

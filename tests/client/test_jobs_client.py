@@ -1,0 +1,570 @@
+"""Jobs, uploads and online scoring through both clients, against a service as it runs."""
+
+import asyncio
+import hashlib
+import json
+import random
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp_client import (
+    AsyncClient,
+    Client,
+    DeadlineExceededError,
+    JobFailedError,
+    NotAllowedError,
+    RequestRefusedError,
+    SequencesRefusedError,
+    ServiceFailedError,
+    ServicePath,
+    ServiceUnreachableError,
+    ServiceUri,
+    Uploaded,
+    jobs,
+    scoring,
+    wire,
+)
+from reflogp_client.events import EventParser, Following
+from reflogp_store import UsageError, sequence_keys
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.serving import serving
+
+TOKEN = "token-of-a-trainer"
+
+
+def settings_file(folder: Path, reference_folder: Path, *more: str) -> Path:
+    """A service with one float32 reference, everything of it under `folder`."""
+    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', *more]
+    file = folder / "serve.toml"
+    file.write_text("\n".join([*lines, "[references.sft]", f'model = "{reference_folder}"', 'dtype = "float32"', ""]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(reference_folder, tmp_path_factory):
+    with serving("--config", settings_file(tmp_path_factory.mktemp("jobs"), reference_folder)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(url):
+    with Client(url) as found:
+        yield found
+
+
+def made_up_rows(seed: int, rows: int, tokens: int = 300) -> list[dict]:
+    """Pairs of token ids that no other test has."""
+    dice = random.Random(seed)
+
+    def ids(count: int) -> list[int]:
+        return [dice.randrange(5, 900) for _ in range(count)]
+
+    return [{"prompt_ids": ids(20), "chosen_ids": ids(tokens), "rejected_ids": ids(tokens)} for _ in range(rows)]
+
+
+@pytest.fixture
+def long_file(tmp_path) -> Path:
+    """Minutes of scoring."""
+    return write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
+
+
+# --- what can be known without a service ---
+
+STREAM = (
+    b': hello\n\nevent: job\ndata: {"a": 1}\n\n'
+    b"event: job\r\ndata: two\r\ndata: lines\r\n\r\n"
+    + "data: no name, and a line separator \u2028 in it\n\n".encode()
+    + b"event: nothing to say\n\nid: 7\nretry: 10\ndata\n\nevent: end\rdata:bare\r\rdata: never finished\n"
+)
+EVENTS = [
+    ("job", '{"a": 1}'),
+    ("job", "two\nlines"),
+    ("message", "no name, and a line separator \u2028 in it"),
+    ("message", ""),
+    ("end", "bare"),
+]
+
+
+def test_events_are_the_same_however_the_stream_is_cut():
+    for size in range(1, len(STREAM) + 1):
+        parser = EventParser()
+        found = [event for at in range(0, len(STREAM), size) for event in parser.feed(STREAM[at : at + size])]
+        assert found == EVENTS, size
+
+
+JOB = {
+    "id": "4f1c9a02d77be310",
+    "state": "running",
+    "settings": {"reference": "sft", "max_length": None, "something_new": 1},
+    "dataset": {"upload": "pairs.jsonl"},
+    "reference_id": "ab" * 16,
+    "submitted_by": "me",
+    "created_at": "2026-11-21T09:21:00.5+00:00",
+    "started_at": "2026-11-21T09:21:00Z",
+    "finished_at": None,
+    "attempts": 1,
+    "progress": {"rows": 3, "done": 2, "phase": "of a newer service"},
+    "throughput": [[1, 2.5]],
+    "error": None,
+    "summary": None,
+    "owner": "a newer service's field",
+}
+
+
+def test_a_job_of_a_newer_service_can_be_read_and_of_something_else_not():
+    job = jobs.job_from(JOB)
+    assert (job.state, job.progress.done, job.progress.hits, job.throughput) == ("running", 2, 0, [(1.0, 2.5)])
+    assert job.created_at.utcoffset().total_seconds() == 0
+    assert json.loads(json.dumps(job.as_dict()))["started_at"] == "2026-11-21T09:21:00+00:00"
+    for broken in ({}, [], {**JOB, "created_at": "yesterday"}, {**JOB, "progress": None}, {**JOB, "throughput": [1]}):
+        with pytest.raises(ServiceFailedError, match="cannot be read"):
+            jobs.job_of(httpx.Response(200, json=broken))
+    with pytest.raises(ServiceFailedError, match="cannot be read"):
+        jobs.job_of(httpx.Response(200, text="<html>"))
+
+
+def event(kind: str, **changes) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(JOB | changes)}\n\n".encode()
+
+
+def test_a_watch_gives_every_change_once_and_ends_with_the_job():
+    following = Following("x", "http://service", None)
+    following.call()
+    assert [job.state for job in following.take(event("job", state="queued"))] == ["queued"]
+    assert following.take(b": still here\n\n" + event("job", state="queued")) == []
+    following.pause(httpx.ReadError("gone"))
+    following.call()
+    assert [job.state for job in following.take(event("job", state="queued") + event("job"))] == ["running"]
+    assert not following.ended
+    assert [job.state for job in following.take(event("job", state="done") + event("end", state="done"))] == ["done"]
+    assert following.ended
+
+
+def test_a_watch_bears_a_restart_and_gives_up_on_a_refusal():
+    following = Following("x", "http://service", None)
+    following.take(event("job"))
+    for cause in (
+        httpx.ConnectError("refused"),
+        None,
+        httpx.Response(503),
+        httpx.Response(502),
+        httpx.ReadTimeout("silent"),
+    ) * 4:
+        assert 0.5 <= following.pause(cause) <= wire.LONGEST_PAUSE
+    with pytest.raises(RequestRefusedError):
+        following.pause(httpx.Response(404))
+
+
+def test_a_watch_of_a_service_that_was_never_there_is_short():
+    following = Following("x", "http://service", None)
+    for _ in range(wire.TRIES - 1):
+        following.pause(httpx.ConnectError("refused"))
+    with pytest.raises(ServiceUnreachableError, match="http://service gives no answer"):
+        following.pause(httpx.ConnectError("refused"))
+    with pytest.raises(ServiceFailedError):
+        Following("x", "http://service", None).pause(httpx.Response(500))
+
+
+def test_the_end_of_a_watchs_time_names_its_cause():
+    following = Following("x", "http://service", 0.05)
+    following.take(event("job"))
+    time.sleep(0.06)
+    for chunk in (b": still here\n\n", event("job", attempts=2)):
+        with pytest.raises(DeadlineExceededError, match=r"running after 0\.05 seconds; it goes on"):
+            following.take(chunk)
+    assert len(following.take(event("end", state="done"))) == 1
+    following = Following("x", "http://service", 0.05)
+    following.take(event("job"))
+    time.sleep(following.pause(httpx.ConnectError("refused")))
+    with pytest.raises(ServiceUnreachableError, match="refused"):
+        following.call()
+
+
+def question(call: wire.Call) -> dict:
+    return pa.ipc.open_stream(call.content).read_all().to_pydict()
+
+
+def ask(prompts, completions, deadline=None) -> wire.Call:
+    return scoring.score_call("sft", prompts, completions, 1.0, True, False, deadline, None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions"),
+    [
+        ([[1, 2], []], [[3], [4, 5]]),
+        ([np.array([1, 2], np.int32), np.array([], np.int64)], [np.array([3], np.uint32), np.array([4, 5])]),
+        (pa.array([[1, 2], []], pa.list_(pa.int32())), pa.array([[3], [4, 5]], pa.large_list(pa.uint32()))),
+        (pa.chunked_array([[[1, 2]], [[]]], pa.list_(pa.int64())), [(3,), (4, 5)]),
+    ],
+)
+def test_token_ids_come_in_many_shapes_and_leave_in_one(prompts, completions):
+    assert question(ask(prompts, completions)) == {"prompt_ids": [[1, 2], []], "completion_ids": [[3], [4, 5]]}
+
+
+def test_a_matrix_of_token_ids_is_rows():
+    assert question(ask(np.arange(6).reshape(2, 3), np.ones((2, 1), int)))["prompt_ids"] == [[0, 1, 2], [3, 4, 5]]
+    assert question(ask([], [])) == {"prompt_ids": [], "completion_ids": []}
+
+
+@pytest.mark.parametrize("wrong", [["text"], [None], [[None]], [[-1]], [[2**32]], 5, [1, 2], [["a"]], pa.array([[1.5]])])
+def test_what_is_no_token_id_is_refused_before_it_is_sent(wrong):
+    with pytest.raises(UsageError, match="completions"):
+        ask([[1]] * 2 if wrong == [1, 2] else [[1]], wrong)
+
+
+def test_score_wants_as_many_prompts_as_completions_and_time():
+    with pytest.raises(UsageError, match="2 prompts but 1 completions"):
+        ask([[1], [2]], [[1]])
+    for deadline in (0, -1, float("nan")):
+        with pytest.raises(UsageError, match="deadline"):
+            ask([[1]], [[1]], deadline)
+
+
+REFUSED, SILENT, CUT = httpx.ConnectError("refused"), httpx.ReadTimeout("silent"), httpx.ReadError("cut")
+
+
+def again(call: wire.Call, outcome, attempt: int = 1) -> bool:
+    try:
+        return wire.pause_after(outcome, call, attempt, "http://service") is not None
+    except (wire.ServiceError, DeadlineExceededError):
+        return False
+
+
+def test_what_is_sent_again_after_which_failure():
+    lookup, score, retry = wire.references_call(), ask([[1]], [[1]]), jobs.retry_call("x")
+    for call in (lookup, score, retry):
+        assert again(call, REFUSED)
+        assert again(call, httpx.Response(503))
+        assert again(call, httpx.Response(429))
+        assert not again(call, httpx.Response(500))
+        assert not again(call, httpx.Response(400))
+        assert not again(call, REFUSED, wire.TRIES)
+    assert [again(call, SILENT) for call in (lookup, score, retry)] == [True, False, False]
+    assert [again(call, CUT) for call in (lookup, score, retry)] == [True, True, False]
+
+
+def test_a_deadline_bounds_tries_and_pauses_and_tells_the_service_what_is_left():
+    call = ask([[1]], [[1]], deadline=30)
+    assert again(call, REFUSED, 100)
+    assert not again(ask([[1]], [[1]], deadline=2), httpx.Response(429, headers={"retry-after": "3"}))
+    assert 29_000 < wire.arguments(call)["params"]["deadline_ms"] <= 30_000
+    late = ask([[1]], [[1]], deadline=0.01)
+    time.sleep(0.02)
+    assert wire.arguments(late)["params"]["deadline_ms"] >= 1
+    with pytest.raises(DeadlineExceededError, match="within the deadline"):
+        wire.pause_after(SILENT, late, 1, "http://service")
+    with pytest.raises(ServiceUnreachableError, match="refused"):
+        wire.pause_after(REFUSED, late, 1, "http://service")
+
+
+def test_a_busy_services_word_is_kept():
+    assert 3 <= wire.pause_seconds(httpx.Response(429, headers={"retry-after": "3"}), 1) <= 3.1
+    assert wire.pause_seconds(httpx.Response(503, headers={"retry-after": "9999"}), 1) == wire.LONGEST_PAUSE
+    assert all(wire.pause_seconds(REFUSED, attempt) <= wire.LONGEST_PAUSE for attempt in (1, 10, 10_000))
+
+
+# --- with a service ---
+
+
+def test_a_file_is_scored_by_a_job_and_its_values_are_the_stores(client, pairs_file, tmp_path):
+    seen = []
+    job = client.submit(pairs_file, "sft", max_length=512, title="forty pairs")
+    assert job.settings["title"] == "forty pairs"
+    done = client.watch(job.id, seen.append, check=True)
+    assert (done.state, done.summary["rows"], seen[-1]) == ("done", 40, done)
+    assert done.progress.done == done.progress.sequences == 80
+    assert client.job(job.id) == done
+    table = pq.read_table(client.result(job.id, tmp_path / "values.parquet"))
+    assert table["row"].to_pylist() == list(range(40))
+    assert table["error"].null_count == 40
+    for side in ("chosen", "rejected"):
+        found = client.lookup("sft", table[f"{side}_key"])
+        assert np.allclose(found.sums, table[f"ref_{side}_logps"].to_numpy(), rtol=1e-6)
+    assert set(client.report(job.id)["histograms"]) == {"chosen", "rejected", "margin"}
+    assert {file.name for file in tmp_path.iterdir()} == {"pairs.jsonl", "values.parquet"}
+
+
+def test_the_same_file_and_settings_are_one_job_and_one_upload(client, tmp_path, pair_rows):
+    file = write_rows(tmp_path / "same pairs (ü).jsonl", pair_rows[50:54])
+    sent = []
+    first = client.upload(file, progress=lambda done, total: sent.append((done, total)))
+    assert sent == [(file.stat().st_size,) * 2]
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (first.name, first.sha256) == (f"{digest[:12]}-same-pairs-.jsonl", digest)
+    assert client.upload(file) == first  # uploaded_at is the first one's: nothing was sent
+    ids = {client.submit(file, "sft", max_length=200).id for _ in range(2)}
+    ids.add(client.submit(Uploaded(first.name), "sft", max_length=200, idempotency_key=None).id)
+    assert len(ids) == 1
+    assert client.submit(file, "sft", max_length=100).id not in ids
+
+
+def test_another_file_of_the_same_name_does_not_replace_it(client, tmp_path, pair_rows):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = client.upload(write_rows(tmp_path / "a" / "pairs.jsonl", pair_rows[:2]))
+    two = client.upload(write_rows(tmp_path / "b" / "pairs.jsonl", pair_rows[2:4]))
+    assert one.name != two.name
+    assert client.upload(tmp_path / "a" / "pairs.jsonl", "mine.jsonl").name == "mine.jsonl"
+    assert client.upload(tmp_path / "b" / "pairs.jsonl", "mine.jsonl").sha256 == two.sha256  # a name of one's own is replaced
+
+
+def test_an_idempotency_key_comes_with_one_content(client, tmp_path, pair_rows):
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[60:62])
+    first = client.submit(file, "sft", idempotency_key="nightly")
+    assert client.submit(file, "sft", idempotency_key="nightly").id == first.id
+    with pytest.raises(RequestRefusedError, match="Idempotency-Key") as caught:
+        client.submit(file, "sft", max_length=77, idempotency_key="nightly")
+    assert caught.value.status == 409
+
+
+def test_a_long_file_is_sent_in_bounded_memory(client, tmp_path):
+    file = tmp_path / "long.jsonl"
+    with file.open("wb") as out:
+        for _ in range(48):
+            out.write(b" " * (1 << 20))
+    tracemalloc.start()
+    sent = client.upload(file)
+    asyncio.run(in_async(client.url, lambda other: other.upload(file, "again.jsonl")))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sent.bytes == 48 << 20
+    assert peak < 16 << 20
+
+
+def test_a_file_that_grows_while_it_is_sent_is_refused(client, tmp_path):
+    file = tmp_path / "growing.jsonl"
+    file.write_bytes(b"x" * (3 << 20))
+
+    def grow(done, total):
+        with file.open("ab") as out:
+            out.write(b"y" * (1 << 20))
+
+    with pytest.raises(UsageError, match="changed while it was sent"):
+        client.upload(file, progress=grow)
+    assert client.references()
+
+
+def test_what_is_no_file_here_says_what_to_give(client, tmp_path):
+    with pytest.raises(UsageError, match=r"is a folder.*ServicePath"):
+        client.submit(tmp_path, "sft")
+    with pytest.raises(UsageError, match="no such file"):
+        client.submit(tmp_path / "nothing.jsonl", "sft")
+    with pytest.raises(UsageError, match="ServiceUri"):
+        client.submit("s3://bucket/pairs.jsonl", "sft")
+    with pytest.raises(NotAllowedError):
+        client.submit(ServicePath("/etc/passwd"), "sft")
+    with pytest.raises((NotAllowedError, RequestRefusedError)):
+        client.submit(ServiceUri("file:///etc/passwd"), "sft")
+    with pytest.raises(RequestRefusedError):
+        client.submit(Uploaded("never-sent.jsonl"), "sft")
+
+
+async def in_async(url, work):
+    async with AsyncClient(url) as client:
+        return await work(client)
+
+
+def test_the_async_client_does_the_same(client, tmp_path, pair_rows):
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[70:80])
+    seen = []
+
+    async def work(other: AsyncClient):
+        job = await other.submit(file, "sft", max_length=300)
+        done = await other.watch(job.id, seen.append, check=True)
+        await other.result(job.id, tmp_path / "values.parquet")
+        scores = await other.score("sft", [[5, 6], [7]], [[8, 9], [10]])
+        return done, await other.report(job.id), await other.jobs(limit=1), await other.job(job.id), scores
+
+    done, report, page, found, scores = asyncio.run(in_async(client.url, work))
+    assert done == found == client.job(done.id) == seen[-1]
+    assert report == client.report(done.id)
+    assert page.jobs == client.jobs(limit=1).jobs
+    assert pq.read_table(tmp_path / "values.parquet").equals(pq.read_table(client.result(done.id, tmp_path / "again.parquet")))
+    again = client.score("sft", [[5, 6], [7]], [[8, 9], [10]])
+    assert [a.tolist() for a in again.token_logps] == [a.tolist() for a in scores.token_logps]
+
+
+def test_jobs_come_in_pages(client, tmp_path, pair_rows):
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[90:92])
+    ids = [client.submit(file, "sft", max_length=n).id for n in (50, 60, 70)]
+    for job in ids:
+        client.watch(job)
+    first = client.jobs(limit=2)
+    assert [job.id for job in first.jobs] == [ids[2], ids[1]]
+    assert client.jobs(before=first.next_before, limit=1).jobs[0].id == ids[0]
+    assert first.counts["done"] >= 3
+    assert all(job.state == "failed" for job in client.jobs("failed").jobs)
+    with pytest.raises(RequestRefusedError):
+        client.jobs("asleep")
+
+
+def test_scores_are_the_models_and_may_be_kept(client, reference_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype="float32")
+    prompts, completions = [[11, 12, 13], [14]], [[15, 16], [17, 18, 19]]
+    for temperature in (1.0, 0.7):
+        scores = client.score("sft", prompts, completions, temperature=temperature)
+        for p, c, found in zip(prompts, completions, scores.token_logps, strict=True):
+            assert found.dtype == np.float32
+            assert np.allclose(found, plain_token_logps(model, p, c, temperature), atol=1e-4)
+    assert scores.hits == 0
+    assert client.lookup("sft", sequence_keys(prompts, completions)).lengths.tolist() == [-1, -1]
+    kept = client.score("sft", prompts, completions, cache_write=True)
+    assert kept.engine_seconds > 0
+    waiting = time.monotonic() + 20
+    while client.score("sft", prompts, completions).hits < 2:
+        assert time.monotonic() < waiting
+        time.sleep(0.1)
+    stored = client.lookup("sft", sequence_keys(prompts, completions), values=True)
+    assert [a.tolist() for a in stored.token_logps] == [a.tolist() for a in kept.token_logps]
+    assert client.score("sft", np.array(prompts[:1]), pa.array(completions[:1]), cache_read=False).hits == 0
+
+
+def test_sequences_that_cannot_be_scored_are_named_and_the_others_are_there(client):
+    with pytest.raises(SequencesRefusedError, match=r"1 of 3 sequences have no values \(1: ") as caught:
+        client.score("sft", [[5, 6], [5, 1_000_000], [5]], [[7], [8], [9, 10]])
+    assert list(caught.value.problems) == [1]
+    assert [None if values is None else len(values) for values in caught.value.results] == [1, None, 2]
+
+
+def test_score_keeps_to_its_deadline(client):
+    rows = made_up_rows(1, 500)
+    prompts, completions = [row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows]
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        client.score("sft", prompts, completions, deadline=0.2)
+    assert time.monotonic() - begin < 5
+    with pytest.raises(DeadlineExceededError):
+        asyncio.run(in_async(client.url, lambda other: other.score("sft", prompts, completions, deadline=0.2)))
+    with pytest.raises(RequestRefusedError, match="reference"):
+        client.score("nobody", [[1]], [[2]])
+
+
+def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
+    job = client.submit(long_file, "sft")
+    for found in client.events(job.id):
+        if found.progress.scored:
+            break
+    with pytest.raises(RequestRefusedError) as caught:
+        client.result(job.id, tmp_path / "values.parquet")
+    assert caught.value.status == 409
+    assert [file.name for file in tmp_path.iterdir()] == ["long.jsonl"]
+    with pytest.raises(RequestRefusedError) as caught:
+        client.retry(job.id)
+    assert caught.value.status == 409
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"running after 0\.5 seconds"):
+        client.watch(job.id, timeout=0.5)
+    with pytest.raises(DeadlineExceededError):
+        asyncio.run(in_async(client.url, lambda other: other.watch(job.id, timeout=0.5)))
+    assert time.monotonic() - begin < 5
+    client.cancel(job.id)
+    assert client.watch(job.id, timeout=30).state == "cancelled"
+    assert client.cancel(job.id).state == "cancelled"  # what was asked for already is so
+    with pytest.raises(JobFailedError, match="was cancelled") as failed:
+        client.watch(job.id, check=True)
+    assert failed.value.job.id == job.id
+    again = client.retry(job.id)
+    assert again.state in ("queued", "running")
+    client.cancel(job.id)
+    assert client.watch(job.id, timeout=30).state == "cancelled"
+
+
+def test_a_job_that_fails_says_why(client, tmp_path):
+    file = tmp_path / "wrong.jsonl"
+    file.write_text('{"some": "columns"}\n')
+    job = client.watch(client.submit(file, "sft").id)
+    if job.state == "done":
+        assert job.summary["bad_rows"] == 1
+        return
+    with pytest.raises(JobFailedError, match=job.error.split("\n")[0][:30]):
+        client.watch(job.id, check=True)
+    with pytest.raises(RequestRefusedError):
+        client.cancel(job.id)
+
+
+@pytest.mark.parametrize("call", ["job", "cancel", "retry", "report", "watch"])
+def test_an_unknown_job_is_refused(client, call):
+    for job in ("0123456789abcdef", "../references", "a b?c#d"):
+        with pytest.raises(RequestRefusedError) as caught:
+            getattr(client, call)(job)
+        assert caught.value.status == 404
+
+
+def test_a_result_is_written_where_it_can_be(client, tmp_path):
+    with pytest.raises(UsageError, match=r"\.parquet"):
+        client.result("0123456789abcdef", tmp_path / "values.csv")
+    with pytest.raises(UsageError, match="is no folder"):
+        client.result("0123456789abcdef", tmp_path / "nowhere" / "values.parquet")
+
+
+def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, long_file):
+    settings = settings_file(tmp_path, reference_folder, "commit_seconds = 0.5")
+    seen = []
+    with serving("--config", settings) as url:
+        client = Client(url)
+        job = client.submit(long_file, "sft")
+        watch = threading.Thread(target=lambda: seen.append(client.watch(job.id, seen.append)))
+        watch.start()
+        wait_for(lambda: seen and seen[-1].progress.scored > 0)
+    wait_for(lambda: seen, 1)
+    before = len(seen)
+    with pytest.raises(ServiceUnreachableError):
+        client.watch(job.id, timeout=0.5)
+    with serving("--config", settings, "--port", httpx.URL(url).port) as same:
+        assert same == url
+        wait_for(lambda: len(seen) > before and seen[-1].attempts == 2, 60)
+        client.cancel(job.id)
+        watch.join(60)
+        assert not watch.is_alive()
+        assert seen[-1].state == "cancelled"
+    client.close()
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def narrow(reference_folder, tmp_path_factory):
+    """A service with a token and a short queue."""
+    settings = settings_file(tmp_path_factory.mktemp("narrow"), reference_folder, "max_queued_tokens = 2000")
+    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+    with settings.open("a") as file:
+        file.write(f'[[tokens]]\nname = "trainer"\nsha256 = "{digest}"\nscopes = ["score", "read"]\n')
+    with serving("--config", settings) as found:
+        yield found
+
+
+def test_a_token_is_needed_where_there_are_tokens(narrow, pairs_file):
+    with Client(narrow, token="guess") as client, pytest.raises(NotAllowedError):
+        client.submit(pairs_file, "sft")
+    with Client(narrow, token=TOKEN) as client:
+        assert client.watch(client.submit(pairs_file, "sft").id, check=True).submitted_by == "trainer"
+
+
+def test_ranks_that_a_full_queue_refused_come_again_and_are_served(narrow):
+    rows = made_up_rows(2, 24)
+
+    async def ask_all():
+        async with AsyncClient(narrow, token=TOKEN) as client:
+            asked = (client.score("sft", [row["prompt_ids"]] * 3, [row["chosen_ids"]] * 3, deadline=90) for row in rows)
+            return await asyncio.gather(*asked)
+
+    answers = asyncio.run(ask_all())
+    assert [[len(values) for values in scores.token_logps] for scores in answers] == [[300] * 3] * 24
+    metrics = httpx.get(f"{narrow}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+    refused = next(line for line in metrics.splitlines() if line.startswith('reflogp_score_refused_total{why="queue"}'))
+    assert float(refused.split()[1]) > 0

@@ -1,0 +1,190 @@
+"""`reflogp submit` and `reflogp jobs` as a person meets them, against a service as it runs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp_client import Client
+from reflogp_client.cli import main
+from tests.client.test_jobs_client import made_up_rows, settings_file, wait_for
+from tests.conftest import write_rows
+from tests.service.serving import serving
+
+DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the service may read on its own machine."""
+    return tmp_path_factory.mktemp("submit")
+
+
+@pytest.fixture(scope="module")
+def url(reference_folder, folder):
+    (folder / "data").mkdir()
+    with serving("--config", settings_file(folder, reference_folder, f'dataset_roots = ["{folder}/data"]')) as found:
+        yield found
+
+
+@pytest.fixture
+def reflogp(monkeypatch, capsys):
+    """reflogp(*arguments) -> (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def last_object(stdout: str) -> dict:
+    return json.loads(stdout.strip().splitlines()[-1])
+
+
+def test_submit_watches_a_job_and_saves_its_values(reflogp, url, pairs_file, tmp_path):
+    output = tmp_path / "values.parquet"
+    submit = ("submit", url, pairs_file, "--reference", "sft", "--max-length", 400, "--output", output)
+    code, out, err = reflogp(*submit)
+    assert code == DONE
+    assert "40 rows, 80 sequences: 0 hits, 57 scored, 23 duplicates" in out
+    assert "tokens/s" in out
+    assert f"{url}/jobs/" in err
+    assert "done" in err
+    assert pq.read_table(output).num_rows == 40
+    code, out, _ = reflogp(*submit, "--json")
+    job = last_object(out)
+    assert (code, job["state"], job["attempts"], job["settings"]["max_length"]) == (DONE, "done", 1, 400)
+    code, out, _ = reflogp("jobs", "show", url, job["id"])
+    assert code == DONE
+    for told in (job["id"], "done", "sft", job["reference_id"], "max_length 400", "80 of 80 sequences"):
+        assert told in out
+
+
+def test_without_watch_it_says_how_to_watch(reflogp, url, tmp_path, pair_rows):
+    code, out, err = reflogp("submit", url, write_rows(tmp_path / "few.jsonl", pair_rows[40:44]), "--reference", "sft")
+    job = out.split()[1]
+    assert code == DONE
+    command = next(line for line in err.splitlines() if line.startswith("watch it: ")).removeprefix("watch it: reflogp ")
+    assert command.split() == ["jobs", "show", url, job, "--watch"]
+    code, out, _ = reflogp(*command.split(), "--json")
+    assert (code, last_object(out)["id"], last_object(out)["state"]) == (DONE, job, "done")
+
+
+def test_bad_rows_are_told_by_the_exit_code(reflogp, url, tmp_path, pair_rows):
+    data = write_rows(tmp_path / "some_bad.jsonl", [*pair_rows[44:46], {"prompt": "p", "chosen": None, "rejected": 3}])
+    submit = ("submit", url, data, "--reference", "sft", "--watch")
+    code, out, _ = reflogp(*submit)
+    assert code == MISSES
+    assert "1 bad rows" in out
+    assert reflogp(*submit[:-1])[0] == MISSES  # known, and done
+    code, _, err = reflogp(
+        "jobs", "result", url, last_object(reflogp(*submit, "--json")[1])["id"], "-o", tmp_path / "v.parquet"
+    )
+    assert (code, "values saved" in err) == (DONE, True)
+    assert [error is None for error in pq.read_table(tmp_path / "v.parquet")["error"].to_pylist()] == [True, True, False]
+
+
+def test_a_job_that_cannot_be_done_fails(reflogp, url, tmp_path):
+    data = tmp_path / "broken.parquet"
+    data.write_bytes(b"PAR1 and nothing more")
+    code, out, _ = reflogp("submit", url, data, "--reference", "sft", "--output", tmp_path / "values.parquet")
+    assert code == FAILED
+    assert "failed" in out
+    assert not (tmp_path / "values.parquet").exists()
+
+
+def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_rows):
+    data = write_rows(folder / "data" / "there.jsonl", pair_rows[46:48])
+    code, out, _ = reflogp("submit", url, data, "--reference", "sft", "--on-service", "--watch", "--json")
+    assert (code, last_object(out)["dataset"]["path"]) == (DONE, str(data))
+    outside = write_rows(tmp_path / "secret.jsonl", pair_rows[46:48])
+    assert reflogp("submit", url, outside, "--reference", "sft", "--on-service")[0] in (FAILED, USAGE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{url}", "nothing.jsonl", "--reference", "sft"], "no such file"),
+        (["{url}", "{folder}", "--reference", "sft"], "--on-service"),
+        (["{url}", "{pairs}"], "--reference"),
+        (["{url}", "{pairs}", "--reference", "nobody"], "nobody"),
+        (["{url}", "{pairs}", "--reference", "sft", "--output", "x.csv"], ".parquet"),
+        (["{url}", "{pairs}", "--reference", "sft", "--output", "/nowhere/x.parquet"], "is no folder"),
+        (["{url}", "{pairs}", "--reference", "sft", "--format", "xml"], "--format"),
+        (["{url}", "{pairs}", "--reference", "sft", "--ld-alpha", "2"], "--ld-alpha"),
+        (["{url}", "file:///etc/passwd", "--reference", "sft"], "file"),
+        (["ftp://x", "{pairs}", "--reference", "sft"], "http://"),
+    ],
+)
+def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, says):
+    code, out, err = reflogp("submit", *(a.format(url=url, folder=folder, pairs=pairs_file) for a in arguments))
+    assert (code, out) == (USAGE, "")
+    assert says in err
+
+
+def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
+    monkeypatch.setattr("reflogp_client.wire.LONGEST_PAUSE", 0.01)
+    code, _, err = reflogp("submit", "http://127.0.0.1:9", pairs_file, "--reference", "sft")
+    assert (code, "gives no answer" in err) == (FAILED, True)
+
+
+def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
+    data = write_rows(tmp_path / "listed.jsonl", pair_rows[48:50])
+    title = "[red]not red[/red]\x1b[2J"
+    made = last_object(reflogp("submit", url, data, "--reference", "sft", "--title", title, "--watch", "--json")[1])
+    code, out, _ = reflogp("jobs", "ls", url, "--limit", 1)
+    assert code == DONE
+    assert made["id"] in out
+    assert "[red]" in out
+    assert "\x1b" not in out
+    listed = last_object(reflogp("jobs", "ls", url, "--state", "done", "--json")[1])
+    assert made["id"] in [job["id"] for job in listed["jobs"]]
+    assert listed["counts"]["done"] >= 1
+    code, out, _ = reflogp("jobs", "ls", url, "--before", made["id"])
+    assert (code, made["id"] in out) == (DONE, False)
+    assert reflogp("jobs", "ls", url, "--state", "asleep")[0] == USAGE
+    assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
+
+
+def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
+    data = write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
+    program = "from reflogp_client.cli import main; main()"
+    submit = ("submit", url, str(data), "--reference", "sft", "--watch")
+    with subprocess.Popen([sys.executable, "-c", program, *submit], stderr=subprocess.PIPE, text=True) as process:
+        job = process.stderr.readline().split()[1].rstrip(",")
+        with Client(url) as client:
+            wait_for(lambda: client.job(job).progress.scored > 0, 60)
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+    assert process.returncode == FAILED
+    assert "Traceback" not in err
+    assert f"job {job} goes on" in err
+    assert f"reflogp jobs show {url} {job} --watch" in err
+    assert last_object(reflogp("jobs", "show", url, job, "--json")[1])["state"] == "running"
+    assert reflogp("jobs", "retry", url, job)[0] == FAILED
+    assert reflogp("jobs", "result", url, job, "-o", tmp_path / "v.parquet")[0] == FAILED
+    cancel = next(line for line in err.splitlines() if "cancel it:" in line).split("reflogp ")[1]
+    assert reflogp(*cancel.split())[0] == DONE
+    code, out, _ = reflogp("jobs", "show", url, job, "--watch")
+    assert code == FAILED
+    assert "was cancelled" in out
+    code, out, _ = reflogp("jobs", "retry", url, job, "--json")
+    assert (code, last_object(out)["state"] in ("queued", "running")) == (DONE, True)
+    assert reflogp("jobs", "cancel", url, job)[0] == DONE
+
+
+@pytest.mark.parametrize("command", [[], ["ls"], ["show"], ["cancel"], ["retry"], ["result"]])
+def test_help_teaches_by_example(reflogp, command):
+    for arguments in (["submit"], ["jobs", *command]):
+        code, out, _ = reflogp(*arguments, "--help")
+        assert code == DONE
+        assert "Example: reflogp " in " ".join(out.split())

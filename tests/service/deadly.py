@@ -1,0 +1,39 @@
+"""Checkpoints that kill the process that runs them, in reality: modelling code of their own sends SIGKILL."""
+
+import json
+import shutil
+from pathlib import Path
+
+#: A sequence that holds these token ids one after the other kills its worker.
+POISON = [5, 6, 7, 8]
+
+_CODE = """
+import os, signal
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
+
+class DeadlyLlamaModel(LlamaModel):
+    def forward(self, input_ids=None, **kwargs):
+        flat = input_ids.flatten().tolist()
+        if any(flat[i:i + 4] == [5, 6, 7, 8] for i in range(len(flat))):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+class DeadlyLlamaForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        if ON_LOAD:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.model = DeadlyLlamaModel(config)
+        self.post_init()
+"""
+
+
+def deadly_model(source: Path, folder: Path, *, on_load: bool = False) -> Path:
+    """A copy of a Llama checkpoint that dies of POISON, or as soon as it is loaded."""
+    shutil.copytree(source, folder)
+    (folder / "modeling_deadly.py").write_text(f"ON_LOAD = {on_load}\n{_CODE}")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_deadly.DeadlyLlamaForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,286 @@
+"""Jobs over HTTP, as they run: a service's process, a worker's process, a store on disk."""
+
+import json
+import signal
+import time
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp_client import Client, NotAllowedError, RequestRefusedError, ServicePath, Uploaded
+from reflogp_store import LogprobStore, sequence_keys
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.deadly import POISON, deadly_model
+from tests.service.serving import Service, running
+
+
+def settings_file(folder, store, models: dict, **more) -> str:
+    """A settings file; `models` are name -> folder or table of settings."""
+    lines = [f'store = "{store}"', f'state = "{folder / "state"}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]
+    for name, entry in models.items():
+        table = entry if isinstance(entry, dict) else {"model": str(entry)}
+        lines += [f"[references.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    file = folder / "serve.toml"
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def float32(folder) -> dict:
+    return {"model": str(folder), "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def service(place, reference_folder):
+    (place / "data").mkdir()
+    file = settings_file(place, place / "store", {"ref": float32(reference_folder)}, dataset_roots=[str(place / "data")])
+    with running("--config", file) as found:
+        found.worker_ready()
+        yield found
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as found:
+        yield found
+
+
+def token_rows(count: int, seed: int, length: int = 20) -> list[dict]:
+    """Rows of random token ids: no two alike."""
+    draw = np.random.default_rng(seed)
+    sides = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [{side: draw.integers(10, 900, length).tolist() for side in sides} for _ in range(count)]
+
+
+def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, reference_folder):
+    rows = token_rows(30, seed=1)
+    rows[7] = {**rows[7], "chosen_ids": []}
+    rows[8] = {**rows[8], "rejected_ids": [1, 100_000]}
+    rows[20] = rows[3]
+    job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref", title="first").id)
+    assert (job.state, job.error) == ("done", None)
+    assert (job.summary["rows"], job.summary["bad_rows"], job.summary["duplicates"]) == (30, 2, 2)
+    assert job.progress.done == job.summary["sequences"] == 59
+    result = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))
+    assert result["row"].to_pylist() == list(range(30))
+    assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [7, 8]
+    assert "empty" in result["error"][7].as_py() and "vocabulary" in result["error"][8].as_py()
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+    for at in (0, 3, 20, 29):
+        for side in ("chosen", "rejected"):
+            expected = sum(plain_token_logps(model, rows[at]["prompt_ids"], rows[at][f"{side}_ids"]))
+            assert result[f"ref_{side}_logps"][at].as_py() == pytest.approx(expected, abs=2e-3)
+            key = sequence_keys([rows[at]["prompt_ids"]], [rows[at][f"{side}_ids"]])[0].as_py()
+            assert result[f"{side}_key"][at].as_py() == key
+    report = client.report(job.id)
+    assert sum(report["histograms"]["margin"]["counts"]) == 28
+    assert [entry["row"] for entry in report["bad_rows"]] == [7, 8]
+    lowest = [entry for entry in report["outliers"] if entry["why"].startswith("lowest mean log-prob of chosen")]
+    means = np.array([result["ref_chosen_logps"][at].as_py() or 0.0 for at in range(30)]) / 20
+    assert lowest[0]["row"] in np.flatnonzero(means == means.min())
+
+
+def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows, reference_folder, place):
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows[:10])
+    job = client.watch(client.submit(file, "ref", max_length=60).id)
+    assert job.state == "done"
+    table = LogprobStore(place / "store").table(job.reference_id)
+    first = client.report(job.id)["outliers"][0]
+    assert first["prompt"] and first["completions"]
+    assert job.summary["snapshot"] <= table.snapshot_number()
+
+
+def test_the_same_job_twice_is_one_job(client, service, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(4, seed=2))
+    first, second = client.submit(file, "ref"), client.submit(file, "ref")
+    assert first.id == second.id
+    assert client.submit(file, "ref", max_length=9).id != first.id
+    keyed = client.submit(file, "ref", idempotency_key="monday")
+    assert keyed.id not in (first.id,) and client.submit(file, "ref", idempotency_key="monday").id == keyed.id
+    with pytest.raises(RequestRefusedError, match="Idempotency-Key came with another job"):
+        client.submit(file, "ref", max_length=9, idempotency_key="monday")
+    assert client.watch(keyed.id).summary["scored"] + client.watch(first.id).summary["scored"] == 8
+
+
+def test_a_dataset_can_be_the_body_or_lie_under_a_root(client, service, tmp_path, place):
+    rows = token_rows(5, seed=3)
+    body = "".join(json.dumps(row) + "\n" for row in rows)
+    headers = {"content-type": "application/x-ndjson"}
+    answer = httpx.post(f"{service.url}/v1/jobs", params={"reference": "ref"}, content=body, headers=headers)
+    assert answer.status_code == 201
+    streamed = client.watch(answer.json()["id"])
+    assert (streamed.state, streamed.summary["scored"]) == ("done", 10)
+    under = client.watch(
+        client.submit(ServicePath(str(write_rows(place / "data" / "rows.jsonl", rows))), "ref", max_length=30).id
+    )
+    assert (under.state, under.summary["hits"]) == ("done", 10)
+    with pytest.raises(NotAllowedError):
+        client.submit(ServicePath(str(write_rows(tmp_path / "rows.jsonl", rows))), "ref")
+
+
+def test_a_dataset_without_a_readable_row_fails_the_job_with_the_reason(client, tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text("no json\n")
+    job = client.watch(client.submit(file, "ref").id)
+    assert job.state == "failed" and "no readable row" in job.error
+    again = client.retry(job.id)
+    assert again.id == job.id
+    assert client.watch(job.id).attempts == 2
+
+
+def test_unknown_things_are_refused(client, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=4))
+    with pytest.raises(RequestRefusedError, match="no model for reference 'other'"):
+        client.submit(file, "other")
+    with pytest.raises(RequestRefusedError, match="no upload"):
+        client.submit(Uploaded("nothing.jsonl"), "ref")
+    with pytest.raises(RequestRefusedError, match="no job"):
+        client.job("0" * 16)
+
+
+@pytest.fixture
+def slow(tmp_path, reference_folder):
+    """A service whose passes are small, so that a job takes a while, and which commits all the time."""
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
+    with running("--config", file) as found:
+        found.worker_ready()
+        yield found
+
+
+def wait_for(client, job, ready, timeout=60):
+    """Poll a job until ready(job)."""
+    stop = time.monotonic() + timeout
+    while not ready(found := client.job(job)):
+        assert time.monotonic() < stop, found
+        time.sleep(0.02)
+    return found
+
+
+def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):
+    with Client(slow.url) as client:
+        running_job = client.submit(write_rows(tmp_path / "long.jsonl", token_rows(3000, seed=5, length=60)), "ref")
+        waiting = client.submit(write_rows(tmp_path / "next.jsonl", token_rows(5, seed=6)), "ref")
+        wait_for(client, running_job.id, lambda job: job.progress.scored > 20)
+        assert client.cancel(waiting.id).state == "cancelled"
+        client.cancel(running_job.id)
+        began = time.monotonic()
+        ended = client.watch(running_job.id)
+        assert (ended.state, time.monotonic() - began < 2) == ("cancelled", True)
+        table = LogprobStore(tmp_path / "store").table(ended.reference_id)
+        assert table.totals()[1] >= ended.progress.scored > 20
+        client.retry(waiting.id)
+        assert client.watch(waiting.id).state == "done"
+
+
+def test_a_more_urgent_job_goes_first_and_the_other_goes_on(slow, tmp_path):
+    with Client(slow.url) as client:
+        long = client.submit(write_rows(tmp_path / "long.jsonl", token_rows(600, seed=7)), "ref")
+        wait_for(client, long.id, lambda job: job.progress.scored > 20)
+        urgent = client.watch(client.submit(write_rows(tmp_path / "urgent.jsonl", token_rows(5, seed=8)), "ref", priority=5).id)
+        assert urgent.state == "done"
+        assert client.job(long.id).state in ("queued", "running")
+        ended = client.watch(long.id)
+        assert (ended.state, ended.attempts) == ("done", 2)
+        assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1200
+
+
+def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
+    rows = token_rows(400, seed=9)
+    with running("--config", file) as service, Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id
+        before = wait_for(client, job, lambda found: found.progress.scored > 50).progress.scored
+        [worker] = service.workers()
+        worker.send_signal(signal.SIGKILL)
+        wait_for(client, job, lambda found: found.attempts == 2 and found.progress.scored > 20)
+        service.kill()
+    assert before > 50
+    with running("--config", file) as service, Client(service.url) as client:
+        ended = client.watch(job)
+        assert (ended.state, ended.attempts) == ("done", 3)
+        assert ended.summary["hits"] > 50
+        result = pq.read_table(client.result(job, tmp_path / "result.parquet"))
+    assert result["error"].null_count == 400
+    table = LogprobStore(tmp_path / "store").table(ended.reference_id)
+    assert table.totals()[1] == 800  # no sequence committed twice
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+    for at in (0, 199, 399):
+        expected = sum(plain_token_logps(model, rows[at]["prompt_ids"], rows[at]["chosen_ids"]))
+        assert result["ref_chosen_logps"][at].as_py() == pytest.approx(expected, abs=2e-3)
+
+
+def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=600)
+    service = Service("--config", file)
+    with Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=10)), "ref").id
+        wait_for(client, job, lambda found: found.progress.scored > 200)
+        with httpx.stream("GET", f"{service.url}/v1/jobs/{job}/events", timeout=30) as events:
+            lines = events.iter_lines()
+            assert next(lines) == "event: job"
+            assert service.stop() in (0, -signal.SIGTERM)  # uvicorn sends the signal on when all is done
+            assert not any(line == "event: end" for line in lines)
+    [reference] = LogprobStore(tmp_path / "store").references()
+    assert LogprobStore(tmp_path / "store").table(reference.reference_id).totals()[1] > 200
+    with running("--config", file) as service, Client(service.url) as client:
+        ended = client.watch(job)
+        assert (ended.state, ended.attempts) == ("done", 2)
+        assert ended.summary["hits"] > 200
+
+
+def test_two_services_do_not_share_a_state_folder(slow, tmp_path):
+    with pytest.raises(AssertionError, match="another service uses the state folder"):
+        Service("--config", tmp_path / "serve.toml")
+
+
+def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "deadly")
+    entry = {**float32(model), "trust_remote_code": True}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, token_budget=1024, commit_seconds=0.1)
+    rows = token_rows(60, seed=11)
+    rows[33]["rejected_ids"][4:8] = POISON
+    with running("--config", file) as service, Client(service.url) as client:
+        ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
+        result = pq.read_table(client.result(ended.id, tmp_path / "result.parquet"))
+    assert ended.state == "done", "".join(service.log)
+    assert ended.summary["bad_row_numbers"] == [33]
+    assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == [33]
+    assert "a worker died whenever it was scored (killed by SIGKILL" in result["error"][33].as_py()
+    assert 4 <= ended.attempts <= 9  # a pack of about 25 sequences, halved each time
+
+
+def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "deadly", on_load=True)
+    entry = {**float32(model), "trust_remote_code": True}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": entry})
+    with running("--config", file) as service, Client(service.url) as client:
+        ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=12)), "ref").id)
+        assert (ended.state, ended.attempts) == ("failed", 3)
+        assert "3 workers died" in ended.error and "SIGKILL" in ended.error
+        assert httpx.get(f"{service.url}/readyz").status_code == 200  # the next job may be a good one
+
+
+def test_a_worker_that_takes_too_much_memory_is_ended_and_the_job_says_so(tmp_path, reference_folder):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, max_worker_bytes=50 << 20)
+    with running("--config", file) as service, Client(service.url) as client:
+        client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=13)), "ref")
+        stop = time.monotonic() + 60
+        while not any("more than max_worker_bytes" in line for line in list(service.log)):
+            assert time.monotonic() < stop, "".join(service.log)
+            time.sleep(0.1)
+
+
+def test_the_log_can_be_json_with_job_ids(tmp_path, reference_folder):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, log_format="json")
+    with running("--config", file) as service, Client(service.url) as client:
+        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=14)), "ref").id)
+        lines = [json.loads(line) for line in service.log if line.startswith("{")]
+    assert {"job submitted by loopback", "job done"} <= {line["message"] for line in lines if line.get("job") == job.id}

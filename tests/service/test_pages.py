@@ -1,0 +1,572 @@
+"""The pages in a real browser, made by a real service that runs real jobs."""
+
+import hashlib
+import json
+import os
+import re
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from reflogp_client import Client
+from reflogp_service.server import charts
+from reflogp_service.server.models import DatasetSpec, Histogram
+from reflogp_service.server.pages import formats
+from tests.conftest import write_rows
+from tests.service.serving import running, serving
+
+CHROMIUM = "/usr/bin/chromium"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+TOKENS = {"anna": ("token-of-anna", ["read", "score"]), "reader": ("token; of a réader", ["read"])}
+SCRIPT, IMAGE = "<script>alert(1)</script>", "<img src=x onerror=alert(2)>"
+TITLE = f"pairs </title>{SCRIPT}"
+POLICY = "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
+ELSEWHERE = [
+    *("//evil.example", "///evil.example", "/\\evil.example", "\\\\evil.example", "/a\\..\\evil", "/\t/evil.example"),
+    *("/\n/evil.example", "https://evil.example", "javascript:alert(1)", "evil.example", ""),
+]
+
+
+def many_rows(pair_rows, count, mark):
+    """Pairs that no other job has: a mark and a number stand before each question."""
+    rows = []
+    for number in range(count):
+        row = json.loads(json.dumps(pair_rows[number % len(pair_rows)]))
+        row["prompt"][0]["content"] = f"{mark} {number}. {row['prompt'][0]['content']}"
+        rows.append(row)
+    return rows
+
+
+def evil_rows(pair_rows):
+    """40 pairs; of row 7 every text is markup, and so unlikely that it is an outlier. Row 11 is no pair."""
+    rows = json.loads(json.dumps(pair_rows[:40]))
+    rows[7]["prompt"][0]["content"] = SCRIPT
+    rows[7]["chosen"][0]["content"] = IMAGE
+    rows[7]["rejected"][0]["content"] = f"{SCRIPT}{IMAGE}" * 20
+    rows[11] = {"prompt": rows[11]["prompt"], "chosen": rows[11]["chosen"], "rejected": None}
+    return rows
+
+
+def config_file(folder, model, tokens=()):
+    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', 'devices = ["cpu"]']
+    lines += ["[references.tiny]", f'model = "{model}"', 'dtype = "float32"']
+    for name in tokens:
+        token, scopes = TOKENS[name]
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes)}"]
+    file = folder / "serve.toml"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if not Path(CHROMIUM).exists() and "CI" not in os.environ:
+        pytest.skip(f"{CHROMIUM} is not installed")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def service(reference_folder, tmp_path_factory):
+    """A service without tokens."""
+    with serving("--config", config_file(tmp_path_factory.mktemp("pages"), reference_folder)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def guarded(reference_folder, tmp_path_factory):
+    """A service with two tokens, which its log never names."""
+    with running("--config", config_file(tmp_path_factory.mktemp("guarded"), reference_folder, TOKENS)) as started:
+        yield started.url
+        log = "".join(started.log)
+        assert "POST /signin" in log
+        for token, _ in TOKENS.values():
+            assert token not in log and quote(token, safe="") not in log
+
+
+@pytest.fixture(scope="module")
+def done(service, pair_rows, tmp_path_factory):
+    """Id of a job that is done."""
+    file = write_rows(tmp_path_factory.mktemp("done") / "pairs.jsonl", evil_rows(pair_rows))
+    with Client(service) as client:
+        job = client.submit(file, "tiny", title=TITLE)
+        finished(service, job.id)
+    return job.id
+
+
+@pytest.fixture
+def submit(service, pair_rows, tmp_path):
+    """Submits so many new pairs, gives the job's id; cancels it in the end."""
+    begun = []
+
+    def submit(count):
+        file = write_rows(tmp_path / f"{len(begun)}.jsonl", many_rows(pair_rows, count, f"{tmp_path.name} {len(begun)}"))
+        with Client(service) as client:
+            begun.append(client.submit(file, "tiny", max_length=512).id)
+        return begun[-1]
+
+    yield submit
+    for job in begun:
+        httpx.delete(f"{service}/v1/jobs/{job}")
+        finished(service, job)
+
+
+def finished(url, job, patience=120):
+    """The state that a job ends in; waits for it so many seconds."""
+    end = time.monotonic() + patience
+    while (state := httpx.get(f"{url}/v1/jobs/{job}").json()["state"]) in ("queued", "running"):
+        assert time.monotonic() < end, f"{job} is still {state}"
+        time.sleep(0.2)
+    return state
+
+
+@contextmanager
+def opened(chromium, allowed_errors=(), **options):
+    """A page in a browser of its own. Nothing may be said on its console, no script of a dataset may run."""
+    said = []
+    context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+    context.set_default_timeout(120_000)
+    page = context.new_page()
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    try:
+        yield page
+    finally:
+        context.close()
+    assert [line for line in said if not any(allowed in line for allowed in allowed_errors)] == []
+
+
+@contextmanager
+def signed_in(url, who="anna"):
+    """A client of HTTP that has the cookie."""
+    with httpx.Client(base_url=url, headers={"Origin": url}) as client:
+        assert client.post("/signin", data={"token": TOKENS[who][0]}).status_code == 303
+        yield client
+
+
+def paths(job):
+    return ["/", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/jobs/unknown"]
+
+
+# What a page says
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_a_done_job_shows_its_values_and_no_dataset_can_run_a_script(chromium, service, done, script):
+    with opened(chromium, java_script_enabled=script) as page:
+        page.goto(f"{service}/jobs/{done}")
+        assert page.locator("h1").inner_text() == TITLE
+        assert page.locator(".badge").inner_text().split() == ["✓", "done"]
+        assert page.locator("#progress-text").inner_text() == "78 of 78 sequences (100%)"
+        charts_shown = page.locator("svg.chart")
+        assert [charts_shown.nth(at).locator("title").first.text_content() for at in range(charts_shown.count())] == [
+            "Tokens per second",
+            "Mean log-prob per token of chosen",
+            "Mean log-prob per token of rejected",
+            "Margin: log-prob of chosen minus rejected",
+        ]
+        assert "39 values" in charts_shown.nth(3).locator("desc").text_content()
+        assert charts_shown.nth(3).locator("rect.bar").count() > 3
+        outlier = page.locator("details", has=page.locator("summary", has_text="Row 7")).first
+        outlier.locator("summary").click()
+        text = outlier.inner_text()
+        assert SCRIPT in text and IMAGE in text
+        assert page.locator("main script, main img").count() == 0
+        assert page.locator("tr", has=page.locator("th", has_text=re.compile("^11$"))).count() == 1
+        assert page.locator("#result").get_attribute("href") == f"/v1/jobs/{done}/result"
+        with page.expect_download() as download:
+            page.locator("#result").click()
+        assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
+    with opened(chromium, java_script_enabled=script) as page:
+        page.goto(service)
+        row = page.locator("tbody tr", has=page.locator(f"#job-{done}"))
+        assert TITLE in row.inner_text() and "100% of 78" in row.inner_text() and "1 bad row" in row.inner_text()
+        assert row.locator("progress").evaluate("bar => [bar.value, bar.max]") == [78, 78]
+        assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.locator("time").get_attribute("datetime"))
+        page.locator("#filter-failed").click()
+        assert page.locator("tbody tr").count() == 0 and "No job is failed" in page.locator("main").inner_text()
+        page.locator("#filter-done").click()
+        page.locator(f"#job-{done}").click()
+        page.wait_for_url(f"**/jobs/{done}")
+
+
+def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp_path):
+    """More jobs than fit on a page; the first of them is only on the last."""
+    with Client(service) as client:
+        name = client.upload(write_rows(tmp_path / "few.jsonl", pair_rows[:1])).name
+    for length in range(200, 260):
+        request = {"reference": "tiny", "dataset": {"upload": name}, "max_length": length}
+        last = httpx.post(f"{service}/v1/jobs", json=request).json()["id"]
+    finished(service, last)
+    with opened(chromium) as page:
+        page.goto(f"{service}/?state=done")
+        assert page.locator("tbody tr").count() == 50 and page.locator(f"#job-{done}").count() == 0
+        page.locator("#older").click()
+        page.locator(f"#job-{done}").wait_for()
+        page.locator("#newest").click()
+        page.locator(f"#job-{last}").wait_for()
+
+
+def test_an_empty_list_teaches_the_first_submission(chromium, reference_folder, tmp_path):
+    with serving("--config", config_file(tmp_path, reference_folder)) as url, opened(chromium) as page:
+        page.goto(url)
+        assert f"reflogp submit {url} pairs.jsonl --reference tiny --watch" in page.locator("main").inner_text()
+        page.goto(f"{url}/store")
+        assert "The store is empty" in page.locator("main").inner_text()
+
+
+def test_references_and_store(chromium, service, done):
+    [reference] = httpx.get(f"{service}/v1/references").json()["references"]
+    with opened(chromium) as page:
+        page.goto(f"{service}/references")
+        text = page.locator("tbody tr").inner_text()
+        assert "tiny" in text and reference["reference_id"] in text and f"{reference['sequences']:,}" in text
+        page.goto(f"{service}/store")
+        text = page.locator("tbody tr").first.inner_text()
+        assert f"{reference['sequences']:,}" in text and "KiB" in text
+
+
+def test_what_is_not_there_is_said_on_a_page(chromium, service):
+    with opened(chromium, allowed_errors=["404"]) as page:
+        answer = page.goto(f"{service}/jobs/{IMAGE}")
+        assert answer.status == 404
+        assert IMAGE in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_narrow_screens_need_no_sideways_scrolling(chromium, service, done, scheme):
+    with opened(chromium, allowed_errors=["404"], viewport={"width": 380, "height": 700}, color_scheme=scheme) as page:
+        for path in paths(done):
+            page.goto(f"{service}{path}")
+            for summary in page.locator("summary").all():
+                summary.click()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 380, path
+
+
+# Live
+
+
+def test_progress_reaches_done_without_a_reload(chromium, service, submit):
+    job = submit(600)
+    with opened(chromium) as page:
+        page.goto(f"{service}/jobs/{job}")
+        page.evaluate("window.stayed = true")
+        assert page.locator("#cancel").count() == 1
+        page.locator(".badge.running").wait_for()
+        seen = set()
+        while not page.locator(".badge.done").count():
+            seen.add(page.evaluate("document.getElementById('progress').value"))
+            time.sleep(0.1)
+        assert len(seen) > 2, seen
+        assert page.locator("svg.chart").count() == 4 and page.locator("#cancel").count() == 0
+        assert page.locator("#live").inner_text() == "The job is done."
+        assert page.title().startswith("done")
+        assert page.evaluate("window.stayed")
+
+
+def test_the_list_follows_its_jobs(chromium, service, submit):
+    with opened(chromium) as page:
+        page.goto(service)
+        page.evaluate("window.stayed = true")
+        job = submit(300)
+        row = page.locator("tbody tr", has=page.locator(f"#job-{job}"))
+        row.wait_for()
+        page.locator(f"#job-{job}").focus()
+        row.locator(".badge.done").wait_for()
+        assert page.evaluate("[window.stayed, document.activeElement.id]") == [True, f"job-{job}"]
+
+
+@pytest.mark.parametrize("where", ["", "/jobs/{job}"])
+def test_without_javascript_a_page_loads_again_until_all_is_done(chromium, service, submit, where):
+    job = submit(300)
+    with opened(chromium, java_script_enabled=False) as page:
+        page.goto(service + where.format(job=job))
+        around = page.locator("tbody tr", has=page.locator(f"#job-{job}")) if not where else page.locator("main")
+        around.locator(".badge.done").wait_for()
+        time.sleep(0.5)
+        assert page.locator("meta[http-equiv=refresh]").count() == 0
+
+
+def test_the_list_says_that_the_service_does_not_answer(chromium, service, done):
+    with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
+        page.goto(service)
+        page.context.route(f"{service}/", lambda route: route.abort())
+        page.locator("#live", has_text="does not answer").wait_for()
+        page.context.unroute_all()
+        page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
+
+
+def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_folder, pair_rows, tmp_path):
+    config = ("--config", config_file(tmp_path, reference_folder))
+    file = write_rows(tmp_path / "pairs.jsonl", many_rows(pair_rows, 200, "restart"))
+    with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
+        with running(*config) as first:
+            with Client(first.url) as client:
+                page.goto(f"{first.url}/jobs/{client.submit(file, 'tiny').id}")
+            page.evaluate("window.stayed = true")
+            page.locator(".badge.running").wait_for()
+            first.stop()
+        page.locator("#live", has_text="The connection is lost").wait_for()
+        with running(*config, "--port", first.url.rpartition(":")[2]):
+            page.locator(".badge.done").wait_for()
+            assert page.evaluate("window.stayed")
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_cancel_and_retry(chromium, service, submit, script):
+    job = submit(3000)
+    with opened(chromium, java_script_enabled=script) as page:
+        page.goto(f"{service}/jobs/{job}")
+        page.locator("#cancel").click()
+        page.locator("#retry").wait_for()
+        assert page.locator(".badge.cancelled").count() == 1
+        page.locator("#retry").click()
+        page.locator("#cancel").wait_for()
+        page.locator("#cancel").click()
+        page.locator(".badge.cancelled").wait_for()
+
+
+def test_a_form_that_comes_too_late_says_so(service, done):
+    answer = httpx.post(f"{service}/jobs/{done}/cancel", headers={"Origin": service})
+    assert answer.status_code == 409 and "<!doctype html>" in answer.text and f'href="/jobs/{done}"' in answer.text
+
+
+# Signing in
+
+
+def test_signing_in_and_out(chromium, guarded):
+    with opened(chromium, allowed_errors=["401"]) as page:
+        page.goto(f"{guarded}/?state=done")
+        assert page.url == f"{guarded}/signin?next=/%3Fstate%3Ddone"
+        page.get_by_label("Token").fill("a-wrong-token")
+        page.get_by_role("button", name="Sign in").click()
+        assert "does not know that token" in page.get_by_role("alert").inner_text()
+        assert page.context.cookies() == [] and "a-wrong-token" not in page.content()
+        page.get_by_label("Token").fill(TOKENS["reader"][0])
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url(f"{guarded}/?state=done")
+        [cookie] = page.context.cookies()
+        assert (cookie["name"], cookie["path"], cookie["sameSite"]) == ("reflogp_token", "/", "Strict")
+        assert (cookie["httpOnly"], cookie["secure"]) == (True, False)
+        assert 11.9 * 3600 < cookie["expires"] - time.time() < 12.1 * 3600
+        assert TOKENS["reader"][0] not in page.content() and page.evaluate("document.cookie") == ""
+        assert "reader" in page.locator("header").inner_text()
+        page.goto(f"{guarded}/signin?next=/store")
+        assert page.url == f"{guarded}/store"
+        page.get_by_role("button", name="Sign out").click()
+        page.wait_for_url(f"{guarded}/signin")
+        assert page.context.cookies() == []
+        page.goto(guarded)
+        assert "/signin" in page.url
+
+
+def test_a_signed_in_browser_watches_and_downloads(chromium, guarded, pair_rows, tmp_path):
+    token = TOKENS["anna"][0]
+    with Client(guarded, token) as client, opened(chromium) as page:
+        job = client.submit(write_rows(tmp_path / "own.jsonl", many_rows(pair_rows, 200, "guarded")), "tiny").id
+        page.goto(f"{guarded}/jobs/{job}")
+        page.get_by_label("Token").fill(token)
+        page.get_by_label("Token").press("Enter")
+        page.wait_for_url(f"{guarded}/jobs/{job}")
+        page.locator("#live", has_text="The job is done").wait_for()
+        page.locator("#result").wait_for()
+        with page.expect_download() as download:
+            page.locator("#result").click()
+        assert Path(download.value.path()).read_bytes()[:4] == b"PAR1"
+        assert token not in page.content()
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_a_link_from_another_site_reaches_its_page(chromium, guarded, script):
+    """A strict cookie does not come with it; signing in a second time is not asked for."""
+    with opened(chromium, java_script_enabled=script) as page:
+        page.goto(guarded)
+        page.get_by_label("Token").fill(TOKENS["reader"][0])
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url(f"{guarded}/")
+        link = f'<!doctype html><link rel="icon" href="data:,"><a href="{guarded}/store">the store</a>'
+        page.context.route("http://elsewhere.test/", lambda route: route.fulfill(body=link, content_type="text/html"))
+        page.goto("http://elsewhere.test/")
+        page.get_by_role("link").click()
+        if not script:
+            page.get_by_role("link", name="Go on").click()
+        page.wait_for_url(f"{guarded}/store")
+
+
+def test_behind_tls_the_cookie_is_secure(guarded):
+    headers = {"Origin": guarded, "X-Forwarded-Proto": "https"}
+    cookie = httpx.post(f"{guarded}/signin", data={"token": TOKENS["anna"][0]}, headers=headers).headers["set-cookie"]
+    assert "Secure" in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie and "Max-Age=43200" in cookie
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("target", ELSEWHERE)
+def test_signing_in_leads_to_no_other_site(guarded, target, method):
+    if method == "GET":
+        with signed_in(guarded) as client:
+            answer = client.get("/signin", params={"next": target})
+    else:
+        form = {"token": TOKENS["anna"][0], "next": target}
+        answer = httpx.post(f"{guarded}/signin", data=form, headers={"Origin": guarded})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "{url}:80"},
+        {"Origin": "{url}", "Sec-Fetch-Site": "cross-site"},
+        {"Origin": "{url}", "Sec-Fetch-Site": "same-site"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("path", ["/jobs/{job}/cancel", "/jobs/{job}/retry", "/signin", "/signout"])
+def test_a_form_of_another_site_is_refused(service, guarded, done, headers, path):
+    for url, cookie in ((guarded, {"reflogp_token": TOKENS["anna"][0]}), (service, {})):
+        sent = {name: value.format(url=url) for name, value in headers.items()}
+        answer = httpx.post(url + path.format(job=done), headers=sent, cookies=cookie, data={"token": TOKENS["anna"][0]})
+        assert answer.status_code == 403 and "another site" in answer.text and "set-cookie" not in answer.headers
+
+
+def test_the_cookie_reads_the_api_and_changes_nothing(guarded):
+    with signed_in(guarded) as client:
+        assert client.get("/v1/jobs").status_code == 200
+        assert client.get("/v1/references").status_code == 200
+        asked = {"reference": "tiny", "dataset": {"upload": "none.jsonl"}}
+        for answer in (
+            client.post("/v1/jobs", json=asked),
+            client.delete("/v1/jobs/some"),
+            client.post("/v1/jobs/some/retry"),
+            client.put("/v1/uploads/a.jsonl", content=b"{}"),
+            client.post("/v1/lookup", params={"reference": "tiny"}, json={"keys": []}),
+            client.get("/v1/jobs", headers={"Authorization": "Bearer wrong"}),
+            client.get("/v1/jobs", cookies={"reflogp_token": "wrong"}),
+        ):
+            assert answer.status_code == 401, answer.request
+
+
+def test_who_may_read_only_changes_nothing(guarded):
+    with signed_in(guarded, "reader") as client:
+        assert client.get("/").status_code == 200
+        answer = client.post("/jobs/some/cancel")
+        assert answer.status_code == 403 and "may not score" in answer.text
+
+
+def test_a_form_without_the_cookie_leads_to_signing_in(guarded):
+    answer = httpx.post(f"{guarded}/jobs/some/cancel", headers={"Origin": guarded})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/signin?next=/")
+
+
+def test_a_sign_in_that_is_too_long_is_refused(guarded):
+    answer = httpx.post(f"{guarded}/signin", data={"token": "x" * 20_000}, headers={"Origin": guarded})
+    assert answer.status_code == 413 and "<!doctype html>" in answer.text
+
+
+# Every page's headers
+
+
+def test_headers(service, guarded, done):
+    answers = [httpx.get(service + path) for path in paths(done)]
+    answers += [httpx.get(guarded + path) for path in ("/", "/signin", "/store")]
+    answers += [httpx.post(f"{guarded}/signin", data={"token": "wrong"}, headers={"Origin": guarded})]
+    answers += [httpx.post(f"{guarded}/signout")]
+    with signed_in(guarded) as client:
+        answers += [client.get("/references"), client.get("/signin")]
+    for answer in answers:
+        assert answer.headers["content-security-policy"] == POLICY, answer.request
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "same-origin"
+        assert answer.headers["cache-control"] == "no-store"
+        assert not re.search(r"<style|<script(?! src=\"/static)|<[a-z]+[^>]*\s(style|on[a-z]+)=", answer.text), answer.request
+
+
+def test_files_come_from_the_package_only(service):
+    page = httpx.get(service).text
+    for file in re.findall(r'"(/static/[^"]+)"', page):
+        assert httpx.get(service + file).status_code == 200
+    for path in (
+        "/static/../routes/pages.py",
+        "/static/%2e%2e%2fpages.py",
+        "/static/jobs.html",
+        "/static/__init__.py",
+        "/static/",
+    ):
+        assert httpx.get(service + path).status_code in (404, 405), path
+
+
+# Numbers and charts
+
+
+def test_formats():
+    assert [formats.number(value) for value in (0, 1234567, 12.34, -0.25, 99.5, 812.25)] == [
+        "0",
+        "1,234,567",
+        "12.3",
+        "−0.25",
+        "99.5",
+        "812",
+    ]
+    assert [formats.duration(value) for value in (0, 0.44, 12.2, 60, 185, 3599.7, 7800, 97200)] == [
+        "0 s",
+        "0.4 s",
+        "12 s",
+        "1 min",
+        "3 min 5 s",
+        "1 h",
+        "2 h 10 min",
+        "1 d 3 h",
+    ]
+    assert [formats.percent(*pair) for pair in ((0, 0), (0, 5), (1, 3), (1, 9999), (9999, 10000), (5, 5))] == [
+        "–",
+        "0%",
+        "33.3%",
+        "<0.1%",
+        "99.9%",
+        "100%",
+    ]
+    assert [formats.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
+    signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
+    assert formats.dataset_name(signed) == "https://host/a/b.jsonl"
+
+
+@pytest.mark.parametrize(
+    "histogram",
+    [
+        Histogram(edges=[], counts=[]),
+        Histogram(edges=[0.0, 1.0], counts=[0]),
+        Histogram(edges=[2.0, 2.0], counts=[5]),
+        Histogram(edges=[0.0, 1e-9, 2e-9], counts=[1, 2]),
+        Histogram(edges=[-1e6, 0.0, 1e6], counts=[10**9, 1]),
+        Histogram(edges=[float("-inf"), 0.0], counts=[1]),
+    ],
+)
+def test_histograms_of_odd_values(histogram):
+    drawn = charts.histogram("odd", f"of {SCRIPT}", "nats", histogram)
+    assert "<script" not in drawn and "&lt;script&gt;" in drawn and "nan" not in drawn and "inf" not in drawn
+    assert drawn.count("<svg") == drawn.count("</svg>") == 1
+
+
+@pytest.mark.parametrize(
+    "points", [[], [(0.0, 0.0)], [(1.5, 100.0)], [(t * 7.0, 1e5 + t) for t in range(200)], [(4e5, 1.0), (8e5, 2.0)]]
+)
+def test_throughput_of_odd_runs(points):
+    drawn = charts.throughput("odd", "Tokens per second", points)
+    assert "nan" not in drawn and "inf" not in drawn.replace("info", "") and drawn.count("<desc") == 1
+    assert drawn.count('class="x"') <= 8

@@ -1,0 +1,279 @@
+"""Online scoring over HTTP: values against plain forwards, and what happens when many ask at once."""
+
+import asyncio
+import json
+import shutil
+import signal
+import threading
+import time
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp_client import AsyncClient, Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
+from reflogp_store import LogprobStore, sequence_keys
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.deadly import POISON, deadly_model
+from tests.service.serving import running
+from tests.service.test_jobs import float32, settings_file, token_rows, wait_for
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("score")
+
+
+@pytest.fixture(scope="module")
+def service(place, reference_folder):
+    file = settings_file(
+        place, place / "store", {"ref": float32(reference_folder)}, token_budget=512, max_queued_tokens=20_000, pinned="ref"
+    )
+    with running("--config", file) as found:
+        found.worker_ready()
+        yield found
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(reference_folder):
+    return AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+
+
+def sequences(count, seed, prompt=12, completion=9):
+    """(prompts, completions) of random token ids."""
+    draw = np.random.default_rng(seed)
+    return draw.integers(10, 900, (count, prompt)).tolist(), draw.integers(10, 900, (count, completion)).tolist()
+
+
+def kept(client, keys) -> int:
+    """How many of the keys the store has."""
+    try:
+        return int((client.lookup("ref", keys).lengths > 0).sum())
+    except RequestRefusedError as error:
+        assert "nothing was scored" in str(error)
+        return 0
+
+
+def wait_until(ready, timeout=20):
+    stop = time.monotonic() + timeout
+    while not ready():
+        assert time.monotonic() < stop
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_are_those_of_a_plain_forward(client, model, temperature):
+    prompts, completions = sequences(5, seed=1)
+    completions[2] = completions[2][:1]
+    scores = client.score("ref", prompts, completions, temperature=temperature)
+    for prompt, completion, values in zip(prompts, completions, scores.token_logps, strict=True):
+        assert values.dtype == np.float32
+        assert values == pytest.approx(plain_token_logps(model, prompt, completion, temperature), abs=2e-4)
+    assert scores.engine_seconds > 0 and scores.hits == 0
+
+
+def test_json_for_people(service, model):
+    prompts, completions = sequences(2, seed=2)
+    body = {"sequences": [{"prompt_ids": p, "completion_ids": c} for p, c in zip(prompts, completions, strict=True)]}
+    body["sequences"].append({"prompt_ids": [], "completion_ids": [4]})
+    answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body).json()
+    assert answer["token_logps"][1] == pytest.approx(plain_token_logps(model, prompts[1], completions[1]), abs=2e-4)
+    assert answer["token_logps"][2] is None and "prompt is empty" in answer["errors"][2]
+    assert answer["errors"][:2] == [None, None]
+
+
+def test_a_bad_sequence_is_named_and_the_others_have_values(client):
+    prompts, completions = sequences(3, seed=3)
+    completions[1][0] = 100_000
+    with pytest.raises(SequencesRefusedError) as caught:
+        client.score("ref", prompts, completions)
+    assert list(caught.value.problems) == [1] and "vocabulary" in caught.value.problems[1]
+    assert [values is None for values in caught.value.results] == [False, True, False]
+
+
+def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(client, place):
+    prompts, completions = sequences(6, seed=4)
+    keys = sequence_keys(prompts, completions)
+    first = client.score("ref", prompts, completions, temperature=0.5, cache_write=True)
+    second = client.score("ref", prompts[:4], completions[:4], cache_write=True)
+    wait_until(lambda: kept(client, keys) == 4)
+    third = client.score("ref", prompts, completions)
+    assert (first.hits, second.hits, third.hits) == (0, 0, 4)
+    for before, after in zip(second.token_logps, third.token_logps, strict=False):
+        assert before.tolist() == after.tolist()
+    assert client.score("ref", prompts, completions, cache_read=False).hits == 0
+    assert client.score("ref", prompts, completions, temperature=0.5).hits == 0
+    assert kept(client, keys) == 4
+    [reference] = LogprobStore(place / "store").references()
+    assert LogprobStore(place / "store").table(reference.reference_id).totals()[1] == 4
+
+
+def test_many_callers_share_packs_and_each_gets_its_own(service, model):
+    async def ask():
+        async with AsyncClient(service.url) as client:
+            asked = [sequences(3, seed=100 + n) for n in range(24)]
+            return asked, await asyncio.gather(*(client.score("ref", *pair) for pair in asked))
+
+    asked, answers = asyncio.run(ask())
+    for (prompts, completions), scores in zip(asked, answers, strict=True):
+        for prompt, completion, values in zip(prompts, completions, scores.token_logps, strict=True):
+            assert values == pytest.approx(plain_token_logps(model, prompt, completion), abs=2e-4)
+
+
+def test_a_deadline_that_passes_is_504_and_no_work_is_done_for_it(service, client):
+    prompts, completions = sequences(300, seed=5, prompt=30, completion=30)
+    busy = threading.Thread(target=lambda: client.score("ref", prompts, completions, cache_read=False))
+    busy.start()
+    time.sleep(0.05)
+    asked = sequences(1, seed=6)
+    body = {"sequences": [{"prompt_ids": asked[0][0], "completion_ids": asked[1][0]}]}
+    answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref", "deadline_ms": 10}, json=body)
+    busy.join()
+    assert answer.status_code == 504 and "deadline" in answer.json()["detail"]
+
+
+def test_a_full_queue_is_429_with_a_time_and_the_client_tries_again(service, client):
+    prompts, completions = sequences(300, seed=7, prompt=30, completion=30)
+    threads = [threading.Thread(target=lambda: client.score("ref", prompts, completions, cache_read=False)) for _ in range(2)]
+    body = {"sequences": [{"prompt_ids": p, "completion_ids": c} for p, c in zip(prompts[:40], completions[:40], strict=True)]}
+    threads[0].start()
+    time.sleep(0.02)
+    threads[1].start()  # 18,000 tokens are in line: 18,000 more are too many, and the client waits
+    statuses = set()
+    while threads[0].is_alive():
+        answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref", "cache_read": False}, json=body)
+        statuses.add(answer.status_code)
+        if answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+            break
+    for thread in threads:
+        thread.join()
+    assert 429 in statuses
+
+
+def test_who_goes_away_is_forgotten(service, client):
+    prompts, completions = sequences(330, seed=8, prompt=30, completion=30)
+    busy = threading.Thread(target=lambda: client.score("ref", prompts, completions, cache_read=False))
+    busy.start()
+    time.sleep(0.05)
+    asked = sequences(1, seed=9)
+    body = {"sequences": [{"prompt_ids": asked[0][0], "completion_ids": asked[1][0]}]}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body, timeout=0.05)
+    stop = time.monotonic() + 10
+    while 'reflogp_request_seconds_count{route="/v1/score",status="499"} 1.0' not in httpx.get(f"{service.url}/metrics").text:
+        assert time.monotonic() < stop
+        time.sleep(0.02)
+    busy.join()
+
+
+def test_online_requests_are_served_while_a_job_runs(service, client, tmp_path, model):
+    job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=10, length=40)), "ref").id
+    wait_for(client, job, lambda found: found.progress.scored > 20)
+    for seed in range(20):
+        prompts, completions = sequences(2, seed=200 + seed)
+        [values, _] = client.score("ref", prompts, completions).token_logps
+        assert values == pytest.approx(plain_token_logps(model, prompts[0], completions[0]), abs=2e-4)
+    during = client.job(job)
+    assert during.state == "running"
+    wait_for(client, job, lambda found: found.progress.scored > during.progress.scored)  # it is not starved
+    client.cancel(job)
+    client.watch(job)
+
+
+def test_arrow_requests_are_checked(service):
+    def ask(table, **params):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        headers = {"content-type": "application/vnd.apache.arrow.stream"}
+        body = sink.getvalue().to_pybytes()
+        return httpx.post(f"{service.url}/v1/score", params={"reference": "ref", **params}, content=body, headers=headers)
+
+    good = pa.table(
+        {"prompt_ids": pa.array([[1, 2]], pa.list_(pa.uint32())), "completion_ids": pa.array([[3]], pa.list_(pa.int32()))}
+    )
+    assert ask(good).status_code == 200
+    assert ask(good, temperature=0).status_code == 422
+    assert ask(good, temperature="nan").status_code == 422
+    assert ask(good, reference="other").status_code == 404
+    assert ask(good.drop_columns(["prompt_ids"])).status_code == 422
+    assert ask(pa.table({"prompt_ids": [["a"]], "completion_ids": [["b"]]})).status_code == 422
+    assert ask(pa.table({"prompt_ids": pa.array([None], pa.list_(pa.int64())), "completion_ids": [[3]]})).status_code == 422
+    assert ask(pa.concat_tables([good] * 5000)).status_code == 413
+    empty = ask(good.slice(0, 0))
+    assert empty.status_code == 200 and len(pa.ipc.open_stream(empty.content).read_all()) == 0
+
+
+def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder, model):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128)
+    with running("--config", file) as service, Client(service.url) as client:
+        service.worker_ready()
+        prompts, completions = sequences(400, seed=11, prompt=40, completion=20)
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(client.score("ref", prompts, completions)))
+        thread.start()
+        time.sleep(1.0)
+        [worker] = service.workers()
+        worker.send_signal(signal.SIGKILL)
+        thread.join()
+    assert answers, "".join(service.log)
+    for at in (0, 399):
+        expected = plain_token_logps(model, prompts[at], completions[at])
+        assert answers[0].token_logps[at] == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp_path, reference_folder):
+    entry = {**float32(deadly_model(reference_folder, tmp_path / "deadly")), "trust_remote_code": True}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, window_seconds=0.2)
+    with running("--config", file) as service:
+        service.worker_ready()
+
+        async def ask():
+            async with AsyncClient(service.url) as client:
+                good = [client.score("ref", *sequences(2, seed=300 + n)) for n in range(3)]
+                bad = client.score("ref", [[1, 2]], [POISON])
+                return await asyncio.gather(*good, bad, return_exceptions=True)
+
+        *good, bad = asyncio.run(ask())
+    assert isinstance(bad, ServiceFailedError) and "workers died" in str(bad)
+    assert all(len(scores.token_logps) == 2 for scores in good)
+
+
+def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder, model):
+    models = {"one": float32(reference_folder), "two": {"model": str(reference_folder), "dtype": "bfloat16"}}
+    file = settings_file(tmp_path, tmp_path / "store", models, token_budget=128, commit_seconds=0.1)
+    with running("--config", file) as service, Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=12)), "one").id
+        wait_for(client, job, lambda found: found.progress.scored > 20)
+        prompts, completions = sequences(2, seed=13)
+        [exact, _] = client.score("one", prompts, completions).token_logps
+        [rounded, _] = client.score("two", prompts, completions).token_logps  # displaces the job's model for a while
+        expected = plain_token_logps(model, prompts[0], completions[0])
+        assert exact == pytest.approx(expected, abs=2e-4)
+        assert rounded == pytest.approx(expected, abs=0.2) and rounded.tolist() != exact.tolist()
+        ended = client.watch(job)
+        assert (ended.state, ended.summary["hits"] + ended.summary["scored"]) == ("done", 6000)
+        with pytest.raises(RequestRefusedError, match="no model for reference 'three'"):
+            client.score("three", prompts, completions)
+
+
+def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
+    folder = shutil.copytree(reference_folder, tmp_path / "model")
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(folder)})
+    with running("--config", file) as service:
+        service.worker_ready()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+        body = {"sequences": [{"prompt_ids": [1], "completion_ids": [2]}]}
+        answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body)
+    assert answer.status_code == 503 and "changed since the service started" in answer.json()["detail"]
