@@ -38,8 +38,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
     Raises:
         UsageError: a list or a token id is null, or an id is not in [0, 2**32).
     """
-    array: Any = lists if isinstance(lists, pa.Array | pa.ChunkedArray) else pa.array(lists, pa.list_(pa.int64()))
-    array = one_array(array)
+    array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
     ):
@@ -63,6 +62,19 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return pa.LargeListArray.from_arrays(offsets, flat)
+
+
+def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
+    """Python lists, or numpy arrays, as an Arrow list array of the type that they have: asked for int64, Arrow would round."""
+    try:
+        array = pa.array(lists)
+    except (pa.ArrowInvalid, OverflowError):  # integers of several numpy types, ranges
+        arrays = [np.asarray(entry) for entry in lists]
+        if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
+            raise UsageError(f"{name}: expected lists of integers, got {strange[0]}") from None
+        array = pa.array([entry.astype(np.int64) for entry in arrays], pa.list_(pa.int64()))
+    without_values = pa.types.is_null(array.type) or (pa.types.is_list(array.type) and pa.types.is_null(array.type.value_type))
+    return array.cast(pa.list_(pa.int64())) if without_values else array
 
 
 def list_lengths(lists: pa.LargeListArray) -> npt.NDArray[np.int32]:

@@ -86,3 +86,15 @@ def test_keys_of_no_rows():
 def test_a_million_tokens_in_one_list():
     ids = np.arange(1_000_000, dtype=np.int64)
     assert sequence_keys(pa.array([[1]]), pa.array([ids])).to_pylist() == [key_by_hand([1], ids.tolist())]
+
+
+@pytest.mark.parametrize("ids", [[[1.5]], [[1, 2.0]], [[True]], [["1"]], [np.array([1.0])], [np.array([1.0]), np.array([2])]])
+def test_what_is_no_token_id_is_refused_not_rounded(ids):
+    with pytest.raises(UsageError, match="expected"):
+        sequence_keys(ids, [[1]] * len(ids))
+
+
+def test_integers_of_every_kind_make_the_same_key():
+    kinds = [[[1, 2]], [(1, 2)], [range(1, 3)], [np.array([1, 2], np.uint16)]]
+    assert len({sequence_keys(ids, [[3]]).to_pylist()[0] for ids in kinds}) == 1
+    assert len(sequence_keys([np.array([1], np.uint32), np.array([2], np.int64)], [[], []])) == 2

@@ -145,61 +145,33 @@ def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
 
 
-def open_parquet(file: Path, bounds: ReadBounds | None, **options: Any) -> pq.ParquetFile:
+def open_parquet(file: Path, bounds: ReadBounds | None) -> pq.ParquetFile:
     """A Parquet file, after what its footer claims was compared with the bounds.
 
     Raises DatasetError when it claims too much.
     """
-    if bounds is None:
-        return pq.ParquetFile(file, **options)
-    most = max(bounds.group_bytes // 256, 1 << 20)
-    with file.open("rb") as raw:
-        size = raw.seek(0, io.SEEK_END)
-        raw.seek(max(0, size - 8))
-        (footer,) = struct.unpack("<I", raw.read(8)[:4].ljust(4, b"\0"))
-    if footer > most:
-        raise DatasetError(f"{file} has a footer of {footer:,} bytes, more than {most:,}; write larger row groups")
-    opened = pq.ParquetFile(
-        file,
-        thrift_string_size_limit=most,
-        thrift_container_size_limit=max(bounds.group_bytes // 1024, 100_000),
-        pre_buffer=False,
-        buffer_size=_PARQUET_BUFFER,
-        arrow_extensions_enabled=False,
-        **options,
-    )
-    metadata = opened.metadata
-    if not 0 < metadata.num_columns <= _MOST_COLUMNS:
-        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; from 1 to {_MOST_COLUMNS:,} are read")
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    if metadata.num_rows != sum(group.num_rows for group in groups) or any(group.num_rows < 0 for group in groups):
-        raise DatasetError(f"{file} is damaged: its row groups have not the number of rows that it claims")
-    if largest := [group for group in groups if group.total_byte_size > bounds.group_bytes]:
-        raise _group_too_large(file, largest[0].total_byte_size, bounds)
-    claimed = sum(max(group.total_byte_size, 0) for group in groups)
-    if max(claimed, _VALUE_BYTES * metadata.num_rows) > bounds.dataset_bytes:
-        raise DatasetError(f"{file} claims {metadata.num_rows:,} rows of {claimed:,} bytes, more than is read; split it")
-    return opened
+    return pq.ParquetFile(file) if bounds is None else _open_bounded(file, bounds)[0]
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Record batches of a Parquet file, each column of bytes dictionary-encoded, so that a repeated value is held once.
+    """Record batches of a Parquet file. What has a dictionary stays dictionary-encoded, so that a repeated value is held once.
 
     Every page's header is read before its row group is: what pages claim is what Arrow allocates, whatever the footer says.
     """
     bounds = meter.bounds
-    metadata = open_parquet(file, bounds).metadata
+    opened, groups = _open_bounded(file, bounds)
+    metadata = opened.metadata
     leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]
-    strings = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     if any(leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type == "DECIMAL" for leaf in leaves):
         raise DatasetError(f"{file} has decimals of any length; write decimals of a fixed length")
-    width = sum(_width(leaf) for leaf in leaves)
+    width = sum(map(_width, leaves))
     if width > bounds.row_bytes:
         raise DatasetError(f"{file} has rows of {width:,} bytes, more than {bounds.row_bytes:,}")
-    opened = open_parquet(file, bounds, metadata=metadata, read_dictionary=strings)
-    for group in range(metadata.num_row_groups):
-        _check_pages(file, metadata, group, bounds)
-        yield from opened.iter_batches(max(1, min(BATCH_ROWS, bounds.row_bytes // width)), row_groups=[group])
+    count = max(1, min(BATCH_ROWS, bounds.row_bytes // width))
+    for number, group in enumerate(groups):
+        repeated = _check_pages(file, group, leaves, bounds)
+        reader = _arrow_reader(file, bounds, metadata=metadata, read_dictionary=repeated)
+        yield from reader.iter_batches(count, row_groups=[number])
 
 
 def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
@@ -313,7 +285,7 @@ def _lengths(array: pa.Array) -> pa.Array:
     return pa.array(lengths, mask=np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
 
 
-# Parquet pages (parquet-format, parquet.thrift)
+# Parquet (parquet-format, parquet.thrift)
 
 _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
@@ -322,11 +294,97 @@ _MOST_HEADER = 16 << 20
 #: Old writers' chunks may be longer by this than they say (PARQUET-816).
 _PADDING = 100
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-#: Field numbers of PageHeader and of the headers in it.
-_UNCOMPRESSED, _COMPRESSED, _DATA, _DICTIONARY, _DATA_V2, _VALUES = 2, 3, 5, 7, 8, 1
-_ENCODING = {_DATA: 2, _DATA_V2: 4}
 #: A value is then the beginning of the one before and some bytes: a page can stand for its size times its values.
 _DELTA_BYTE_ARRAY = 7
+#: Types of Thrift's compact protocol.
+_TRUE, _FALSE, _I8, _I16, _I32, _I64, _DOUBLE, _BYTES, _LIST, _SET, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
+
+#: Field number -> (type, value); no value for byte strings.
+_Struct = dict[int, tuple[int, Any]]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What a footer says of a column of a row group."""
+
+    data: int
+    dictionary: int | None
+    size: int
+    values: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What a footer says of a row group."""
+
+    rows: int
+    size: int
+    chunks: list[_Chunk]
+
+
+def _open_bounded(file: Path, bounds: ReadBounds) -> tuple[pq.ParquetFile, list[_Group]]:
+    """A Parquet file and what its footer claims, none of it more than the bounds allow.
+
+    Row groups are read here and not by pyarrow, which ends the process where their metadata contradicts itself.
+    """
+    footer = _footer(file, max(bounds.group_bytes // 256, 1 << 20))
+    opened = _arrow_reader(file, bounds)
+    metadata = opened.metadata
+    if not 0 < metadata.num_columns <= _MOST_COLUMNS:
+        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; from 1 to {_MOST_COLUMNS:,} are read")
+    try:
+        groups = _groups(footer)
+    except (IndexError, ValueError) as error:
+        raise DatasetError(f"{file} is damaged: its footer cannot be read") from error
+    rows = sum(group.rows for group in groups)
+    if rows != metadata.num_rows or any(group.rows < 0 or len(group.chunks) != metadata.num_columns for group in groups):
+        raise DatasetError(f"{file} is damaged: its row groups have not the rows and columns that it claims")
+    largest, claimed = max((group.size for group in groups), default=0), sum(max(group.size, 0) for group in groups)
+    if largest > bounds.group_bytes:
+        raise _group_too_large(file, largest, bounds)
+    if max(claimed, _VALUE_BYTES * rows) > bounds.dataset_bytes:
+        raise DatasetError(f"{file} claims {rows:,} rows of {claimed:,} bytes, more than is read; split it")
+    return opened, groups
+
+
+def _arrow_reader(file: Path, bounds: ReadBounds, **options: Any) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        file,
+        thrift_string_size_limit=max(bounds.group_bytes // 256, 1 << 20),
+        thrift_container_size_limit=max(bounds.group_bytes // 1024, 100_000),
+        pre_buffer=False,
+        buffer_size=_PARQUET_BUFFER,
+        arrow_extensions_enabled=False,
+        **options,
+    )
+
+
+def _footer(file: Path, most: int) -> bytes:
+    """The bytes of a footer. Raises DatasetError for one of more than `most`."""
+    with file.open("rb") as raw:
+        end = raw.seek(0, io.SEEK_END) - 8
+        raw.seek(max(0, end))
+        tail = raw.read(8)
+        if len(tail) < 8 or tail[4:] != b"PAR1":
+            raise DatasetError(f"{file} cannot be read as parquet: it does not end as such a file")
+        (size,) = struct.unpack_from("<I", tail)
+        if size > most:
+            raise DatasetError(f"{file} has a footer of {size:,} bytes, more than {most:,}; write larger row groups")
+        raw.seek(max(0, end - size))
+        return raw.read(size)
+
+
+def _groups(footer: bytes) -> list[_Group]:
+    """The row groups of a footer (FileMetaData). Raises IndexError or ValueError for one that is damaged."""
+    groups = []
+    for group in _get(_thrift_struct(footer, 0, 0)[0], 4, _LIST):
+        chunks = []
+        for column in _get(_as_struct(group), 1, _LIST):
+            about = _get(_as_struct(column), 3, _STRUCT)
+            dictionary = _get(about, 11, _I64) if 11 in about else None
+            chunks.append(_Chunk(_get(about, 9, _I64), dictionary, _get(about, 7, _I64), _get(about, 5, _I64)))
+        groups.append(_Group(_get(group, 3, _I64), _get(group, 2, _I64), chunks))
+    return groups
 
 
 def _width(leaf: Any) -> int:
@@ -334,51 +392,64 @@ def _width(leaf: Any) -> int:
     return int(_WIDTHS.get(leaf.physical_type, leaf.length))
 
 
-def _check_pages(file: Path, metadata: Any, group: int, bounds: ReadBounds) -> None:
-    """Raise DatasetError when the pages of a row group claim more than it may hold."""
+def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBounds) -> list[str]:
+    """The columns of byte strings that have a dictionary. Raises DatasetError when pages claim more than a row group may hold."""
     size = values = 0
+    repeated = []
     with file.open("rb") as raw:
-        for number in range(metadata.num_columns):
-            leaf, chunk = metadata.schema.column(number), metadata.row_group(group).column(number)
-            for header in _page_headers(raw, file, chunk):
-                unpacked = header.get(_UNCOMPRESSED, 0)
-                page = header.get(_DATA) or header.get(_DATA_V2) or {}
-                entries = header.get(_DICTIONARY, {}).get(_VALUES, 0)
-                if unpacked < 0 or entries * _width(leaf) > unpacked:
-                    raise DatasetError(f"{file} is damaged: a page of column {leaf.path} cannot hold what it claims")
-                if page.get(_ENCODING[_DATA if _DATA in header else _DATA_V2]) == _DELTA_BYTE_ARRAY:
-                    raise DatasetError(
-                        f"{file}: column {leaf.path} is encoded as DELTA_BYTE_ARRAY, which is not read here; write it plain"
-                    )
-                size += unpacked
-                if leaf.max_repetition_level:  # a single row may hold all of them
-                    values += page.get(_VALUES, 0) * _width(leaf)
-                if max(size, values) > bounds.group_bytes:
-                    raise _group_too_large(file, max(size, values), bounds)
+        for leaf, chunk in zip(leaves, group.chunks, strict=True):
+            try:
+                for header in _page_headers(raw, chunk):
+                    unpacked, page, entries = _get(header, 2, _I32), _data_page(header), 0
+                    if 7 in header:
+                        entries = _get(_get(header, 7, _STRUCT), 1, _I32)
+                        repeated += [leaf.path] if leaf.physical_type == "BYTE_ARRAY" else []
+                    if not 0 <= entries * _width(leaf) <= unpacked:
+                        raise ValueError
+                    if page is not None and page[1] == _DELTA_BYTE_ARRAY:
+                        raise DatasetError(
+                            f"{file}: column {leaf.path} is encoded as DELTA_BYTE_ARRAY, which is not read here; write it plain"
+                        )
+                    size += unpacked
+                    if leaf.max_repetition_level and page is not None:  # a single row may hold all of them
+                        values += page[0] * _width(leaf)
+                    if max(size, values) > bounds.group_bytes:
+                        raise _group_too_large(file, max(size, values), bounds)
+            except (IndexError, ValueError) as error:
+                raise DatasetError(f"{file} is damaged: a page of column {leaf.path} cannot hold what it claims") from error
+    return repeated
 
 
-def _page_headers(raw: BinaryIO, file: Path, chunk: Any) -> Iterator[dict[int, Any]]:
-    """The headers of a column chunk's pages, as far as Arrow would read them."""
-    at, seen = chunk.data_page_offset, 0
-    if chunk.dictionary_page_offset and chunk.dictionary_page_offset < at:
-        at = chunk.dictionary_page_offset
-    end = at + chunk.total_compressed_size
-    while seen < chunk.num_values and at < end + _PADDING:
+def _page_headers(raw: BinaryIO, chunk: _Chunk) -> Iterator[_Struct]:
+    """The headers of a column chunk's pages, as far as Arrow would read them. Raises IndexError or ValueError for damage."""
+    at, seen = chunk.data, 0
+    if chunk.dictionary is not None and 0 < chunk.dictionary < at:
+        at = chunk.dictionary
+    end = at + chunk.size
+    while seen < chunk.values and at < end + _PADDING:
         try:
             header, length = _page_header(raw, at)
-        except (IndexError, ValueError) as error:
+            packed, page = _get(header, 3, _I32), _data_page(header)
+            if packed < 0 or (page is not None and page[0] < 0):
+                raise ValueError
+        except (IndexError, ValueError):
             if at >= end:
                 return
-            raise DatasetError(f"{file} is damaged: no page where one should be, at byte {at:,}") from error
-        packed = header.get(_COMPRESSED, -1)
-        found = (header.get(_DATA) or header.get(_DATA_V2) or {}).get(_VALUES, 0)
-        if packed < 0 or found < 0:
-            raise DatasetError(f"{file} is damaged: a page of less than nothing, at byte {at:,}")
+            raise
         yield header
-        at, seen = at + length + packed, seen + found
+        at, seen = at + length + packed, seen + (page[0] if page is not None else 0)
 
 
-def _page_header(raw: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
+def _data_page(header: _Struct) -> tuple[int, int] | None:
+    """(values, encoding) of a page of data; None for another page."""
+    for version, encoding in ((5, 2), (8, 4)):
+        if version in header:
+            about = _get(header, version, _STRUCT)
+            return _get(about, 1, _I32), _get(about, encoding, _I32)
+    return None
+
+
+def _page_header(raw: BinaryIO, at: int) -> tuple[_Struct, int]:
     """(a page's header, its bytes). Raises IndexError or ValueError when there is none."""
     take = 512
     while True:
@@ -392,11 +463,25 @@ def _page_header(raw: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
         take *= 16
 
 
-def _thrift_struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """(field number -> value, where it ends) of a struct in Thrift's compact protocol; byte strings are passed over."""
-    if depth > 4:
-        raise ValueError("nested too deep for a page header")
-    fields: dict[int, Any] = {}
+def _get(fields: _Struct, number: int, kind: int) -> Any:
+    """A field. Raises ValueError when it is not there, or of another type: other readers pass over such a field."""
+    found = fields.get(number)
+    if found is None or found[0] != kind:
+        raise ValueError
+    return found[1]
+
+
+def _as_struct(value: Any) -> _Struct:
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _thrift_struct(data: bytes, at: int, depth: int) -> tuple[_Struct, int]:
+    """(fields, where it ends) of a struct. Raises IndexError where the data ends, ValueError for what no struct has."""
+    if depth > 16:
+        raise ValueError
+    fields: _Struct = {}
     number = 0
     while True:
         head = data[at]
@@ -407,26 +492,38 @@ def _thrift_struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], in
             number += head >> 4
         else:
             number, at = _thrift_integer(data, at)
-        fields[number], at = _thrift_value(data, at, head & 15, depth)
+        if number in fields:
+            raise ValueError
+        kind = head & 15
+        value, at = (kind == _TRUE, at) if kind in (_TRUE, _FALSE) else _thrift_value(data, at, kind, depth)
+        fields[number] = kind, value
 
 
 def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
-    if kind in (1, 2):  # true, false: the type is the value
-        return kind == 1, at
-    if kind in (4, 5, 6):
-        return _thrift_integer(data, at)
-    if kind == 12:
-        return _thrift_struct(data, at, depth + 1)
-    if kind in (3, 7):
-        at += 1 if kind == 3 else 8
-    elif kind == 8:
+    value: Any = None
+    if kind in (_I16, _I32, _I64):
+        value, at = _thrift_integer(data, at)
+    elif kind == _STRUCT:
+        value, at = _thrift_struct(data, at, depth + 1)
+    elif kind in (_LIST, _SET):
+        of, count = data[at] & 15, data[at] >> 4
+        at += 1
+        if count == 15:
+            count, at = _thrift_varint(data, at)
+        value = []
+        for _ in range(count):
+            item, at = _thrift_value(data, at, of, depth + 1)
+            value.append(item)
+    elif kind == _BYTES:
         length, at = _thrift_varint(data, at)
         at += length
+    elif kind in (_TRUE, _FALSE, _I8, _DOUBLE):  # true and false have a byte of their own in lists only
+        at += 8 if kind == _DOUBLE else 1
     else:
-        raise ValueError("a page header has neither lists nor maps")
+        raise ValueError
     if at > len(data):
         raise IndexError
-    return None, at
+    return value, at
 
 
 def _thrift_integer(data: bytes, at: int) -> tuple[int, int]:
@@ -444,7 +541,7 @@ def _thrift_varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > 63:
-            raise ValueError("a number of more than 64 bits")
+            raise ValueError
 
 
 # Arrow messages (arrow, format/Message.fbs): field numbers of Message, RecordBatch and DictionaryBatch

@@ -66,7 +66,8 @@ class Progress:
         self._began = time.monotonic()
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
-        self._first_scored: float | None = None
+        self._read_at = self._began
+        self._scoring_since: float | None = None  # the engine is asked when a window is read
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -75,6 +76,7 @@ class Progress:
 
     def read(self, rows: int) -> None:
         self._rows = rows
+        self._read_at = time.monotonic()
         self._report()
 
     def advance(self, sequences: int, tokens: int) -> None:
@@ -82,8 +84,8 @@ class Progress:
         self._hits += 0 if tokens else sequences
         self._scored += sequences if tokens else 0
         self._tokens += tokens
-        if tokens and self._first_scored is None:
-            self._first_scored = time.monotonic()
+        if tokens and self._scoring_since is None:
+            self._scoring_since = self._read_at
         self._report()
 
     def bad_row(self, row: int, problem: str) -> None:
@@ -112,8 +114,8 @@ class Progress:
         (since, before) = self._recent[0]
         rate = (self._tokens - before) / (moment - since) if moment > since else 0.0
         left = None
-        if self._first_scored is not None and moment > self._first_scored and self._scored:
-            left = max(0, self._sequences - self._done) * (moment - self._first_scored) / self._scored
+        if self._scoring_since is not None:
+            left = max(0, self._sequences - self._done) * (moment - self._scoring_since) / self._scored
         self._send(
             {
                 "rows": self._rows,
