@@ -56,7 +56,7 @@ def stress(folder: Path, jobs: int, kills: int, seed: int = 0, rows: int = 60) -
         answer = httpx.post(f"{service.url}/v1/jobs", params={"reference": "ref"}, content=body, headers=headers, timeout=60)
         ids.append(answer.json()["id"])
     while sum(killed.values()) < kills:
-        time.sleep(chance.uniform(0.2, 4.0))
+        time.sleep(chance.uniform(1.0, 12.0))
         target = chance.choice(["worker", "worker", "service"])
         if target == "worker":
             if not (workers := service.workers()):

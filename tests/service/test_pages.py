@@ -19,7 +19,7 @@ from reflogp_service.server.pages import formats
 from tests.conftest import write_rows
 from tests.service.serving import running, serving
 
-CHROMIUM = "/usr/bin/nope"
+CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 TOKENS = {"anna": ("token-of-anna", ["read", "score"]), "reader": ("token; of a réader", ["read"])}

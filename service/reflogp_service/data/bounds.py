@@ -393,7 +393,7 @@ def _width(leaf: Any) -> int:
 
 
 def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBounds) -> list[str]:
-    """The columns of byte strings that have a dictionary. Raises DatasetError when pages claim more than a row group may hold."""
+    """The columns of strings with a dictionary. Raises DatasetError when pages claim more than a row group may hold."""
     size = values = 0
     repeated = []
     with file.open("rb") as raw:

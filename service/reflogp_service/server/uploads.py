@@ -66,7 +66,7 @@ class UploadFolder:
 
         Raises:
             Problem: 400 where other bytes come than announced, 408 where they stop coming, 413 and 507 for too many,
-                422 for a name that is none.
+                422 for a name that is none and for an empty file.
         """
         suffix = _suffix_of(name)
         await self._check_room(declared_length or 0, declared_length or 0)
@@ -84,6 +84,8 @@ class UploadFolder:
                     await to_thread.run_sync(_append, file, digest, block)
                 if declared_length is not None and size != declared_length:
                     raise Problem(400, f"the body has not the {declared_length:,} bytes that were announced", "send it again")
+                if not size:
+                    raise Problem(422, "the file is empty", "send a file with rows")
                 await to_thread.run_sync(_make_durable, file)
             finally:
                 file.close()

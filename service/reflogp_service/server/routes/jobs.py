@@ -61,7 +61,7 @@ def jobs_router(context: Context) -> APIRouter:
         kind = media_type(request)
         if kind in DATASET_TYPES:
             if query is None:
-                raise Problem(422, "reference: is missing from the query", "add ?reference=NAME")
+                raise Problem(404, "the query names no reference", "add ?reference=NAME")
             context.shelf.model_of(query.reference)
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None

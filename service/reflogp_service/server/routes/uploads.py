@@ -21,7 +21,7 @@ _UploadName = Annotated[
     ),
 ]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN)]
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
 def uploads_router(context: Context) -> APIRouter:
