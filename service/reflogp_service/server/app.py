@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp_service.server import problems
 from reflogp_service.server.context import Context
 from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.metrics import Metrics
+from reflogp_service.server.middleware import LoopbackNames, Timed
 from reflogp_service.server.online import OnlineScoring
 from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.precompute import Precompute
@@ -81,7 +81,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app = FastAPI(title="reflogp", version=version("reflogp"), description=_DESCRIPTION, lifespan=lifespan)
     app.state.context = context
     problems.install(app)
-    app.add_middleware(_Timed, metrics=metrics)
+    if not settings.tokens:
+        app.add_middleware(LoopbackNames)
+    app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))
     app.include_router(scores_router(context))
@@ -89,32 +91,6 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.include_router(uploads_router(context))
     app.include_router(pages_router(context))
     return app
-
-
-class _Timed:
-    """Counts every request by route and status, from its first byte to the answer's last."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.perf_counter(), 500
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
 
 
 def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path) -> list[WorkerConfiguration]:

@@ -23,6 +23,8 @@ from reflogp_store import ReflogpError
 _AHEAD = 64
 #: An engine is not unloaded for another reference before it was here, or unused, for so long.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
+#: A request waits for others only when requests have overlapped in this time: a lone caller gains nothing by it.
+_OVERLAP_SECONDS = 1.0
 
 Landed = list[tuple[int, Outcome]]
 
@@ -87,7 +89,7 @@ class EngineLoop:
         engines: of the device.
         on_round: told the ids of the requests that the engine begins.
         on_answer: gets each request's answer.
-        window_seconds: how long a request waits for others to be merged with.
+        window_seconds: how long a request waits for others to be merged with, where several callers are about.
     """
 
     def __init__(
@@ -105,10 +107,14 @@ class EngineLoop:
         self._online: deque[OnlineRequest] = deque()
         self._work: _Work | None = None
         self._closing = False
+        self._serving = False
+        self._overlapped = -_OVERLAP_SECONDS
 
     def ask(self, request: OnlineRequest) -> None:
         """Put a request in line."""
         with self._changed:
+            if self._online or self._serving:
+                self._overlapped = time.monotonic()
             self._online.append(request)
             self._changed.notify_all()
 
@@ -184,7 +190,9 @@ class EngineLoop:
             work = self._ready_work()
             batch = [] if jobs_turn and work is not None else self._next_round()
             if batch:
+                self._serving = True
                 self._serve(batch)
+                self._serving = False
                 jobs_turn = True
             elif work is not None:
                 self._advance(work)
@@ -227,8 +235,9 @@ class EngineLoop:
         first = self._first_servable()
         if first is None:
             return []
-        pause = first.arrived + self._window - time.monotonic()
-        if pause > 0 and not first.alone:
+        now = time.monotonic()
+        pause = first.arrived + self._window - now
+        if pause > 0 and not first.alone and now - self._overlapped < _OVERLAP_SECONDS:
             time.sleep(pause)
         try:
             budget = self._engines.get(first.reference_id).token_budget
