@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import unquote
 
@@ -49,14 +49,14 @@ def entry_of_cookie(request: Request, tokens: list[TokenSettings]) -> TokenSetti
     return entry_of(unquote(request.cookies.get(COOKIE, "")), tokens)
 
 
-def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., str]:
+def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """A dependency that lets a request pass when its token has the scope; gives the token's name.
 
     A GET without the header may bring the token in the pages' cookie: a browser's links and EventSource cannot send a header.
     Without any tokens (loopback only, see ServerSettings) everybody passes.
     """
 
-    def check(
+    async def check(
         request: Request,
         documented: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],  # for OpenAPI
     ) -> str:

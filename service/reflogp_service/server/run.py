@@ -43,5 +43,6 @@ def run(settings: ServerSettings) -> None:
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,
         server_header=False,
+        access_log=settings.access_log,
     )
     _Server(config, app.state.context.precompute.drain).run()

@@ -71,6 +71,7 @@ class ServerSettings(BaseSettings):
     )
     keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
     log_format: Literal["text", "json"] = Field("text", description="json: one object a line, with job ids.")
+    access_log: bool = Field(False, description="A log line for each request, too; /metrics counts and times them anyway.")
     # workers
     devices: list[str] = Field(["auto"], min_length=1, description="One worker process for each: auto, cpu, cuda:0, cuda:1, …")
     token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")

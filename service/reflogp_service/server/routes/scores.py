@@ -29,6 +29,8 @@ from reflogp_store.lookup import ARROW_STREAM
 _TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 #: nginx's status for a caller who has gone; nobody sees it but the metrics.
 _CLIENT_GONE = 499
+#: A body up to this is decoded in less time than a thread takes to begin.
+_DECODED_AT_ONCE = 1 << 20
 
 
 class SequenceBody(BaseModel):
@@ -93,7 +95,10 @@ def scores_router(context: Context) -> APIRouter:
         as_arrow = media_type(request) == ARROW_STREAM
         if as_arrow:
             limits = (settings.max_score_sequences, settings.max_score_tokens)
-            table = await to_thread.run_sync(sequences_of, body, *limits)
+            if len(body) > _DECODED_AT_ONCE:
+                table = await to_thread.run_sync(sequences_of, body, *limits)
+            else:
+                table = sequences_of(body, *limits)
         else:
             asked = json_model(request, body, ScoreRequest)
             columns = [[getattr(sequence, name) for sequence in asked.sequences] for name in SEQUENCES.names]
