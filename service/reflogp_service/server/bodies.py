@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from reflogp_service.server.problems import Problem
 from reflogp_service.worker.wire import SEQUENCES, stream_bytes
@@ -38,7 +39,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            async for chunk in request.stream():
+            async for chunk in stream_chunks(request):
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
@@ -48,10 +49,13 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
-    """The body as it arrives; whoever takes it bounds it."""
-    async for chunk in request.stream():
-        if chunk:
-            yield chunk
+    """The body as it arrives; whoever takes it bounds it. Raises a Problem when the sender goes away before its end."""
+    try:
+        async for chunk in request.stream():
+            if chunk:
+                yield chunk
+    except ClientDisconnect as error:
+        raise Problem(400, "the connection ended before the body did", "send it again") from error
 
 
 def media_type(request: Request) -> str:

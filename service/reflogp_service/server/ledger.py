@@ -280,10 +280,10 @@ class Ledger:
             )
         return changed.rowcount > 0
 
-    def files_of_unfinished(self) -> set[str]:
-        """Files that queued and running jobs read."""
+    def files_in_use(self) -> set[str]:
+        """Files of jobs that are not done: a failed or cancelled one may be retried."""
         with self._lock:
-            rows = self._all("select source from job where state in ('queued', 'running')")
+            rows = self._all("select source from job where state <> 'done'")
         return {file for row in rows if (file := json.loads(row["source"]).get("file"))}
 
     def forget_before(self, moment: datetime) -> list[str]:

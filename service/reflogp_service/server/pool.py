@@ -106,7 +106,8 @@ class Pool:
         configurations: one per worker.
         on_frame: gets every frame, in order per worker.
         on_death: told when a worker's process has ended unasked, and why.
-        max_worker_bytes: a worker whose memory is beyond is killed; None for no bound.
+        max_worker_bytes: a worker whose memory is beyond is killed before the system kills another process; None for 9/10 of
+            the machine's.
     """
 
     def __init__(
@@ -114,12 +115,12 @@ class Pool:
         configurations: list[WorkerConfiguration],
         on_frame: Frames,
         on_death: Deaths,
-        max_worker_bytes: int | None,
+        max_worker_bytes: int | None = None,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
         self._on_frame = on_frame
         self._on_death = on_death
-        self._max_worker_bytes = max_worker_bytes
+        self._max_worker_bytes = max_worker_bytes or psutil.virtual_memory().total * 9 // 10
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -181,7 +182,7 @@ class Pool:
         while True:
             for worker in self.workers:
                 worker.memory_bytes = memory_of(worker.process.pid) if worker.process is not None else 0
-                if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
+                if worker.memory_bytes > self._max_worker_bytes:
                     worker.kill(f"it took {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
             await asyncio.sleep(_MEMORY_SECONDS)
 

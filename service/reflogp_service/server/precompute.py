@@ -317,6 +317,8 @@ class Precompute:
                 )
                 source = {**source, "file": str(file), "digest": digest}
                 await to_thread.run_sync(self._ledger.fetched, claim.id, source)
+            elif "path" in source:
+                await to_thread.run_sync(self._check_unchanged, source)
         except Exception as error:
             if self._running.get(worker.number) is running:
                 del self._running[worker.number]
@@ -362,10 +364,16 @@ class Precompute:
             return {"file": str(file), "digest": digest, "split": dataset.split}
         if dataset.path is not None:
             file, digest = resolve_path(dataset.path, self._settings)
-            return {"file": str(file), "digest": digest, "split": dataset.split}
+            return {"file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
         assert dataset.uri is not None
         check_uri(dataset.uri, self._settings)
         return {"uri": dataset.uri, "split": dataset.split}
+
+    def _check_unchanged(self, source: dict[str, str]) -> None:
+        """Raise Problem when what lies at a path is not what was submitted, or may no longer be read."""
+        _, digest = resolve_path(source["path"], self._settings)
+        if digest != source["digest"]:
+            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit it again")
 
     def _report_file(self, job_id: str) -> Path:
         return self._results / f"{job_id}.report.json"
@@ -380,7 +388,7 @@ class Precompute:
             for job in await to_thread.run_sync(self._ledger.forget_before, moment):
                 self.result(job).unlink(missing_ok=True)
                 self._report_file(job).unlink(missing_ok=True)
-            needed = self._ledger.files_of_unfinished()
+            needed = self._ledger.files_in_use()
             for file in self._fetched.iterdir():
                 if str(file) not in needed and datetime.fromtimestamp(file.stat().st_mtime, UTC) < moment:
                     file.unlink(missing_ok=True)

@@ -77,7 +77,9 @@ class ServerSettings(BaseSettings):
     token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
     max_loaded: int = Field(1, ge=1, description="References that a worker holds in memory; others wait for room.")
     pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
-    max_worker_bytes: int | None = Field(None, gt=0, description="A worker that takes more memory is killed and started again.")
+    max_worker_bytes: int | None = Field(
+        None, gt=0, description="A worker that takes more memory is killed and started again. Default: 9/10 of the machine's."
+    )
     # jobs
     max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
     commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")

@@ -129,12 +129,12 @@ class UploadFolder:
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete files that no name and no unfinished job refers to, not sent or resolved since a moment; how many."""
+        """Delete files that no name and no job that is not done refers to, not sent or resolved since a moment; how many."""
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
         with self._lock:
             needed = {row["file"] for row in self._ledger.uploads()}
-            needed |= {Path(file).name for file in self._ledger.files_of_unfinished()}
+            needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
                 about = file.stat()
                 if file.name not in needed and not file.name.startswith(_PARTIAL) and about.st_mtime < before:

@@ -68,9 +68,13 @@ def jobs_router(context: Context) -> APIRouter:
             name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"
             await context.uploads.receive(name, stream_chunks(request), length)
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
+            try:
+                job, new = await precompute.submit(asked, who, idempotency_key)
+            finally:
+                await to_thread.run_sync(context.uploads.delete, name)  # the file stays for the job, the name is nobody's
         else:
             asked = json_model(request, await read_body(request, min(_MAX_JSON, settings.max_body_bytes)), JobRequest)
-        job, new = await precompute.submit(asked, who, idempotency_key)
+            job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
         return job

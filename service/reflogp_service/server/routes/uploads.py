@@ -6,13 +6,12 @@ from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
-from starlette.requests import ClientDisconnect
 
 from reflogp_service.server.auth import requires
 from reflogp_service.server.bodies import stream_chunks
 from reflogp_service.server.context import Context
 from reflogp_service.server.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
-from reflogp_service.server.problems import Problem, documented
+from reflogp_service.server.problems import documented
 
 _UploadName = Annotated[
     str,
@@ -49,10 +48,7 @@ def uploads_router(context: Context) -> APIRouter:
         """
         declared = request.headers.get("content-length", "")
         length = int(declared) if declared.isascii() and declared.isdigit() else None
-        try:
-            upload, created = await uploads.receive(name, stream_chunks(request), length)
-        except ClientDisconnect as error:
-            raise Problem(400, "the connection ended before the file did", "send it again") from error
+        upload, created = await uploads.receive(name, stream_chunks(request), length)
         response.status_code = 201 if created else 200
         return upload
 

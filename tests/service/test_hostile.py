@@ -1,0 +1,289 @@
+"""Requests that mean harm, over HTTP, to a service with tokens, roots and narrow bounds: all refused, none kills it."""
+
+import gzip
+import hashlib
+import json
+import os
+import socket
+import time
+
+import httpx
+import pytest
+
+from tests.service.serving import running
+
+TOKENS = {name: f"token-of-{name}" for name in ("reader", "scorer", "boss")}
+SCOPES = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
+KEY = "00" * 16
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    root = folder / "root"
+    root.mkdir()
+    (folder / "secret.jsonl").write_text('{"secret": 1}\n')
+    (root / "out.jsonl").symlink_to(folder / "secret.jsonl")
+    (root / "away").symlink_to(folder)
+    (root / ".hidden.jsonl").write_text("{}\n")
+    (root / "notes.txt").write_text("no dataset")
+    os.mkfifo(root / "pipe.jsonl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(place, reference_folder):
+    lines = [
+        f'store = "{place / "store"}"',
+        f'state = "{place / "state"}"',
+        f'dataset_roots = ["{place / "root"}"]',
+        'dataset_uris = ["https://", "s3://team/prefs/"]',
+        "max_body_bytes = 200000",
+        "max_upload_bytes = 300000",
+        "max_uploads_bytes = 400000",
+        "max_score_sequences = 100",
+        "max_score_tokens = 10000",
+        "max_connections = 300",
+        "body_idle_seconds = 1",
+        "[references.ref]",
+        f'model = "{reference_folder}"',
+        'dtype = "float32"',
+    ]
+    for name, token in TOKENS.items():
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(SCOPES[name])}"]
+    (place / "serve.toml").write_text("\n".join(lines))
+    with running("--config", place / "serve.toml") as found:
+        yield found
+
+
+@pytest.fixture
+def ask(service):
+    """ask(method, path, token="boss", **options) -> answer; every refusal is a problem and names no path of the machine."""
+
+    def send(method, path, token="boss", headers=None, **options):
+        headers = {**({"authorization": f"Bearer {TOKENS[token]}"} if token else {}), **(headers or {})}
+        return httpx.request(method, service.url + path, headers=headers, timeout=20, **options)
+
+    return send
+
+
+def job(**dataset):
+    return {"reference": "ref", "dataset": dataset}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "/etc/passwd.jsonl",
+        "{root}/../secret.jsonl",
+        "{root}/./../secret.jsonl",
+        "{root}//../secret.jsonl",
+        "{root}/out.jsonl",
+        "{root}/away/secret.jsonl",
+        "{root}/away",
+        "{root}/.hidden.jsonl",
+        "{root}/notes.txt",
+        "{root}/pipe.jsonl",
+        "{root}/nothing.jsonl",
+        "{root}/out.jsonl\u0000.jsonl",
+        "{root}%2f..%2fsecret.jsonl",
+        "{root}-not/secret.jsonl",
+        "/proc/self/environ",
+        "/dev/zero",
+        "relative.jsonl",
+        "~/secret.jsonl",
+        "file:///etc/passwd",
+        "",
+        "/" + "a" * 5000,
+    ],
+)
+def test_paths_that_lead_elsewhere(ask, place, path):
+    answer = ask("POST", "/v1/jobs", json=job(path=path.format(root=place / "root")))
+    assert answer.status_code in (403, 404, 422), answer.text
+    assert "secret" not in answer.text.replace(json.dumps(path)[1:-1], "") and "root:" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "file:///etc/passwd",
+        "ftp://example.org/a.jsonl",
+        "gopher://example.org/a.jsonl",
+        "http://example.org/a.jsonl",
+        "https://127.0.0.1/a.jsonl",
+        "https://localhost/a.jsonl",
+        "https://[::1]/a.jsonl",
+        "https://2130706433/a.jsonl",
+        "https://0x7f.1/a.jsonl",
+        "https://169.254.169.254/latest/meta-data.json",
+        "https://10.0.0.1/a.jsonl",
+        "https://user:password@example.org/a.jsonl",
+        "https://example.org\\@127.0.0.1/a.jsonl",
+        "https://example.org/a.jsonl\r\nX: y",
+        "s3://team/other/a.jsonl",
+        "s3://team/prefs/../other/a.jsonl",
+        "s3://team/prefs/%2e%2e/other/a.jsonl",
+        "s3://another/prefs/a.jsonl",
+        "https://example.org/a.exe",
+        "javascript:alert(1)",
+        "https://",
+    ],
+)
+def test_uris_that_lead_elsewhere(ask, uri):
+    answer = ask("POST", "/v1/jobs", json=job(uri=uri))
+    if answer.status_code == 201:  # a name whose address is found out when it is fetched
+        while (found := ask("GET", f"/v1/jobs/{answer.json()['id']}").json())["state"] not in ("failed", "done"):
+            time.sleep(0.05)
+        assert found["state"] == "failed" and "the dataset:" in found["error"]
+    else:
+        assert answer.status_code in (403, 404, 422), answer.text
+    assert "password" not in answer.text.replace(uri, "")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "statuses"),
+    [
+        ("PUT", "/v1/uploads/..%2f..%2fevil.jsonl", {"content": b"{}"}, (404, 422)),
+        ("PUT", "/v1/uploads/.evil.jsonl", {"content": b"{}"}, (422,)),
+        ("PUT", "/v1/uploads/evil.sh", {"content": b"{}"}, (422,)),
+        ("PUT", "/v1/uploads/a%00.jsonl", {"content": b"{}"}, (422,)),
+        ("PUT", "/v1/uploads/" + "a" * 300 + ".jsonl", {"content": b"{}"}, (422,)),
+        ("PUT", "/v1/uploads/big.jsonl", {"content": b"x" * 300_001}, (413,)),
+        ("PUT", "/v1/uploads/empty.jsonl", {"content": b""}, (422,)),
+        ("POST", "/v1/jobs", {"content": b"[" * 100_000}, (422,)),
+        ("POST", "/v1/jobs", {"content": b"\xff\xfe\x00"}, (422,)),
+        ("POST", "/v1/jobs", {"content": b"x" * 200_001}, (413,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="a.jsonl"), "trust_remote_code": True}}, (422,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="a.jsonl"), "model": "/etc"}}, (422,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="a.jsonl"), "priority": 10**30}}, (422,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="a.jsonl"), "max_length": -1}}, (422,)),
+        ("POST", "/v1/jobs", {"content": json.dumps({**job(upload="a.csv"), "ld_alpha": 0}).replace(": 0", ": 1e400")}, (422,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="../a.jsonl")}}, (422,)),
+        ("POST", "/v1/jobs", {"json": {**job(upload="a.jsonl", path="/a.jsonl")}}, (422,)),
+        ("POST", "/v1/jobs", {"json": {"reference": "/etc/passwd", "dataset": {"upload": "a.jsonl"}}}, (404,)),
+        ("POST", "/v1/jobs?reference=nobody", {"content": b"{}", "headers": {"content-type": "text/csv"}}, (404,)),
+        ("POST", "/v1/jobs", {"content": b"a", "headers": {"content-type": "application/x-python-pickle"}}, (415,)),
+        ("POST", "/v1/jobs", {"json": job(upload="a.jsonl"), "headers": {"idempotency-key": "k" * 300}}, (422,)),
+        ("GET", "/v1/jobs?limit=1000000", {}, (422,)),
+        ("GET", "/v1/jobs?state=%27%3B%20drop%20table%20job", {}, (422,)),
+        ("GET", "/v1/jobs/%27%20or%201=1/result", {}, (404,)),
+        ("GET", "/v1/jobs/..%2f..%2fstate%2fjobs.sqlite/result", {}, (404,)),
+        ("GET", "/static/..%2f..%2fsettings.py", {}, (404,)),
+        ("GET", "/static/../../settings.py", {}, (404,)),
+        ("POST", "/v1/score?reference=ref", {"json": {"sequences": [{"prompt_ids": [-1], "completion_ids": [1]}]}}, (422,)),
+        ("POST", "/v1/score?reference=ref", {"json": {"sequences": [{"prompt_ids": [2**40], "completion_ids": [1]}]}}, (422,)),
+        ("POST", "/v1/score?reference=ref", {"json": {"sequences": [{"prompt_ids": [1.5], "completion_ids": [1]}]}}, (422,)),
+        (
+            "POST",
+            "/v1/score?reference=ref",
+            {"json": {"sequences": [{"prompt_ids": [1] * 10_001, "completion_ids": [1]}]}},
+            (413,),
+        ),
+        ("POST", "/v1/score?reference=ref&temperature=0", {"json": {"sequences": []}}, (422,)),
+        ("POST", "/v1/score?reference=ref&temperature=inf", {"json": {"sequences": []}}, (422,)),
+        ("POST", "/v1/score?reference=ref&deadline_ms=-5", {"json": {"sequences": []}}, (422,)),
+        ("POST", "/v1/score?reference=../ref", {"json": {"sequences": []}}, (404,)),
+        ("POST", "/v1/lookup?reference=../../etc", {"json": {"keys": [KEY]}}, (404,)),
+    ],
+)
+def test_requests_that_do_not_fit(ask, method, path, options, statuses):
+    answer = ask(method, path, **options)
+    assert answer.status_code in statuses, (answer.status_code, answer.text)
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/jobs", {"reader", "boss"}),
+        ("GET", "/v1/uploads", {"reader", "boss"}),
+        ("GET", "/v1/jobs/none/events", {"reader", "boss"}),
+        ("POST", "/v1/jobs", {"scorer", "boss"}),
+        ("DELETE", "/v1/jobs/none", {"scorer", "boss"}),
+        ("POST", "/v1/jobs/none/retry", {"scorer", "boss"}),
+        ("PUT", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
+        ("DELETE", "/v1/uploads/a.jsonl", {"scorer", "boss"}),
+        ("POST", "/v1/score?reference=ref", {"scorer", "boss"}),
+        ("GET", "/metrics", {"reader", "boss"}),
+    ],
+)
+def test_who_may_what(ask, method, path, allowed):
+    for token in TOKENS:
+        assert (ask(method, path, token=token).status_code == 403) == (token not in allowed), token
+    assert ask(method, path, token=None).status_code == 401
+    assert ask(method, path, token=None, headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def raw(service, data: bytes, wait: float = 5) -> bytes:
+    """What comes back for some bytes."""
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        try:
+            connection.sendall(data)
+            return connection.recv(65536)
+        except (TimeoutError, ConnectionError):
+            return b""
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X%d: a\r\n" % n for n in range(10_000)) + b"\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\nzz\r\n",
+    ],
+)
+def test_heads_that_are_none(service, head):
+    assert raw(service, head).split(b"\r\n")[0].split(b" ")[1:2] in ([b"400"], [b"431"], [b"401"], [])
+    assert httpx.get(f"{service.url}/healthz").status_code == 200
+
+
+def test_a_body_that_never_ends_or_never_comes(service, place):
+    token = f"Authorization: Bearer {TOKENS['boss']}\r\n".encode()
+    head = b"PUT /v1/uploads/slow.jsonl HTTP/1.1\r\nHost: a\r\n" + token + b"Content-Length: 1000\r\n\r\nabc"
+    assert b" 408 " in raw(service, head)
+    endless = b"PUT /v1/uploads/long.jsonl HTTP/1.1\r\nHost: a\r\n" + token + b"Transfer-Encoding: chunked\r\n\r\n"
+    assert b" 413 " in raw(
+        service, endless + b"4000\r\n" + b"x" * 0x4000 + b"\r\n" + (b"10000\r\n" + b"y" * 0x10000 + b"\r\n") * 8
+    )
+    assert not [file for file in (place / "state" / "uploads").iterdir() if "partial" in file.name]
+
+
+def test_a_bomb_in_a_dataset_is_a_failed_job_and_the_next_one_works(ask, tmp_path):
+    bomb = gzip.compress(b'{"prompt": "' + b"a" * 200_000_000, 9)
+    assert len(bomb) < 300_000
+    ask("PUT", "/v1/uploads/bomb.jsonl.gz", content=bomb)
+    good = b'{"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}\n'
+    ask("PUT", "/v1/uploads/good.jsonl", content=good)
+    for name, state in (("bomb.jsonl.gz", "failed"), ("good.jsonl", "done")):
+        number = ask("POST", "/v1/jobs", json=job(upload=name)).json()["id"]
+        while (found := ask("GET", f"/v1/jobs/{number}").json())["state"] in ("queued", "running"):
+            time.sleep(0.05)
+        assert found["state"] == state, found
+
+
+def test_idle_connections_hold_nobody_up(service):
+    host, port = service.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(250)]
+    assert httpx.get(f"{service.url}/healthz").status_code == 200
+    for connection in idle:
+        connection.close()
+
+
+def test_a_strange_host_is_refused_where_there_are_no_tokens(tmp_path):
+    with running("--store", tmp_path / "store") as service:
+        for host, status in (("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost", 200), ("127.0.0.1:1", 200)):
+            assert httpx.get(f"{service.url}/healthz", headers={"host": host}).status_code == status
+
+
+def test_no_secret_is_logged(service, ask):
+    ask("GET", "/v1/jobs")
+    ask("GET", "/v1/jobs", token=None, headers={"authorization": "Bearer guessed-secret"})
+    assert not [line for line in service.log if "token-of" in line or "guessed-secret" in line]
