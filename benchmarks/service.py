@@ -31,9 +31,10 @@ import psutil
 import torch
 from machine import cpu_and_cores, file_name
 from scoring import SHIPPED
-from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs
+from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs, tokenize
 
 from reflogp_client import AsyncClient, Client, Job
+from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.engine import Sequence, TorchEngine
 
 _COMMAND = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
@@ -209,6 +210,19 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
     return {**rates, "ratio": rates["callers_tokens_per_second"] / rates["offline_tokens_per_second"]}
 
 
+def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
+    """What the first packs of a job over this data take, on an idle machine."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    pairs = tokenize(data.name, rows, load_tokenizer(str(model)))
+    passes, took = TorchEngine(str(model), "bfloat16").passes(pairs.sequences()), []
+    for _ in range(count):
+        start = time.perf_counter()
+        if next(passes, None) is None:
+            break
+        took.append(time.perf_counter() - start)
+    return took[1:]
+
+
 def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """How much later online requests are answered while a job runs, beside what one of its packs takes."""
     with serving(folder, model, "--pin", "ref") as (url, _), Client(url) as client:
@@ -224,18 +238,14 @@ def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dic
         share = (now.progress.tokens - before) / (time.perf_counter() - start)
         client.cancel(job)
         client.watch(job)
-    engine = TorchEngine(str(model), "bfloat16")
-    full = [Sequence(list(range(10, 210)), list(range(200 + n, 500 + n))) for n in range(engine.token_budget // 500)]
-    engine.score(full)
-    start = time.perf_counter()
-    engine.score([Sequence([n, *s.prompt_ids], s.completion_ids) for n, s in enumerate(full, 10)])
-    pack = time.perf_counter() - start
+    packs = pack_seconds(model, data)
     grown = float(np.percentile(beside, 99) - np.percentile(alone, 99))
     return {
         "alone": percentiles(alone),
         "beside_a_job": percentiles(beside),
         "p99_grown_by_seconds": grown,
-        "one_pack_seconds": pack,
+        "median_pack_seconds": statistics.median(packs),
+        "longest_pack_seconds": max(packs),
         "job_tokens_per_second_meanwhile": share,
     }
 

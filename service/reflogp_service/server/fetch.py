@@ -102,10 +102,6 @@ class _Uri:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port in (None, _PORTS.get(self.scheme)) else f"{host}:{self.port}"
 
-    def without_query(self) -> str:
-        """For messages: a query may hold a signature."""
-        return f"{self.scheme}://{self.authority}{self.path}"
-
 
 def check_uri(uri: str, settings: ServerSettings) -> None:
     """Raise a Problem when `fetch` would refuse a URI without asking anybody: 403 by the settings, 422 by its form."""

@@ -61,6 +61,8 @@ class Submission:
     Attributes:
         identity: two submissions with the same one are the same job.
         content: digest of dataset content, reference id and settings.
+        lasting: False where the content is only known by where it lies, which may hold another one later: a job that is done
+            is then no answer to the same submission.
         source: what the worker will read.
     """
 
@@ -71,6 +73,7 @@ class Submission:
     source: dict[str, str]
     reference_id: str
     submitted_by: str
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,9 @@ class Ledger:
         """(the job, whether it is new). One of the same identity that failed or was cancelled is put in line again."""
         with self._lock:
             known = self._one("select id, state, content from job where identity = ?", asked.identity)
+            if known is not None and known["state"] == "done" and not asked.lasting:
+                self._run("update job set identity = id where id = ?", known["id"])
+                known = None
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])

@@ -132,6 +132,7 @@ class Precompute:
             source=source,
             reference_id=reference.reference_id,
             submitted_by=who,
+            lasting=idempotency_key is not None or "digest" in source,
         )
         try:
             job, new = await to_thread.run_sync(self._ledger.submit, submission)
@@ -207,11 +208,6 @@ class Precompute:
         """A done job's report; None where there is none."""
         file = self._report_file(job_id)
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
-
-    def running_of(self, worker: WorkerHandle) -> str | None:
-        """Id of the job that a worker has."""
-        running = self._running.get(worker.number)
-        return running.claim.id if running else None
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any]) -> None:
         """What a worker says about a job, or that it is ready."""
