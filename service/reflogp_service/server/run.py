@@ -15,8 +15,8 @@ from reflogp_service.server.app import create_app
 from reflogp_service.server.logs import install_logging
 from reflogp_service.server.settings import ServerSettings
 
-#: Seconds that open requests get, and bytes of a request's head at the most.
-_GRACE_SECONDS, _MAX_HEAD = 20, 32 << 10
+#: Seconds that open requests get.
+_GRACE_SECONDS = 20
 
 
 class _Server(uvicorn.Server):
@@ -38,7 +38,7 @@ def run(settings: ServerSettings) -> None:
         host=settings.host,
         port=settings.port,
         http="h11",
-        h11_max_incomplete_event_size=_MAX_HEAD,
+        h11_max_incomplete_event_size=settings.max_head_bytes,
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,

@@ -63,6 +63,7 @@ class ServerSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     max_body_bytes: int = Field(256 << 20, gt=0, description="A longer request body is refused.")
+    max_head_bytes: int = Field(32 << 10, gt=0, description="A longer target, or longer headers, are refused.")
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
     max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
     max_connections: int = Field(1_000, gt=0, description="Connections beyond are answered 503.")
