@@ -26,6 +26,9 @@ _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
 #: A request waits for others only when requests have overlapped in this time: a lone caller gains nothing by it.
 _OVERLAP_SECONDS = 1.0
 
+#: How often the loop looks whether a model may be exchanged, or a job's thread has caught up.
+_LOOK_AGAIN_SECONDS = 0.02
+
 Landed = list[tuple[int, Outcome]]
 
 
@@ -107,6 +110,7 @@ class EngineLoop:
         self._online: deque[OnlineRequest] = deque()
         self._work: _Work | None = None
         self._closing = False
+        self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
 
@@ -116,7 +120,7 @@ class EngineLoop:
             if self._online or self._serving:
                 self._overlapped = time.monotonic()
             self._online.append(request)
-            self._changed.notify_all()
+            self._tell()
 
     def forget(self, request_id: str) -> None:
         """Nobody waits for that request any more. One that the engine has begun is finished all the same."""
@@ -154,7 +158,7 @@ class EngineLoop:
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[Landed]:
         with self._changed:
             self._work = work
-            self._changed.notify_all()
+            self._tell()
         try:
             while True:
                 check()
@@ -177,7 +181,7 @@ class EngineLoop:
         """Make `run` return when what it does now is done."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
+            self._tell()
 
     def preload(self, reference_id: str) -> None:
         """Load an engine before anybody asks; called by the thread that will call `run`."""
@@ -199,8 +203,14 @@ class EngineLoop:
                 jobs_turn = False
             else:
                 with self._changed:
-                    if not self._closing:
-                        self._changed.wait(0.02 if self._online or self._work else 0.5)
+                    if not self._news:
+                        self._changed.wait(_LOOK_AGAIN_SECONDS if self._online or self._work else None)
+                    self._news = False
+
+    def _tell(self) -> None:
+        """Wake the loop; the caller holds the lock."""
+        self._news = True
+        self._changed.notify_all()
 
     def _ready_work(self) -> _Work | None:
         """The job's stream, where its thread keeps up and its model may be loaded now."""
