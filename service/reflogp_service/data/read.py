@@ -19,19 +19,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp_service.data.bounds import (
-    BATCH_ROWS,
-    Meter,
-    ReadBounds,
-    RecordLines,
-    arrow_batches,
-    lines,
-    open_parquet,
-    open_text,
-    parquet_batches,
-    read_group,
-    rows_of,
-)
+from reflogp_service.data.arrow_bounds import arrow_batches
+from reflogp_service.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
+from reflogp_service.data.parquet_bounds import open_parquet, parquet_batches
 from reflogp_service.errors import DatasetError
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]

@@ -16,6 +16,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from reflogp_service.data.flatbuffer import field_at, place
 from reflogp_service.server.problems import Problem
 from reflogp_service.worker.wire import SEQUENCES, stream_bytes
 from reflogp_store.keys import KEY_BYTES, KEY_TYPE
@@ -192,25 +193,15 @@ def _too_long(max_bytes: int) -> Problem:
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
     """(rows, whether it is compressed) of a record batch message, before anything is decoded."""
-    message = struct.unpack_from("<I", metadata)[0]
-    kind = _field(metadata, message, _HEADER_TYPE)
+    message = place(metadata, 0)
+    kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:
         raise pa.ArrowInvalid("a message that is not a record batch")
-    at = _field(metadata, message, _HEADER)
+    at = field_at(metadata, message, _HEADER)
     assert at is not None
-    batch = at + struct.unpack_from("<I", metadata, at)[0]
-    length = _field(metadata, batch, _LENGTH)
+    batch = place(metadata, at)
+    length = field_at(metadata, batch, _LENGTH)
     rows = struct.unpack_from("<q", metadata, length)[0] if length is not None else 0
     if rows < 0:
         raise pa.ArrowInvalid("a negative number of rows")
-    return rows, _field(metadata, batch, _COMPRESSION) is not None
-
-
-def _field(data: bytes, table: int, number: int) -> int | None:
-    """Where a flatbuffer table's field lies; None when it is left out (github.com/google/flatbuffers, internals)."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    entry = 4 + 2 * number
-    if entry >= struct.unpack_from("<H", data, vtable)[0]:
-        return None
-    offset: Any = struct.unpack_from("<H", data, vtable + entry)[0]
-    return table + int(offset) if offset else None
+    return rows, field_at(metadata, batch, _COMPRESSION) is not None
