@@ -6,6 +6,7 @@ Knows how to send and when to try again; what is sent is `wire`'s, `scoring`'s a
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing
@@ -37,7 +38,7 @@ class Client:
 
     Args:
         url: of the service, as `reflogp serve` prints it.
-        token: bearer token; not needed on loopback where the service has none.
+        token: bearer token, $REFLOGP_TOKEN when left out; not needed on loopback where the service has none.
         timeout: seconds to wait for an answer's next bytes; None for the default of 60, 5 to connect.
 
     Methods raise ServiceError and its kin (reflogp_client.errors). Requests that do no harm twice are tried again, with growing
@@ -489,6 +490,9 @@ def _options(url: str, token: str | None, timeout: float | None) -> dict[str, An
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"service {url!r}: a URL begins with http:// or https://")
     headers = {"user-agent": f"reflogp/{version('reflogp')}"}
+    token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UsageError("the token holds characters that no token has; give it as `reflogp token` printed it")
     if token:
         headers["authorization"] = f"Bearer {token}"
     seconds = wire.ANSWER_SECONDS if timeout is None else timeout

@@ -25,6 +25,10 @@ _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
 Progress = Callable[[int, int], None]
 
 
+#: How a dataset file's name ends, as the service has it.
+_KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class LocalFile:
     """A file as it was when its digest was taken.
@@ -85,6 +89,10 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     if not found.is_file():
         elsewhere = "; give ServiceUri for what the service shall fetch itself" if "://" in str(path) else ""
         raise UsageError(f"{path}: no such file on this machine{elsewhere}")
+    if not _KNOWN.search(name or found.name):
+        raise UsageError(
+            f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv, .parquet or .arrow; text may be .gz"
+        )
     try:
         with found.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

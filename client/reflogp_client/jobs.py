@@ -88,6 +88,7 @@ class Job:
         state: queued, running, done, failed or cancelled.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
         dataset: one of upload, path and uri; split.
+        note: why the attempt before the latest did not end the job.
         error: why it failed.
         summary: what `reflogp score --json` says of a run; when it is done.
         started_at: of the latest attempt.
@@ -103,6 +104,7 @@ class Job:
     dataset: Mapping[str, Any]
     progress: JobProgress
     created_at: datetime
+    note: str | None = None
     error: str | None = None
     summary: Mapping[str, Any] | None = None
     started_at: datetime | None = None

@@ -28,6 +28,7 @@ from reflogp_client.errors import (
     ServiceUnreachableError,
 )
 from reflogp_client.files import LocalFile
+from reflogp_store import UsageError
 from reflogp_store.keys import KEY_TYPE
 from reflogp_store.lookup import ARROW_STREAM, QUESTION
 
@@ -127,7 +128,10 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 
 def lookup_call(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Call:
-    column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
+    try:
+        column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
+    except pa.ArrowException as error:
+        raise UsageError(f"a key is 16 bytes, as sequence_keys makes them: {str(error).splitlines()[0]}") from error
     params: dict[str, Any] = {"reference": reference, "values": str(values).lower()}
     if snapshot is not None:
         params["snapshot"] = snapshot

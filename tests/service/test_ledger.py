@@ -53,7 +53,7 @@ def test_priority_then_age_then_what_is_loaded(ledger):
     assert order == [jobs[name] for name in ("urgent", "loaded", "old", "last")]
     assert ledger.claim([], 60) is None
     for job in order:
-        ledger.give_back(job)
+        ledger.give_back(job, "why")
     assert [ledger.claim(["b"], patience_seconds=0).id for _ in range(2)] == [jobs["urgent"], jobs["old"]]
 
 
@@ -70,14 +70,14 @@ def test_deaths_count_until_something_is_committed(ledger):
     job = put(ledger, "one")[0].id
     for expected in (1, 2):
         ledger.claim([], 0)
-        assert ledger.died(job, ["aa"], {}) == expected
+        assert ledger.died(job, ["aa"], {}, "note") == expected
     assert ledger.claim([], 0).suspects == ["aa"]
     ledger.progressed(job, JobProgress(), committed=False)
-    assert ledger.died(job, [], {"aa": "why"}) == 3
+    assert ledger.died(job, [], {"aa": "why"}, "note") == 3
     claim = ledger.claim([], 0)
     assert (claim.suspects, claim.poison) == ([], {"aa": "why"})
     ledger.progressed(job, JobProgress(scored=5), committed=True)
-    assert ledger.died(job, [], {}) == 1
+    assert ledger.died(job, [], {}, "note") == 1
 
 
 def test_another_ledger_on_the_same_file_goes_on(ledger, tmp_path):

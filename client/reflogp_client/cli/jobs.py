@@ -149,8 +149,9 @@ def watched(client: Client, job: str) -> Job:
             for found in client.events(job):
                 now = found.progress
                 if found.state != state:
+                    again = f" again ({found.note})" if found.state == "queued" and found.attempts and found.note else ""
                     state = found.state
-                    err.print(f"job {found.id}: {state}", markup=False)
+                    err.print(f"job {found.id}: {state}{again}", markup=False)
                 progress.update(
                     bar,
                     description="scoring" if state == "running" else state,

@@ -11,7 +11,7 @@ import typer
 
 from reflogp_client.cli import demo, jobs, join, score, serve, store, submit
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
-from reflogp_client.errors import RequestRefusedError
+from reflogp_client.errors import NotAllowedError, RequestRefusedError
 from reflogp_store import ReflogpError, UsageError
 
 #: Answers of a service that mean bad usage: what was asked for is malformed or not there.
@@ -73,6 +73,8 @@ def main() -> None:
         app()
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red", markup=False)
+        if isinstance(error, NotAllowedError):
+            err.print("a token is given with --token, or in REFLOGP_TOKEN", markup=False)
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
     except KeyboardInterrupt:

@@ -82,6 +82,8 @@ def submit(
             idempotency_key=idempotency_key,
         )
         err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}", markup=False)
+        if job.finished:
+            err.print("the service knows this job, and it is done: nothing ran again (--idempotency-key KEY runs it anew)")
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:

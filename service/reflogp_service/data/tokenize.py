@@ -78,17 +78,20 @@ def tokenize_dataset(
         TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
     """
     outputs: tuple[str, ...] | None = None
+    why = "it is empty"
     for rows in batched(source, window):
         if outputs is None:
             first = next((row.columns for row in rows if row.columns is not None), None)
             if first is not None:
                 form, outputs = _settle(form, first)
+        if outputs is None and rows[0].number == 0:
+            why = f"row 0: {rows[0].problem}"
         if form is None or outputs is None:
             yield TokenizedRows(_table([], [], ()), [], {r.number: r.problem or "" for r in rows}, rows[-1].number)
             continue
         yield _tokenize_window(rows, tokenizer, form, outputs)
     if outputs is None:
-        raise DatasetError(f"{source.name} has no readable row")
+        raise DatasetError(f"{source.name} has no readable row; {why}")
 
 
 def _settle(form: Format | None, first: dict[str, Any]) -> tuple[Format, tuple[str, ...]]:

@@ -69,9 +69,8 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
         else:
             known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
-            raise Problem(
-                401, "no valid bearer token", "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'}
-            )
+            detail = "no bearer token was sent" if header is None else "the bearer token is not known here"
+            raise Problem(401, detail, "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'})
         require_scope(known, scope)
         return known.name
 

@@ -43,6 +43,7 @@ create table if not exists job (
     poison text not null default '{}',
     progress text not null default '{}',
     throughput text not null default '[]',
+    note text,
     error text,
     summary text
 ) strict;
@@ -170,7 +171,8 @@ class Ledger:
     def requeue_running(self) -> int:
         """Put jobs that were running when the last service ended back in line; how many there were."""
         with self._lock:
-            return self._run("update job set state = 'queued' where state = 'running'").rowcount
+            query = "update job set state = 'queued', note = 'the service ended' where state = 'running'"
+            return self._run(query).rowcount
 
     def waiting(self) -> int:
         """Jobs in line."""
@@ -253,19 +255,20 @@ class Ledger:
         with self._lock:
             self._run("update job set source = ? where id = ?", json.dumps(source), job)
 
-    def give_back(self, job: str) -> None:
-        """A running job goes back in line, at its old place."""
+    def give_back(self, job: str, note: str) -> None:
+        """A running job goes back in line, at its old place; the note says why."""
         with self._lock:
-            self._run("update job set state = 'queued' where id = ? and state = 'running'", job)
+            self._run("update job set state = 'queued', note = ? where id = ? and state = 'running'", note, job)
 
-    def died(self, job: str, suspects: list[str], poison: dict[str, str]) -> int:
+    def died(self, job: str, suspects: list[str], poison: dict[str, str], note: str) -> int:
         """A job's worker died: back in line, with what is known about why; how many did since the job last got on."""
         with self._lock:
             self._run(
-                "update job set state = 'queued', deaths = deaths + 1, suspects = ?, poison = ?"
+                "update job set state = 'queued', deaths = deaths + 1, suspects = ?, poison = ?, note = ?"
                 " where id = ? and state = 'running'",
                 json.dumps(suspects),
                 json.dumps(poison),
+                note,
                 job,
             )
             row = self._one("select deaths from job where id = ?", job)
@@ -355,6 +358,7 @@ def _as_job(row: sqlite3.Row) -> Job:
         attempts=row["attempts"],
         progress=JobProgress.model_validate_json(row["progress"]),
         throughput=json.loads(row["throughput"]),
+        note=row["note"],
         error=row["error"],
         summary=json.loads(row["summary"]) if row["summary"] else None,
     )

@@ -104,6 +104,7 @@ class Job(BaseModel):
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
+    note: str | None = Field(None, description="Why the attempt before the latest did not end the job.")
     error: str | None = Field(None, description="Why it failed.")
     summary: dict[str, Any] | None = Field(None, description="What `reflogp score --json` says of a run; when done.")
 

@@ -52,6 +52,7 @@ class _Running:
         self.cancelled = threading.Event()
         self.why_stopped: str | None = None
         self.began = False
+        self.counted = JobProgress()
 
 
 class Precompute:
@@ -219,6 +220,7 @@ class Precompute:
                 running.in_flight = message["keys"]
             case "progress" if running is not None and running.claim.id == message["job"]:
                 progress = JobProgress(**message["progress"])
+                self._count(running, progress)
                 await to_thread.run_sync(self._ledger.progressed, message["job"], progress, message["committed"])
                 self._notify(message["job"])
             case "job" if running is not None and running.claim.id == message["job"]:
@@ -236,8 +238,7 @@ class Precompute:
             await self._finish(job, "cancelled")
             return
         if not blame or self._closing:
-            await to_thread.run_sync(self._ledger.give_back, job)
-            self._notify(job)
+            await self._give_back(job, f"its worker ended: {reason}")
             return
         suspects, poison = running.claim.suspects, dict(running.claim.poison)
         known = set(suspects)
@@ -249,7 +250,9 @@ class Precompute:
             logger.warning("a sequence kills workers and is left out: %s", next(iter(at_work)), extra={"job": job})
         elif at_work:
             suspects = sorted(at_work)
-        deaths = await to_thread.run_sync(self._ledger.died, job, suspects, poison)
+        note = f"its worker ended: {reason}"
+        logger.warning("job goes back in line: %s", note, extra={"job": job})
+        deaths = await to_thread.run_sync(self._ledger.died, job, suspects, poison, note)
         if narrowed:
             await to_thread.run_sync(self._ledger.narrowed, job)
         elif deaths >= _DEATHS:
@@ -261,18 +264,28 @@ class Precompute:
         job = running.claim.id
         match message["end"]:
             case "done":
-                summary = message["summary"]
-                self._metrics.sequences.labels("job", "hit").inc(summary["hits"] + summary["duplicates"])
-                self._metrics.sequences.labels("job", "scored").inc(summary["scored"])
-                self._metrics.tokens.labels("job").inc(summary["tokens"])
-                await self._finish(job, "done", summary=summary)
+                await self._finish(job, "done", summary=message["summary"])
             case "failed":
-                await self._finish(job, "failed", error=message["error"])
+                source = running.claim.source
+                await self._finish(job, "failed", error=message["error"].replace(source.get("file", "\0"), source["name"]))
             case "stopped" if running.cancelled.is_set():
                 await self._finish(job, "cancelled")
             case "stopped":
-                await to_thread.run_sync(self._ledger.give_back, job)
-                self._notify(job)
+                why = {"interrupted": "a more urgent job came", "displaced": "another reference needed its model's place"}
+                await self._give_back(job, why.get(message["why"], "the service ended"))
+
+    async def _give_back(self, job: str, note: str) -> None:
+        """A running job goes back in line, for a reason."""
+        logger.info("job goes back in line: %s", note, extra={"job": job})
+        await to_thread.run_sync(self._ledger.give_back, job, note)
+        self._notify(job)
+
+    def _count(self, running: _Running, progress: JobProgress) -> None:
+        """Add to the metrics what came since the last report."""
+        before, running.counted = running.counted, progress
+        self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
+        self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
+        self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
 
     async def _finish(self, job: str, state: Any, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
         await to_thread.run_sync(lambda: self._ledger.finish(job, state, summary=summary, error=error))
@@ -357,13 +370,13 @@ class Precompute:
         """What a worker will read; raises Problem for what it may not."""
         if dataset.upload is not None:
             file, digest = self._uploads.resolve(dataset.upload)
-            return {"file": str(file), "digest": digest, "split": dataset.split}
+            return {"name": dataset.upload, "file": str(file), "digest": digest, "split": dataset.split}
         if dataset.path is not None:
             file, digest = resolve_path(dataset.path, self._settings)
-            return {"file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
+            return {"name": dataset.path, "file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
         assert dataset.uri is not None
         check_uri(dataset.uri, self._settings)
-        return {"uri": dataset.uri, "split": dataset.split}
+        return {"name": dataset.uri, "uri": dataset.uri, "split": dataset.split}
 
     def _check_unchanged(self, source: dict[str, str]) -> None:
         """Raise Problem when what lies at a path is not what was submitted, or may no longer be read."""

@@ -40,7 +40,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
         Problem: 403 for what is not under a root, 404 for what is not there, 422 for what no dataset can be.
     """
     if not settings.dataset_roots:
-        raise Problem(403, "this service takes no paths", _UPLOAD)
+        raise Problem(403, "this service takes no paths (its setting dataset_roots is empty)", _UPLOAD)
     named = _checked(path)
     for root in sorted(settings.dataset_roots, key=lambda root: len(root.parts)):
         real_root = root.expanduser().resolve()

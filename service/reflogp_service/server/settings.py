@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from reflogp_store.errors import UsageError
@@ -143,6 +144,16 @@ class ServerSettings(BaseSettings):
         return (named["init_settings"], named["env_settings"], *toml)
 
 
+def _said(error: ErrorDetails) -> str:
+    """What is wrong with a setting, in words."""
+    name = ".".join(map(str, error["loc"])) or "settings"
+    if error["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting"
+    if error["type"] == "missing":
+        return f"{name} is not set" + (": give --store, or `store` in the settings file" if name == "store" else "")
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}"
+
+
 def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
     """Settings from flags (None means not given), the environment and a TOML file.
 
@@ -157,8 +168,6 @@ def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
     try:
         return FromFile(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "settings"
-        raise UsageError(f"{name}: {first['msg']} ({error.error_count()} in all)") from error
+        raise UsageError("; ".join(_said(entry) for entry in error.errors()[:3])) from error
     except ValueError as error:  # TOML or JSON that cannot be parsed
         raise UsageError(f"settings {file or 'from the environment'}: {str(error).splitlines()[0]}") from error

@@ -26,6 +26,7 @@ import numpy as np
 from reflogp_service.data.bounds import ReadBounds
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine.load import choose_device
 from reflogp_service.worker.engine_loop import Answer, DisplacedError, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
 from reflogp_service.worker.frames import encode, read_frame
@@ -88,16 +89,13 @@ class Worker:
 
     def run(self, source: BinaryIO) -> None:
         """Work until the service says `exit` or is gone."""
+        choose_device(self._configuration.device)
         self._job_thread.start()
         threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
         if self._configuration.pinned is not None:
             self.loop.preload(self._configuration.pinned)
         self.send({"op": "ready"})
-        try:
-            self.loop.run()
-        except BaseException as error:
-            self.send({"op": "dying", "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
-            raise
+        self.loop.run()
         self._late.close()
 
     def end(self) -> None:
@@ -257,7 +255,14 @@ def main() -> None:
         return
     fields = frame[0]["configuration"]
     models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
-    Worker(WorkerConfiguration(models=models, **fields), out).run(source)
+    worker = Worker(WorkerConfiguration(models=models, **fields), out)
+    try:
+        worker.run(source)
+    except Exception as error:  # the service says it on, and starts another worker or gives it up
+        known = isinstance(error, ReflogpError)
+        worker.send({"op": "dying", "error": str(error) if known else f"{type(error).__name__}: {error}"})
+        logger.error("%s", error, exc_info=not known)
+        os._exit(1)
     out.flush()
     os._exit(0)
 

@@ -97,9 +97,10 @@ class Progress:
     def committed(self, snapshot: int) -> None:
         self._report(committed=True)
 
-    def finish(self, sequences: int) -> None:
-        """Send the last counts; so many sequences it were, now that all rows are read."""
+    def finish(self, sequences: int, hits: int) -> None:
+        """Send the last counts; so many sequences it were, and hits among them without what came twice."""
         self._sequences = self._done = sequences
+        self._hits = hits
         self._report(now=True)
 
     def _report(self, committed: bool = False, now: bool = False) -> None:
@@ -188,5 +189,5 @@ def run_job(
         check=check,
     )
     forget_oldest(place.tokens, place.max_tokens_bytes)
-    progress.finish(summary.sequences)
+    progress.finish(summary.sequences, summary.hits)
     return asdict(summary)

@@ -30,6 +30,8 @@ _BINS = 40
 _OUTLIERS, _TEXT = 4, 4_000
 #: Bad rows that the report names.
 _NAMED = 100
+_REJECTED, _CHOSEN = "rejected far likelier than chosen", "chosen far likelier than rejected"
+_OF_ONE_SIGN = (_REJECTED, _CHOSEN)
 _NO_VALUE = "no value is stored for it"
 _DROPPED = "dropped, as the trainer drops it: the prompt alone fills max_length"
 
@@ -64,8 +66,8 @@ class _Means:
             self._add(f"lowest mean log-prob of {name}", name, means, -means, table, good)
         if "chosen" in sums:
             margins = sums["chosen"][good].astype(np.float64) - sums["rejected"][good]
-            self._add("rejected far likelier than chosen", "margin", margins, -margins, table, good)
-            self._offer("chosen far likelier than rejected", margins, margins, table, good)
+            self._add(_REJECTED, "margin", margins, -margins, table, good)
+            self._offer(_CHOSEN, margins, margins, table, good)
 
     def histograms(self) -> dict[str, dict[str, list[Any]]]:
         found: dict[str, dict[str, list[Any]]] = {}
@@ -112,6 +114,8 @@ class _Means:
     ) -> None:
         heap = self._outliers.setdefault(why, [])
         for place in np.argsort(-ranks)[:_OUTLIERS]:
+            if why in _OF_ONE_SIGN and ranks[place] <= 0:
+                break
             rank, at = float(ranks[place]), int(good[place])
             if len(heap) == _OUTLIERS and rank <= heap[0].rank:
                 break

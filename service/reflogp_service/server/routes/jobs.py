@@ -152,7 +152,8 @@ def jobs_router(context: Context) -> APIRouter:
     async def _require_done(job_id: str) -> None:
         state = (await precompute.get(job_id)).state
         if state != "done":
-            raise Problem(409, f"the job is {state}", "follow it with GET /v1/jobs/ID/events until it is done")
+            step = "wait until it is done" if state in UNFINISHED else "put it in line again: retry"
+            raise Problem(409, f"the job is {state}", step)
 
     return router
 
