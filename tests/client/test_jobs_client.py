@@ -568,3 +568,22 @@ def test_ranks_that_a_full_queue_refused_come_again_and_are_served(narrow):
     metrics = httpx.get(f"{narrow}/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
     refused = next(line for line in metrics.splitlines() if line.startswith('reflogp_score_refused_total{why="queue"}'))
     assert float(refused.split()[1]) > 0
+
+
+@pytest.mark.parametrize("token", ["secret\n", "  secret "])
+def test_a_token_is_stripped(token):
+    with Client("http://127.0.0.1:9", token=token) as client:
+        assert client._http.headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("token", ["tök", "two words", "a\nb"])
+def test_what_cannot_be_a_token_is_refused_and_not_repeated(token):
+    with pytest.raises(UsageError) as caught:
+        Client("http://127.0.0.1:9", token=token)
+    assert token not in str(caught.value)
+
+
+def test_the_token_of_the_environment_is_used(monkeypatch):
+    monkeypatch.setenv("REFLOGP_TOKEN", "from-there")
+    with Client("http://127.0.0.1:9") as client:
+        assert client._http.headers["authorization"] == "Bearer from-there"

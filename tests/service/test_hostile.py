@@ -45,6 +45,7 @@ def service(place, reference_folder):
         "max_score_tokens = 10000",
         "max_connections = 300",
         "body_idle_seconds = 1",
+        "access_log = true",
         "[references.ref]",
         f'model = "{reference_folder}"',
         'dtype = "float32"',
@@ -285,4 +286,5 @@ def test_a_strange_host_is_refused_where_there_are_no_tokens(tmp_path):
 def test_no_secret_is_logged(service, ask):
     ask("GET", "/v1/jobs")
     ask("GET", "/v1/jobs", token=None, headers={"authorization": "Bearer guessed-secret"})
+    assert any("GET /v1/jobs" in line for line in service.log)
     assert not [line for line in service.log if "token-of" in line or "guessed-secret" in line]

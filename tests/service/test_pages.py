@@ -53,7 +53,7 @@ def evil_rows(pair_rows):
 
 
 def config_file(folder, model, tokens=()):
-    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', 'devices = ["cpu"]']
+    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', 'devices = ["cpu"]', "access_log = true"]
     lines += ["[references.tiny]", f'model = "{model}"', 'dtype = "float32"']
     for name in tokens:
         token, scopes = TOKENS[name]
