@@ -1,9 +1,12 @@
 """The ledger of jobs on its own: who goes next, what is the same job, what a kill leaves."""
 
+import sqlite3
+
 import pytest
 
 from reflogp_service.server.ledger import DifferentContentError, Ledger, Submission
 from reflogp_service.server.models import DatasetSpec, JobProgress, JobSettings
+from reflogp_store import UsageError
 
 
 @pytest.fixture
@@ -104,3 +107,15 @@ def test_throughput_is_thinned_and_pages_go_back_in_time(ledger):
     assert [job.id for job in ledger.page(before=page.next_before, limit=9).jobs] == ids[2::-1]
     assert page.counts == {"queued": 4, "running": 1}
     assert [job.id for job in ledger.page(state="running").jobs] == [first]
+
+
+def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
+    newer, damaged = tmp_path / "newer.sqlite", tmp_path / "damaged.sqlite"
+    Ledger(newer).close()
+    with sqlite3.connect(newer) as database:
+        database.execute("pragma user_version = 2")
+    damaged.write_bytes(b"no database at all" * 1000)
+    with pytest.raises(UsageError, match="newer reflogp"):
+        Ledger(newer)
+    with pytest.raises(UsageError, match="is no ledger of jobs"):
+        Ledger(damaged)

@@ -17,10 +17,13 @@ from threading import RLock
 from typing import Any
 
 from reflogp_service.server.models import DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
+from reflogp_store import UsageError
 
 #: Points of a job's throughput that are kept; when there are more, every second one is dropped.
 THROUGHPUT_POINTS = 200
 
+#: Number of the schema below. A ledger of a higher number is refused.
+_VERSION = 1
 _SCHEMA = """
 create table if not exists job (
     number integer primary key autoincrement,
@@ -102,15 +105,24 @@ class Ledger:
 
     Args:
         file: created where it is not there.
+
+    Raises:
+        UsageError: a newer reflogp wrote it, or it is no ledger.
     """
 
     def __init__(self, file: Path) -> None:
         self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._lock = RLock()
-        self._run("pragma journal_mode = wal")
-        self._run("pragma synchronous = full")
-        self._db.executescript(_SCHEMA)
+        try:
+            self._run("pragma journal_mode = wal")
+            self._run("pragma synchronous = full")
+            if self._all("pragma user_version")[0][0] > _VERSION:
+                raise UsageError(f"{file} was written by a newer reflogp: upgrade, or name another state folder")
+            self._db.executescript(_SCHEMA)
+            self._run(f"pragma user_version = {_VERSION}")
+        except sqlite3.DatabaseError as error:
+            raise UsageError(f"{file} is no ledger of jobs ({error}): move it away, or name another state folder") from error
 
     def close(self) -> None:
         with self._lock:
