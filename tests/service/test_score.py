@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_client import AsyncClient, Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
-from reflogp_store import LogprobStore, sequence_keys
+from reflogp_store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running
@@ -277,3 +277,14 @@ def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
         body = {"sequences": [{"prompt_ids": [1], "completion_ids": [2]}]}
         answer = httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body)
     assert answer.status_code == 503 and "changed since the service started" in answer.json()["detail"]
+
+
+def test_a_store_that_is_being_made_is_an_empty_one(tmp_path, reference_folder):
+    reference = describe_reference(str(reference_folder), "float32")
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)})
+    with running("--config", file) as service, Client(service.url) as client:
+        (tmp_path / "store" / reference.reference_id / "logprobs").mkdir(parents=True)  # reference.json comes last
+        with pytest.raises(RequestRefusedError, match="nothing was scored"):
+            client.lookup("ref", [b"0" * 16])
+        assert [entry.sequences for entry in client.references()] == [0]
+        assert httpx.get(f"{service.url}/readyz").status_code == 200

@@ -61,8 +61,8 @@ class Shelf:
         try:
             stored = {reference.reference_id: reference for reference in self.store.references()}
         except UsageError:
-            if self._store_is_there():
-                raise  # it is something else than a store
+            if self._is_something_else():
+                raise
             stored = {}
         listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
         return [
@@ -101,14 +101,16 @@ class Shelf:
                 try:
                     self._tables[key] = self.store.table_of(named) if named else self.store.table(key)
                 except UsageError as error:
-                    if self._store_is_there():
+                    if self._is_something_else():
                         raise
                     raise ReferenceNotFoundError(f"nothing was scored with {name_or_id!r} yet") from error
             return self._tables[key]
 
-    def _store_is_there(self) -> bool:
-        """Whether anything is where the store shall be; a store that is not there yet is an empty one."""
-        return is_local(self.store.uri) and Path(self.store.uri).exists()
+    def _is_something_else(self) -> bool:
+        """Whether what is no store yet is none at all: a store that is not there, or is being made, is an empty one."""
+        place = Path(self.store.uri)
+        being_made = any((place / reference.reference_id).is_dir() for reference in self._named.values())
+        return is_local(self.store.uri) and place.exists() and not being_made
 
     def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
         """A snapshot of a reference, its index read.
