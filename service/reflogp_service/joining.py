@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp_service.scoring import NAMED_ROWS, Watcher
-from reflogp_store import Snapshot, StoreUnavailableError, UsageError, join_logps
+from reflogp_store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
 
 
 @dataclass
@@ -56,6 +56,7 @@ def join_dataset(
     source: RowSource,
     model_folder: str,
     store_uri: str,
+    reference: Reference,
     snapshot: Snapshot,
     output: str,
     *,
@@ -111,7 +112,13 @@ def join_dataset(
             for name, values in join.logps.items():
                 table = _with_column(table, name, pa.array(values[kept], pa.float32()))
             if writer is None:
-                note = {"store": store_uri, "reference_id": snapshot.reference_id, "snapshot": snapshot.number, **settings}
+                note = {
+                    "store": store_uri,
+                    "reference_id": reference.reference_id,
+                    "reference_dtype": reference.dtype,
+                    "snapshot": snapshot.number,
+                    **settings,
+                }
                 schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")

@@ -74,8 +74,8 @@ def windows(
     if max_length is not None and truncation_mode == "keep_end":
         cut_completion = np.maximum(completion_lens - max_length, 0)
         cut_prompt = np.minimum(np.maximum(prompt_lens + completion_lens - max_length, 0), prompt_lens)
-        prompts = _from(prompts, cut_prompt)
-        completions = _from(completions, cut_completion)
+        prompts = without_first(prompts, cut_prompt)
+        completions = without_first(completions, cut_completion)
         prompt_lens, completion_lens = prompt_lens - cut_prompt, completion_lens - cut_completion
     bare = (prompt_lens == 0) & (completion_lens > 0)
     if bare.any():
@@ -95,8 +95,13 @@ def check_truncation(max_length: int | None, truncation_mode: str) -> None:
         raise UsageError(f"max_length {max_length}: must be at least 1")
 
 
-def _from(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
-    """Each list without its first `cut[i]` values."""
+def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
+    """Each list without its first `cut[i]` values.
+
+    Args:
+        lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` gives them.
+        cut: at most each list's length, (n,).
+    """
     if not cut.any():
         return lists
     offsets = lists.offsets.to_numpy()
@@ -111,7 +116,7 @@ def _first_token_as_prompt(
     shift = len(prompts.values)
     starts = np.where(bare, c_at[:-1] + shift, p_at[:-1])
     stops = np.where(bare, starts + 1, p_at[1:])
-    return _gather(values, starts, stops), _from(completions, bare.astype(np.int64))
+    return _gather(values, starts, stops), without_first(completions, bare.astype(np.int64))
 
 
 def _gather(values: npt.NDArray[np.uint32], starts: Int64s, stops: Int64s) -> pa.LargeListArray:

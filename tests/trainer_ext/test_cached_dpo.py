@@ -54,7 +54,7 @@ def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl
     assert len(built) == 1, "one model is loaded: the policy"
     policy = id(ours.accelerator.unwrap_model(ours.model))
     assert set(ran.passes) == {policy}
-    assert ran.passes[policy] == 20 + 1, "20 steps and the step-0 gate"
+    assert ran.passes[policy] == 20 + 1 + 2, "20 steps, the step-0 gate, and two batches of the spot check"
 
     with LanguageModelsThatRan() as ran:
         trl = trl_trainer(**settings)
@@ -83,7 +83,7 @@ def test_the_columns_survive_pruning_into_the_batch(cached_trainer):
 def test_the_policy_may_be_a_path(cached_trainer, reference_folder):
     trainer = cached_trainer({"model": str(reference_folder)}, model_init_kwargs={"dtype": "float32"})
     trainer.train()
-    assert trainer.step_zero.max_difference < 1e-2
+    assert trainer.audit.step_zero.max_difference < 1e-2
 
 
 def test_evaluation_data_is_joined_too_also_after_training(cached_trainer, dataset):
@@ -97,19 +97,26 @@ def test_evaluation_data_is_joined_too_also_after_training(cached_trainer, datas
 def test_provenance_is_written_into_the_output_folder(cached_trainer, source, tmp_path):
     trainer = cached_trainer(max_length=512)
     trainer.train()
-    written = json.loads((tmp_path / "run" / "reflogp.json").read_text())
+    written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
     assert written["joins"]["train"] == {
-        "store": source.store.uri,
+        "store": source.location,
         "reference_id": source.reference_id,
         "reference_dtype": "float32",
-        "snapshot": source.snapshot().number,
+        "snapshot": source.open().where.snapshot,
         "rows": 80,
         "coverage": 1.0,
+        "scored": 0,
+        "computed": 0,
+        "brought": [],
         "max_length": 512,
         "truncation_mode": "keep_start",
         "ld_alpha": None,
     }
     assert written["step_zero"]["max_per_root_token"] <= written["step_zero"]["tolerance"] == 1e-3
+    assert written["verdict"] == "passed"
+    assert written["spot_check"]["by"] == "policy"
+    assert len(written["spot_check"]["rows"]) == 8
+    assert written["spot_check"]["max_per_root_token"] <= 1e-3
 
 
 def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
@@ -136,7 +143,7 @@ def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_
     from reflogp_store import sequence_keys
     from reflogp_store.schema import shard_table
 
-    table = LogprobStore(tmp_path / "bad").create_table(source.table.reference)
+    table = LogprobStore(tmp_path / "bad").create_table(LogprobStore(store).table(source.reference_id).reference)
     prompts, chosen, rejected = [[1], [1]], [[2], [3]], [[4], [5]]
     keys = sequence_keys(prompts * 2, chosen + rejected)
     values = pa.array([[-1.0], [float("nan")], [-1.0], [-1.0]], pa.list_(pa.float32()))
@@ -157,16 +164,17 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
         cached_trainer({"model": other}).train()
     told = cached_trainer({"model": other, "policy_starts_at_reference": False})
     told.train()
-    assert told.step_zero is None
+    assert told.audit.step_zero is None
     assert len(losses(told)) == 2
 
 
-def test_the_gate_accepts_bfloat16_noise_and_not_more(cached_trainer, policy):
-    noisy = policy().to(torch.bfloat16)
-    trainer = cached_trainer({"model": noisy})
+def test_a_reference_of_another_dtype_is_noise_that_has_to_be_asked_for(cached_trainer, policy):
+    with pytest.raises(StepZeroError, match="scored in float32 and the policy computes in bfloat16"):
+        cached_trainer({"model": policy().to(torch.bfloat16)}).train()
+    trainer = cached_trainer({"model": policy().to(torch.bfloat16), "step_zero_tolerance": 0.1})
     trainer.train()
-    assert trainer.step_zero.tolerance == 0.1
-    assert 1e-4 < trainer.step_zero.max_per_root_token < 0.1
+    assert trainer.audit.step_zero.tolerance == 0.1
+    assert 1e-4 < trainer.audit.step_zero.max_per_root_token < 0.1
 
 
 def test_arguments_that_contradict_a_stored_reference_are_refused(cached_trainer, policy, store, reference_folder):

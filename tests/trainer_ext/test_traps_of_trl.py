@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reflogp_trainer import ReferenceSource
+from reflogp_trainer import BroughtColumnsError, ReferenceSource
 from tests.conftest import plain_token_logps
 from tests.trainer_ext.conftest import score_pairs
 
@@ -93,16 +93,22 @@ def test_a_changed_learning_rate_scores_nothing_again(trl_trainer, cached_traine
     assert passes.count == 0
 
 
-def test_columns_that_a_dataset_brings_along(trl_trainer, cached_trainer, dataset, caplog):
+def test_columns_that_a_dataset_brings_along(trl_trainer, cached_trainer, dataset):
     brought = dataset.add_column("ref_chosen_logps", [-1.0] * 80).add_column("ref_rejected_logps", [-2.0] * 80)
     with pytest.raises(ValueError, match="duplicate"):
         trl_trainer({"train_dataset": brought})
     ignoring = trl_trainer({"train_dataset": brought}, precompute_ref_log_probs=False)
     assert ignoring.ref_model is not None, "TRL loads the reference model all the same"
 
-    trainer = cached_trainer({"train_dataset": brought})
-    assert (columns(trainer) == columns(cached_trainer())).all(), "the store's values replace them"
-    assert "brought its own ref_chosen_logps" in caplog.text
+    with pytest.raises(BroughtColumnsError, match="80 of 80 rows are not the reference's") as caught:
+        cached_trainer({"train_dataset": brought})
+    assert caught.value.rows == list(range(80))
+
+    trls = trl_trainer().train_dataset
+    right = dataset.add_column("ref_chosen_logps", trls["ref_chosen_logps"][:])
+    trainer = cached_trainer({"train_dataset": right})
+    assert trainer.joins["train"].brought == ("ref_chosen_logps",)
+    assert (columns(trainer) == columns(cached_trainer())).all(), "verified, and the store's are used"
 
 
 def test_a_max_length_sweep_is_served_by_one_scoring(cached_trainer, reference_folder):

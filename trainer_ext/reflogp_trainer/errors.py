@@ -3,8 +3,11 @@
 ReflogpError (reflogp_store.errors)
 └── ReferenceLogpsError          a training run cannot trust its reference log-probs
     ├── MissingLogpsError        rows whose sequences were never scored
-    ├── UnusableLogpsError      rows whose stored values are damaged or not finite
-    └── StepZeroError            the policy does not begin where the joined reference says it does
+    ├── UnusableLogpsError       rows whose values are damaged or not finite
+    ├── BroughtColumnsError      columns that a dataset brought along are not what the reference gives
+    ├── RankFailedError          another process of a distributed run could not do its part
+    └── AuditError               a run does not do what its reference log-probs promise
+        └── StepZeroError        the policy does not begin where the joined reference says it does
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ class ReferenceLogpsError(ReflogpError):
 
 
 class MissingLogpsError(ReferenceLogpsError):
-    """Rows whose sequences the store lacks.
+    """Rows whose sequences were never scored.
 
     Attributes:
         rows: their numbers in the trainer's tokenised dataset.
-        command: the command line that scores them.
+        command: the command line that scores them; empty where the values come from a file.
     """
 
     def __init__(self, message: str, rows: list[int], command: str) -> None:
@@ -31,7 +34,7 @@ class MissingLogpsError(ReferenceLogpsError):
 
 
 class UnusableLogpsError(ReferenceLogpsError):
-    """Rows whose stored values are damaged or not finite.
+    """Rows whose values are damaged or not finite.
 
     Attributes:
         rows: their numbers in the trainer's tokenised dataset.
@@ -42,5 +45,33 @@ class UnusableLogpsError(ReferenceLogpsError):
         self.rows = rows
 
 
-class StepZeroError(ReferenceLogpsError):
-    """The first batch's policy log-probs differ from the joined reference's by more than the tolerance."""
+class BroughtColumnsError(ReferenceLogpsError):
+    """Reference columns that a dataset brought along are not what the reference gives, or cannot be verified.
+
+    Attributes:
+        rows: rows that differ, in the trainer's tokenised dataset.
+    """
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class RankFailedError(ReferenceLogpsError):
+    """Another process of a distributed run could not do its part; its own error says why."""
+
+
+class AuditError(ReferenceLogpsError):
+    """A run does not do what its reference log-probs promise.
+
+    Attributes:
+        check: which of the audit's checks found it.
+    """
+
+    def __init__(self, message: str, check: str = "") -> None:
+        super().__init__(message)
+        self.check = check
+
+
+class StepZeroError(AuditError):
+    """The policy's log-probs differ from the joined reference's by more than the tolerance before the first step."""

@@ -1,34 +1,42 @@
-"""Joins reference log-probs into a tokenised `datasets.Dataset`, by key.
+"""Joins reference log-probs into a tokenised dataset, by key.
 
-Knows datasets and what to tell a person about missing rows. The arithmetic is reflogp_store.joins'. Called by the trainers,
-and by anyone who prepares a dataset for another trainer.
+Knows datasets and what to tell a person about rows without values. The arithmetic is reflogp_store.joins'. Called by the
+trainers, and by anyone who prepares a dataset for another trainer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
 
-from reflogp_store import Snapshot, join_logps
-from reflogp_store.joins import completion_columns
-from reflogp_trainer.errors import MissingLogpsError, UnusableLogpsError
+from reflogp_client import Job
+from reflogp_store import UsageError
+from reflogp_store.joins import Asked, Join, ask
+from reflogp_store.windows import check_truncation
+from reflogp_trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
+from reflogp_trainer.layouts import REFERENCE_COLUMNS, Layout, layout_of
+from reflogp_trainer.shared_columns import Columns
 from reflogp_trainer.source import ReferenceSource
+from reflogp_trainer.tolerances import tolerance
+from reflogp_trainer.values import ServiceValues, Settings, Values, Where
 
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
-#: Columns that a dataset brought along and the store's differ by more than this, in nats a row: worth a warning.
-_BROUGHT_TOLERANCE = 1e-3
+#: Rows of a stream that are looked up at a time.
+_STREAM_ROWS = 256
+AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
 
 @dataclass(frozen=True)
@@ -36,128 +44,214 @@ class JoinRecord:
     """What was joined, from where and how; enough to join the same columns again.
 
     Attributes:
-        rows: rows with values, which is every row: a miss is an error.
+        rows: rows with values, which is every row: a miss is an error. None for a stream, whose end nobody knows.
         coverage: rows with values over rows, 1.0 for a join that succeeded.
+        scored, computed: rows whose values the service scored now, and the trainer's own model computed; the others' were
+            there.
+        brought: columns that the dataset brought along, and that were verified.
     """
 
-    store: str
-    reference_id: str
-    reference_dtype: str
-    snapshot: int
-    rows: int
-    coverage: float
-    max_length: int | None
-    truncation_mode: str
-    ld_alpha: float | None
+    where: Where
+    settings: Settings
+    rows: int | None = None
+    coverage: float = 1.0
+    scored: int = 0
+    computed: int = 0
+    brought: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        counts = {name: value for name, value in asdict(self).items() if name not in ("where", "settings")}
+        return {**asdict(self.where), **counts, **asdict(self.settings)}
 
 
 def join_reference_logps(
-    dataset: Dataset,
+    dataset: AnyDataset,
     source: ReferenceSource,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
-) -> Dataset:
-    """`dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps) from a store.
+) -> AnyDataset:
+    """`dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
 
     Args:
-        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids.
+        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream
+            (IterableDataset) is joined as it is read.
         source: where the values are.
         max_length, truncation_mode, ld_alpha: as in the trainer's config; the values are the sums that TRL's own
             precomputation would give under them.
 
     Returns:
-        The dataset with float32 columns, in nats, summed over each completion. Columns of those names that it brought along
-        are replaced.
+        The dataset with float32 columns, in nats, summed over each completion.
 
     Raises:
         MissingLogpsError: rows that were never scored; names them and the command that scores them.
-        UnusableLogpsError: stored values are damaged, NaN or infinite.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        BroughtColumnsError: the dataset brings columns of these names that are not the reference's.
+        UsageError: on_miss="compute", which needs a trainer.
+
+        Of a stream, the first three come while it is read.
     """
-    return join_with_record(dataset, source, source.snapshot(), max_length, truncation_mode, ld_alpha)[0]
+    if source.on_miss == "compute":
+        raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
+    settings = Settings(max_length, truncation_mode, ld_alpha)
+    check_truncation(max_length, truncation_mode)
+    values = source.open()
+    if isinstance(dataset, IterableDataset):
+        return join_stream(dataset, source, values.where.snapshot, settings)
+    layout = layout_of(dataset.column_names)
+    asked = ask_dataset(dataset, layout, settings)
+    values, join, _ = answer_rows(dataset, layout, asked, source, values, settings)
+    require(dataset, layout, join, source, values, settings)
+    columns = {layout.name(column): logps for column, logps in join.logps.items()}
+    return with_columns(dataset, columns, list(join.tokens.values()), values.where.reference_dtype)[0]
 
 
-def join_with_record(
+def ask_dataset(dataset: Dataset, layout: Layout, settings: Settings) -> Asked:
+    """What a dataset's rows ask of a store."""
+    cut = Settings() if layout.cut else settings
+    return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
+
+
+def answer_rows(
+    dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: Settings
+) -> tuple[Values, Join, int]:
+    """Look every row up, and have the service score those without values where the source says so.
+
+    Returns:
+        the values as they are now, the join, and how many rows the service scored.
+    """
+    join = values.answer(asked, settings)
+    missing = np.flatnonzero(join.missing)
+    if not len(missing) or source.on_miss != "score" or not isinstance(values, ServiceValues):
+        return values, join, 0
+    logger.warning(
+        "%d of %d rows have no reference log-probs yet: %s scores them", len(missing), len(dataset), values.where.store
+    )
+    with tqdm(total=len(missing), desc="Reference log-probs", unit="row") as bar:
+
+        def show(job: Job) -> None:
+            bar.update(job.progress.rows - bar.n)
+
+        values = values.score(_rows(dataset, layout, missing), settings, show)
+    return values, values.answer(asked, settings), len(missing)
+
+
+def require(
     dataset: Dataset,
+    layout: Layout,
+    join: Join,
     source: ReferenceSource,
-    snapshot: Snapshot,
-    max_length: int | None,
-    truncation_mode: str,
-    ld_alpha: float | None,
+    values: Values,
+    settings: Settings,
     missing_rows_to: Path | None = None,
-) -> tuple[Dataset, JoinRecord]:
-    """As `join_reference_logps`, from a given snapshot, with the record of what was done.
+) -> None:
+    """Raise unless every row has values.
 
     Args:
         missing_rows_to: folder where the token ids of missing rows are written, so that the command in the error scores
             just them.
+
+    Raises:
+        MissingLogpsError, UnusableLogpsError: as `join_reference_logps`.
     """
-    columns = completion_columns(dataset.column_names)
-    join = join_logps(
-        _tables(dataset, ["prompt_ids", *columns]),
-        snapshot,
-        max_length=max_length,
-        truncation_mode=truncation_mode,
-        ld_alpha=ld_alpha,
-    )
-    missing = np.flatnonzero(join.missing)
+    missing, unusable = np.flatnonzero(join.missing), np.flatnonzero(join.unusable)
     if len(missing):
-        raise _missing(dataset, list(columns), missing, source, snapshot, max_length, truncation_mode, missing_rows_to)
-    unusable = np.flatnonzero(join.unusable)
+        data = "DATA"
+        if missing_rows_to is not None:
+            missing_rows_to.mkdir(parents=True, exist_ok=True)
+            data = str(missing_rows_to / "reflogp-missing.parquet")
+            pq.write_table(_rows(dataset, layout, missing), data)
+        raise _missing(missing, len(dataset), source, values, settings, data)
     if len(unusable):
         raise UnusableLogpsError(
-            f"{len(unusable)} of {len(dataset)} rows have stored reference log-probs that are damaged or not finite (rows "
-            f"{_some(unusable)}); run `reflogp store verify {source.store.uri}`",
+            f"{len(unusable)} of {len(dataset)} rows have reference log-probs that are damaged or not finite (rows "
+            f"{_some(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
             [int(row) for row in unusable],
         )
-    for name, values in join.logps.items():
+
+
+def with_columns(
+    dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
+) -> tuple[Dataset, tuple[str, ...]]:
+    """The dataset with reference columns, and which of them it had brought along.
+
+    Args:
+        columns: name -> float32 (n,), in nats.
+        tokens: log-probs in each sum, int64 (n,), for each column.
+        dtype: what the reference computed in; brought columns may differ by as much as that explains.
+
+    Raises BroughtColumnsError where a brought column's values are not the reference's.
+    """
+    brought = []
+    for (name, values), count in zip(columns.items(), tokens, strict=True):
         if name in dataset.column_names:
-            _warn_of_brought(name, dataset, values)
+            _verify_brought(name, np.asarray(dataset.with_format("numpy")[name][:], np.float64), values, count, dtype)
             dataset = dataset.remove_columns(name)
+            brought.append(name)
         dataset = dataset.add_column(name, values)
-    record = JoinRecord(
-        store=source.store.uri,
-        reference_id=snapshot.reference_id,
-        reference_dtype=source.scored_dtype(),
-        snapshot=snapshot.number,
-        rows=len(dataset),
-        coverage=1.0,
-        max_length=max_length,
-        truncation_mode=truncation_mode,
-        ld_alpha=ld_alpha,
-    )
-    return dataset, record
+    return dataset, tuple(brought)
 
 
-def _tables(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    view = dataset.select_columns(columns).with_format("arrow")
+def join_stream(
+    dataset: IterableDataset, source: ReferenceSource, snapshot: int, settings: Settings, trainer: Any = None
+) -> IterableDataset:
+    """A stream whose rows get their reference columns as they are read, some hundreds at a time.
+
+    Args:
+        trainer: who will read the columns; None for TRL's newest names.
+    """
+    return dataset.map(_StreamJoin(source, snapshot, settings, trainer), batched=True, batch_size=_STREAM_ROWS)
+
+
+class _StreamJoin:
+    """Joins one batch of a stream. Opened where it runs: in a data loader's worker too."""
+
+    def __init__(self, source: ReferenceSource, snapshot: int, settings: Settings, trainer: Any) -> None:
+        self._source, self._snapshot, self._settings = source, snapshot, settings
+        self._early_names = hasattr(trainer, "compute_reference_log_probs")
+        self._values: Values | None = None
+        self._rows = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_values": None}
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
+        if self._values is None:
+            self._values = self._source.open(self._snapshot)
+        used = {name: column for name, column in batch.items() if name.endswith("_ids") or name in REFERENCE_COLUMNS}
+        dataset = Dataset.from_dict(used)
+        layout = layout_of(dataset.column_names)
+        asked = ask_dataset(dataset, layout, self._settings)
+        self._values, join, _ = answer_rows(dataset, layout, asked, self._source, self._values, self._settings)
+        first, self._rows = self._rows, self._rows + len(dataset)
+        missing = np.flatnonzero(join.missing)
+        if len(missing):
+            raise _missing(missing + first, self._rows, self._source, self._values, self._settings, "DATA")
+        require(dataset, layout, join, self._source, self._values, self._settings)
+        columns = {layout.name(column): logps for column, logps in join.logps.items()}
+        with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype)
+        return {name: logps.tolist() for name, logps in columns.items()}
+
+
+def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
+    view = dataset.select_columns(layout.columns).with_format("arrow")
     for start in range(0, max(1, len(dataset)), _BATCH_ROWS):
-        yield view[start : start + _BATCH_ROWS]
+        yield layout.canonical(view[start : start + _BATCH_ROWS])
+
+
+def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Some rows' token ids under the names that the scorer knows."""
+    return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
 def _missing(
-    dataset: Dataset,
-    columns: list[str],
-    missing: npt.NDArray[np.int64],
-    source: ReferenceSource,
-    snapshot: Snapshot,
-    max_length: int | None,
-    truncation_mode: str,
-    folder: Path | None,
+    missing: npt.NDArray[np.int64], rows: int, source: ReferenceSource, values: Values, settings: Settings, data: str
 ) -> MissingLogpsError:
-    data = "DATA"
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "reflogp-missing.parquet"
-        pq.write_table(pa.table(dataset.select_columns(["prompt_ids", *columns]).select(missing).with_format("arrow")[:]), file)
-        data = str(file)
-    command = source.score_command(data, max_length, truncation_mode)
+    command = source.command(values, data, settings.max_length, settings.truncation_mode)
     return MissingLogpsError(
-        f"{len(missing)} of {len(dataset)} rows have no reference log-probs in snapshot {snapshot.number} of reference "
-        f"{snapshot.reference_id} (rows {_some(missing)}). Score them: {command}",
+        f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
+        f"{values.where.reference_id} in {values.where.store} (rows {_some(missing)}). "
+        + (f"Score them: {command}" if command else "Join the file again from a store that has them"),
         [int(row) for row in missing],
         command,
     )
@@ -167,12 +261,19 @@ def _some(rows: npt.NDArray[np.int64]) -> str:
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 
-def _warn_of_brought(name: str, dataset: Dataset, values: npt.NDArray[np.float32]) -> None:
-    brought = np.asarray(dataset.with_format("numpy")[name], np.float64)
-    worst = float(np.max(np.abs(brought - values), initial=0.0))
-    if not worst <= _BROUGHT_TOLERANCE:
-        logger.warning(
-            "the dataset brought its own %s, which differs from the store's by up to %.4g nats; the store's is used",
-            name,
-            worst,
+def _verify_brought(
+    name: str,
+    brought: npt.NDArray[np.float64],
+    values: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.int64],
+    dtype: str,
+) -> None:
+    apart = np.abs(brought - values)
+    different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
+    if len(different):
+        raise BroughtColumnsError(
+            f"the dataset brings its own {name}, and {len(different)} of {len(values)} rows are not the reference's (rows "
+            f"{_some(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
+            f"(dataset.remove_columns({name!r})) to train on the reference's values",
+            [int(row) for row in different],
         )

@@ -1,14 +1,16 @@
-"""Keeps TRL from loading or hashing a reference model while a trainer is built, and proves that none is used after.
+"""Keeps TRL from loading, copying or hashing a reference model while a trainer is built, and proves that none is used after.
 
 Knows which names of a TRL trainer's module do that. Called by the cached trainers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
+from unittest import mock
 
 
 class NoReferenceModel:
@@ -29,37 +31,41 @@ class NoReferenceModel:
 
 
 @contextmanager
-def no_reference_model(trainer_module: ModuleType, policy_is_path: bool) -> Iterator[None]:
-    """While the block runs, `trainer_module` neither loads a reference model nor hashes the policy.
+def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
+    """While the block runs, TRL's modules below `trainer_class` neither make a reference model nor hash the policy.
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference under FSDP even when
-    it precomputes; TRL <= 1.1 always loads one (`create_model_from_path`). Both names are looked up in the trainer's module,
-    and left alone where it has them not.
+    it precomputes; TRL <= 1.1 always makes one (`create_model_from_path`, earlier `create_reference_model`). The names are
+    looked up in the modules of the class and of its parents, and left alone where they are not there.
 
     Args:
-        trainer_module: e.g. trl.trainer.dpo_trainer.
+        trainer_class: a trainer.
         policy_is_path: the policy is a path, so the first model that is created is the policy.
     """
-    create = getattr(trainer_module, "create_model_from_path", None)
-    digest = getattr(trainer_module, "hash_module", None)
     policies_left = 1 if policy_is_path else 0
 
-    def create_policy_only(*args: Any, **kwargs: Any) -> Any:
-        nonlocal policies_left
-        if policies_left:
-            policies_left -= 1
-            assert create is not None
-            return create(*args, **kwargs)
-        return None
+    def policy_only(create: Callable[..., Any]) -> Callable[..., Any]:
+        def create_policy_only(*args: Any, **kwargs: Any) -> Any:
+            nonlocal policies_left
+            if policies_left:
+                policies_left -= 1
+                return create(*args, **kwargs)
+            return None
 
-    try:
-        if create is not None:
-            trainer_module.create_model_from_path = create_policy_only  # type: ignore[attr-defined]
-        if digest is not None:
-            trainer_module.hash_module = lambda module: "reflogp"  # type: ignore[attr-defined]
+        return create_policy_only
+
+    with ExitStack() as patches:
+        for module in _trl_modules(trainer_class):
+            for name, make in (
+                ("create_model_from_path", policy_only),
+                ("create_reference_model", lambda _: lambda *args, **kwargs: None),
+                ("hash_module", lambda _: lambda module: "reflogp"),
+            ):
+                if hasattr(module, name):
+                    patches.enter_context(mock.patch.object(module, name, make(getattr(module, name))))
         yield
-    finally:
-        if create is not None:
-            trainer_module.create_model_from_path = create  # type: ignore[attr-defined]
-        if digest is not None:
-            trainer_module.hash_module = digest  # type: ignore[attr-defined]
+
+
+def _trl_modules(trainer_class: type) -> list[ModuleType]:
+    names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__)
+    return [sys.modules[name] for name in names if name.startswith("trl.")]

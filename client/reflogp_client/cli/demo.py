@@ -85,7 +85,7 @@ def demo(
     source = ReferenceSource(folder / "store", model=model, dtype=dtype)
     with _models_that_run(torch) as ran:
         trainer = _train(CachedDPOTrainer, source, model, data_file, folder / "run", rows, steps)
-    gate = trainer.step_zero
+    gate = trainer.audit.step_zero
     out.print(
         f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
         f"sequences ({gate.max_per_root_token:.2g} per root token, {gate.tolerance:g} allowed)"
@@ -98,7 +98,8 @@ def demo(
     _plot(trainer, plot)
     out.print(f"[bold]5. Plot[/bold]: {plot.resolve()}")
     out.print(
-        f"Done in {time.monotonic() - started:.0f} s. Where the values came from: {(folder / 'run' / 'reflogp.json').resolve()}"
+        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit saw: "
+        f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
     )
 
 

@@ -53,6 +53,7 @@ def join(
             source,
             folder,
             opened.uri,
+            reference,
             at,
             output,
             max_length=max_length,

@@ -1,0 +1,323 @@
+"""ReferenceAudit: a TrainerCallback that watches a run's reference log-probs.
+
+Puts the checks together, and decides what a finding does. Each check is a module of its own beside this one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import TrainerCallback
+
+from reflogp_store import UsageError
+from reflogp_trainer.audit.forwards import ForwardCount
+from reflogp_trainer.audit.metrics import GlobalMeans
+from reflogp_trainer.audit.report import read_report, write_report
+from reflogp_trainer.audit.schedule import Schedule
+from reflogp_trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
+from reflogp_trainer.audit.step_zero import StepZero, compared, differences
+from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
+from reflogp_trainer.layouts import REFERENCE_COLUMNS
+from reflogp_trainer.no_reference import NoReferenceModel
+from reflogp_trainer.ranks import gather, together
+from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
+
+logger = logging.getLogger(__name__)
+
+Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot_check"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+
+
+class ReferenceAudit(TrainerCallback):
+    """Watches that a run's reference log-probs are there, right and used, and that the run does what its settings say.
+
+    columns: the reference columns reach the collated batch and are finite, on every process.
+    forwards: no reference model ran: none is kept, and each micro-batch makes one policy pass (two with KTO's KL sequences).
+    step_zero: before the first step the policy's log-probs of the first batch are the joined ones, within rounding.
+    metrics: logged metrics are means over all processes, and are those of the joined columns.
+    schedule: global_step grows by one per optimizer step; logs, evaluations and saves come when the settings say.
+    spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off.
+
+    `output_dir/reflogp_audit.json` has what was seen, with the store, reference id, snapshot and coverage of each dataset.
+
+    Args:
+        on_finding: "fail" raises AuditError where something is found, "warn" logs it.
+        checks: which checks run; all by default.
+        step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
+            model, and refuses a reference of another dtype than the policy computes in.
+        spot_rows: rows of the spot check.
+
+    Example:
+        ReferenceAudit(on_finding="warn").attach(trainer)   # any transformers Trainer whose batches have reference columns
+
+    Attributes:
+        step_zero: what the gate saw; None until the first step, or where it is off.
+        findings: what was found, check -> words.
+    """
+
+    def __init__(
+        self,
+        on_finding: Literal["fail", "warn"] = "fail",
+        checks: tuple[Check, ...] = CHECKS,
+        step_zero_tolerance: float | None = None,
+        spot_rows: int = 8,
+    ) -> None:
+        if on_finding not in ("fail", "warn") or not set(checks) <= set(CHECKS):
+            raise UsageError(f"on_finding is 'fail' or 'warn', checks are some of {', '.join(CHECKS)}")
+        self.on_finding = on_finding
+        self.checks = frozenset(checks)
+        self.step_zero: StepZero | None = None
+        self.findings: dict[str, list[str]] = {}
+        self._tolerance = step_zero_tolerance
+        self._spot_rows = spot_rows
+        self._trainer: Any = None
+        self._spot: tuple[SpotCheck, StepZero | None] | None = None
+        self._forwards: ForwardCount | None = None
+        self._schedule: Schedule | None = None
+        self._metrics = GlobalMeans()
+        self._batches = 0
+        self._passes = 0
+        self._not_finite: torch.Tensor | None = None
+        self._training = False
+
+    def attach(self, trainer: Any) -> ReferenceAudit:
+        """Watch this trainer: its callbacks get this one, and its training steps are seen."""
+        if self._trainer is not None:
+            raise UsageError("an audit watches one trainer; make another for the next")
+        self._trainer = trainer
+        trainer.add_callback(self)
+        step = trainer.training_step
+
+        def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self._before_step(model, inputs)
+            try:
+                return step(model, inputs, *args, **kwargs)
+            finally:
+                self._after_step(inputs)
+
+        trainer.training_step = training_step
+        self.write()
+        return self
+
+    # What happens in training.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training = True
+        self._schedule = Schedule(args, state.max_steps, state.global_step)
+        self._metrics = GlobalMeans()
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if "forwards" in self.checks:
+            self._forwards = ForwardCount(policy)
+            self._forwards.watch_others()
+            kept = getattr(self._trainer, "ref_model", None)
+            if kept is not None and not isinstance(kept, NoReferenceModel):
+                self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
+        if "spot_check" in self.checks and self._joined:
+            self._check_spots(policy)
+
+    def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
+        assert self._schedule is not None, "training_step outside of train()"
+        self._schedule.micro_step()
+        first = self._batches == 0
+        self._batches += 1
+        if "columns" in self.checks:
+            self._check_columns(inputs, everywhere=first)
+        if first and "step_zero" in self.checks and self._starts_at_reference:
+            self._check_step_zero(model, inputs)
+        self._metrics.saw(inputs)
+        if self._forwards is not None:
+            self._forwards.begin()
+
+    def _after_step(self, inputs: dict[str, Any]) -> None:
+        if self._forwards is None:
+            return
+        self._forwards.end()
+        self._passes += self._forwards.policy
+        problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
+        expected = 2 if any(name.startswith("KL_") for name in inputs) else 1
+        if self._forwards.policy != expected:
+            problems.append(
+                f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {expected} need no reference"
+            )
+        self._found("forwards", problems)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule is not None:
+            self._schedule.optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule is not None:
+            self._found("schedule", self._schedule.step_ended(state.global_step))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule is not None:
+            self._schedule.epoch_ended()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not self._training or not logs or "loss" not in logs or self._schedule is None:
+            return
+        self._found("schedule", self._schedule.came("logging", state.global_step))
+        if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
+            self._found("columns", ["a reference column has values that are not finite"])
+        if "metrics" in self.checks:
+            beta = self._trainer.beta if self._logs_reference_means else None
+            self._found("metrics", self._metrics.check(logs, beta))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training and self._schedule is not None:
+            self._found("schedule", self._schedule.came("eval", state.global_step))
+            if self._forwards is not None:
+                self._forwards.watch_others()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training and self._schedule is not None:
+            self._found("schedule", self._schedule.came("save", state.global_step))
+            self.write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training = False
+        if self._forwards is not None:
+            self._forwards.remove()
+        assert self._schedule is not None
+        self._found("schedule", self._schedule.missed())
+        self.write()
+        if self._trainer.accelerator.is_main_process:
+            logger.info(self._line())
+
+    # The checks.
+
+    def _check_columns(self, inputs: dict[str, Any], everywhere: bool) -> None:
+        there = [name for name in inputs if name in REFERENCE_COLUMNS]
+        if everywhere:
+            finite = all(bool(torch.isfinite(inputs[name]).all()) for name in there)
+            seen = gather((sorted(there), finite))
+            problems = []
+            for number, (names, is_finite) in enumerate(seen):
+                if not names:
+                    problems.append(
+                        f"the collated batch of process {number} has no reference columns: they were pruned, and the reference "
+                        "model would run instead"
+                    )
+                elif not is_finite:
+                    problems.append(f"reference columns of process {number} have values that are not finite")
+            self._found("columns", problems)
+            return
+        if not there:
+            self._found("columns", ["a collated batch has no reference columns"])
+        bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
+        if bad is not None:  # read at the next log: a look at each step would make a GPU wait
+            self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
+
+    def _check_step_zero(self, model: Any, inputs: dict[str, Any]) -> None:
+        batch = self._trainer._prepare_inputs(inputs)
+        seen = together("the step-0 gate", lambda: differences(*sums_of_batch(self._trainer, model, batch)))
+        self.step_zero = self._compared(gather(seen), self._trainer.accelerator.unwrap_model(model))
+        self._judge(self.step_zero, "the first batch", "step_zero")
+
+    def _check_spots(self, policy: torch.nn.Module) -> None:
+        found = together(
+            "the spot check",
+            lambda: spot_check(self._trainer, self._trainer.model_wrapped, self._spot_rows, self._trainer.args.seed),
+        )
+        seen = [part for part in gather(found.seen) if part]
+        result = self._compared(seen, policy) if seen else None
+        self._spot = (found, result)
+        if result is not None:
+            self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
+
+    def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
+        reference = next(iter(self._joined.values())).where.reference_dtype if self._joined else "unknown"
+        computes = computes_in(policy, self._trainer.args)
+        allowed = self._tolerance
+        if allowed is None:
+            allowed = tolerance(coarser(reference, computes), is_moe(getattr(policy, "config", None)))
+        return compared(seen, allowed, reference, computes)
+
+    def _judge(self, seen: StepZero, what: str, check: Check) -> None:
+        self.write()
+        try:
+            seen.require(what)
+            if self._tolerance is None and seen.reference_dtype not in ("unknown", seen.policy_dtype):
+                raise StepZeroError(
+                    f"the reference was scored in {seen.reference_dtype} and the policy computes in {seen.policy_dtype}: at "
+                    f"step 0 they differ by up to {seen.max_difference:.4g} nats that are not training. Score in "
+                    f"{seen.policy_dtype}, or pass step_zero_tolerance= to accept it",
+                    check,
+                )
+        except StepZeroError as error:
+            self._found(check, [str(error)], error)
+
+    # What is known of the trainer.
+
+    @property
+    def _joined(self) -> dict[str, Any]:
+        return getattr(self._trainer, "joins", {})
+
+    @property
+    def _starts_at_reference(self) -> bool:
+        return self._trainer.state.global_step == 0 and bool(getattr(self._trainer, "policy_starts_at_reference", False))
+
+    @property
+    def _logs_reference_means(self) -> bool:
+        """DPO's rewards are beta times log-prob minus reference, whatever the loss; KTO's are means over some of the rows."""
+        args = self._trainer.args
+        plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
+        return plain and hasattr(self._trainer, "beta") and not hasattr(args, "desirable_weight") and not self._weighs_losses
+
+    @property
+    def _weighs_losses(self) -> bool:
+        """Before 0.29, TRL adds up several losses' rewards, and losses of their own kind have other ones."""
+        return isinstance(getattr(self._trainer, "loss_type", None), list)
+
+    # What comes of it.
+
+    def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
+        if not problems or check not in self.checks:
+            return
+        known = self.findings.setdefault(check, [])
+        if known and self.on_finding == "warn":
+            known.extend(problem for problem in problems if len(known) < 20)
+            return
+        known.extend(problems)
+        self.write()
+        words = f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
+        if self.on_finding == "fail":
+            raise error or AuditError(words, check)
+        logger.warning(words)
+
+    def write(self) -> None:
+        """Write the report as it is, from the first process."""
+        trainer = self._trainer
+        if trainer is None or not trainer.accelerator.is_main_process:
+            return
+        earlier = read_report(trainer.args.output_dir)
+        write_report(trainer.args.output_dir, self.as_dict(earlier))
+
+    def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The report. A resumed run keeps what its first start saw of step 0."""
+        step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
+        spot, result = self._spot or (None, None)
+        return {
+            "verdict": ("failed" if self.on_finding == "fail" else "warned") if self.findings else "passed",
+            "findings": self.findings,
+            "checks": sorted(self.checks),
+            "joins": {name: record.as_dict() for name, record in self._joined.items()},
+            "step_zero": step_zero,
+            "spot_check": None
+            if spot is None
+            else {"by": spot.by, "rows": spot.rows, **(result.as_dict() if result is not None else {})},
+            "forwards": None if self._forwards is None else {"micro_batches": self._batches, "policy_passes": self._passes},
+            "metrics": {"logs_compared": self._metrics.compared, "worst_difference": self._metrics.worst},
+            "schedule": self._schedule.as_dict() if self._schedule is not None else None,
+        }
+
+    def _line(self) -> str:
+        joined = "; ".join(
+            f"{name}: {record.rows if record.rows is not None else 'a stream of'} rows from {record.where.store} snapshot "
+            f"{record.where.snapshot}, reference {record.where.reference_id}"
+            for name, record in self._joined.items()
+        )
+        state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
+        return f"reflogp audit: {state} ({joined or 'no joins'})"

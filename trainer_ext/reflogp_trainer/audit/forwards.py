@@ -1,0 +1,74 @@
+"""Counts forward passes in training steps: the policy's own, and any other language model's.
+
+Knows transformers' and PEFT's modules. Called by the audit. Hooks are on models, not on all modules, so that a step costs
+nothing and compiled graphs stay as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+class ForwardCount:
+    """Forward passes since `begin`.
+
+    Attributes:
+        policy: passes of the policy's decoder.
+        others: name of each other language model in this process that ran -> its passes.
+    """
+
+    def __init__(self, policy: torch.nn.Module) -> None:
+        self.policy = 0
+        self.others: dict[str, int] = {}
+        self._own = {id(module) for module in policy.modules()}
+        self._watched: set[int] = set()
+        decoder = getattr(policy, "get_decoder", lambda: None)()
+        self._handles = [(decoder if isinstance(decoder, torch.nn.Module) else policy).register_forward_pre_hook(self._ran)]
+        self._on = False
+
+    def watch_others(self) -> list[str]:
+        """Watch the language models that are alive in this process beside the policy; gives what they are."""
+        found = []
+        for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
+            if id(model) in self._own:
+                continue
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            name = f"{type(model).__name__} of {parameters:,} parameters"
+            found.append(name)
+            if id(model) not in self._watched:
+                self._watched.add(id(model))
+                self._handles.append(model.register_forward_pre_hook(self._note(name)))
+        return found
+
+    def begin(self) -> None:
+        self.policy, self.others, self._on = 0, {}, True
+
+    def end(self) -> None:
+        self._on = False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _ran(self, module: torch.nn.Module, args: Any) -> None:
+        self.policy += self._on
+
+    def _note(self, name: str) -> Any:
+        def ran(module: torch.nn.Module, args: Any) -> None:
+            if self._on:
+                self.others[name] = self.others.get(name, 0) + 1
+
+        return ran
+
+
+def _is_language_model(entry: Any) -> bool:
+    try:
+        return isinstance(entry, PreTrainedModel) and any(True for _ in itertools.islice(entry.parameters(), 1))
+    except ReferenceError:  # a weak proxy whose object is gone
+        return False

@@ -1,0 +1,42 @@
+"""reflogp_audit.json: what a run trained on, and what its audit saw."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+#: Written into the run's output folder.
+AUDIT_FILE = "reflogp_audit.json"
+_PACKAGES = ("reflogp", "trl", "transformers", "accelerate", "torch")
+
+
+def write_report(output_dir: str, content: dict[str, Any]) -> Path:
+    """Write the report; a reader sees the old one or the new one, whole."""
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{AUDIT_FILE}.{uuid.uuid4().hex}"
+    partial.write_text(json.dumps({**content, "versions": versions()}, indent=1) + "\n", encoding="utf-8")
+    return partial.replace(folder / AUDIT_FILE)
+
+
+def read_report(output_dir: str) -> dict[str, Any]:
+    """An earlier report of the same run; empty where there is none."""
+    try:
+        found = json.loads((Path(output_dir) / AUDIT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what computed a run."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,118 @@
+"""Steps, logs, evaluations and saves: do they come when the settings say?
+
+Knows transformers' TrainingArguments and nothing of a model. Fed by the audit with what happens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+_EVENTS = ("logging", "eval", "save")
+
+
+@dataclass
+class Schedule:
+    """What happened, against a trainer's settings.
+
+    Attributes:
+        first_step: global step at which this start of the run began.
+        global_step: the last one seen.
+        optimizer_steps: optimizer steps since.
+        micro_steps: micro-batches since.
+        happened: event ("logging", "eval", "save") -> the global steps at which it came.
+    """
+
+    args: Any
+    max_steps: int
+    first_step: int
+    global_step: int = 0
+    optimizer_steps: int = 0
+    micro_steps: int = 0
+    happened: dict[str, list[int]] = field(default_factory=lambda: {event: [] for event in _EVENTS})
+    _since_step: int = 0
+    _stepped: int = 0
+    _epoch_ends: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.global_step = self.first_step
+
+    def micro_step(self) -> None:
+        self.micro_steps += 1
+        self._since_step += 1
+
+    def optimizer_step(self) -> None:
+        self.optimizer_steps += 1
+        self._stepped += 1
+
+    def step_ended(self, global_step: int) -> list[str]:
+        """What is wrong with a step that ends as `global_step`."""
+        problems = []
+        if global_step != self.global_step + 1:
+            problems.append(f"global_step went from {self.global_step} to {global_step} in one step")
+        if self._stepped != 1:
+            problems.append(f"the optimizer made {self._stepped} steps while global_step went to {global_step}")
+        accumulation = self.args.gradient_accumulation_steps
+        if self._since_step > accumulation:
+            problems.append(
+                f"{self._since_step} micro-batches went into step {global_step}, and gradient_accumulation_steps is "
+                f"{accumulation}"
+            )
+        self.global_step, self._since_step, self._stepped = global_step, 0, 0
+        return problems
+
+    def epoch_ended(self) -> None:
+        self._epoch_ends.add(self.global_step)
+
+    def came(self, event: str, step: int) -> list[str]:
+        """What is wrong with an event that comes at `step`."""
+        if step not in self.happened[event]:
+            self.happened[event].append(step)
+        at_epochs_end = self._strategy(event) == "epoch" and step in self._epoch_ends
+        if step in self._due(event, step) or step == self.max_steps or at_epochs_end:
+            return []
+        return [f"{event} at step {step}: {self._says(event)}"]
+
+    def missed(self) -> list[str]:
+        """What should have come until now and did not."""
+        problems = []
+        for event in _EVENTS:
+            due = {step for step in self._due(event, self.global_step) if step > self.first_step}
+            missing = sorted(due - set(self.happened[event]))
+            if missing:
+                named = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+                problems.append(f"no {event} at step {named}: {self._says(event)}")
+        return problems
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "first_step": self.first_step,
+            "global_step": self.global_step,
+            "optimizer_steps": self.optimizer_steps,
+            "micro_steps": self.micro_steps,
+            "logs": len(self.happened["logging"]),
+            "evaluations": len(self.happened["eval"]),
+            "saves": len(self.happened["save"]),
+        }
+
+    def _due(self, event: str, until: int) -> set[int]:
+        due: set[int] = set()
+        if self._strategy(event) == "steps":
+            every = getattr(self.args, f"{event}_steps", 0) or 0
+            every = math.ceil(self.max_steps * every) if 0 < every < 1 else int(every)
+            if every > 0:
+                due = set(range(every, until + 1, every))
+            if event == "eval":
+                due = {step for step in due if step >= (getattr(self.args, "eval_delay", 0) or 0)}
+        if event == "logging" and getattr(self.args, "logging_first_step", False):
+            due.add(1)
+        return due
+
+    def _says(self, event: str) -> str:
+        every = getattr(self.args, f"{event}_steps", None)
+        return f"the settings say {event}_strategy={self._strategy(event)!r}, {event}_steps={every}"
+
+    def _strategy(self, event: str) -> str:
+        strategy = getattr(self.args, f"{event}_strategy", "no")
+        return str(getattr(strategy, "value", strategy))

@@ -1,0 +1,89 @@
+"""Two computations of the same log-probs compared: the step-0 gate, and spot checks.
+
+Before the first step a policy that starts at the reference must give the joined log-probs. Knows numbers and likely causes.
+Called by the audit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from reflogp_trainer.errors import StepZeroError
+
+_CAUSES = (
+    "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if that is meant); values "
+    "scored in another dtype ({reference_dtype} is what the store says, the policy computes in {policy_dtype}); another chat "
+    "template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does not make; a "
+    "store whose values are not what was scored (`reflogp store verify`)"
+)
+
+
+@dataclass(frozen=True)
+class StepZero:
+    """What a comparison saw.
+
+    Attributes:
+        sequences: sequences compared, over all processes.
+        max_difference: largest |policy - reference| of a sum, in nats.
+        max_per_root_token: largest of those over sqrt(tokens); compared with `tolerance`.
+        mean_difference: mean of policy - reference: rounding has none, another model has.
+        tolerance: what was allowed, in nats per root token.
+        reference_dtype, policy_dtype: what either side computed in.
+    """
+
+    sequences: int
+    max_difference: float
+    max_per_root_token: float
+    mean_difference: float
+    tolerance: float
+    reference_dtype: str
+    policy_dtype: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def passed(self) -> bool:
+        return self.max_per_root_token <= self.tolerance
+
+    def require(self, what: str) -> None:
+        """Raise StepZeroError beyond the tolerance, or where a value is not a number."""
+        if not self.passed:
+            raise StepZeroError(
+                f"the policy's log-probs of {what} differ from the joined reference's by up to {self.max_difference:.4g} nats "
+                f"({self.max_per_root_token:.4g} per root token, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
+                "average). " + _CAUSES.format(reference_dtype=self.reference_dtype, policy_dtype=self.policy_dtype),
+                "step_zero",
+            )
+
+
+def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences] of this process.
+
+    Args:
+        policy: sums of the policy's log-probs, (n,).
+        reference: the joined sums, (n,).
+        tokens: completion tokens of each, (n,).
+    """
+    delta = policy.double().cpu() - reference.double().cpu()
+    scaled = delta.abs() / tokens.cpu().clamp(min=1).double().sqrt()
+    if not torch.isfinite(delta).all():
+        return [len(delta), float("nan"), float("nan"), float("nan")]
+    return [len(delta), float(delta.abs().max()), float(scaled.max()), float(delta.sum())]
+
+
+def compared(per_process: list[list[float]], tolerance: float, reference_dtype: str, policy_dtype: str) -> StepZero:
+    """Every process' `differences` in one."""
+    seen = torch.tensor(per_process, dtype=torch.float64)
+    return StepZero(
+        sequences=int(seen[:, 0].sum()),
+        max_difference=float(seen[:, 1].max()),
+        max_per_root_token=float(seen[:, 2].max()),
+        mean_difference=float(seen[:, 3].sum() / max(1.0, float(seen[:, 0].sum()))),
+        tolerance=tolerance,
+        reference_dtype=reference_dtype,
+        policy_dtype=policy_dtype,
+    )

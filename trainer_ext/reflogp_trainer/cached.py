@@ -1,0 +1,197 @@
+"""The mixin that makes a TRL trainer train on stored reference log-probs.
+
+Knows TRL's hook, `_precompute_ref_logps`: it is handed the dataset after TRL's own tokenisation and filtering, and answers with
+the columns that the loss reads and that TRL keeps through column pruning. Trainers from before that hook (DPO up to TRL 0.28)
+get their columns after construction. Everything else is TRL's.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from datasets import IterableDataset
+
+from reflogp_store import UsageError
+from reflogp_store.joins import Join
+from reflogp_trainer.audit import ReferenceAudit
+from reflogp_trainer.distributed_join import join_everywhere, open_everywhere
+from reflogp_trainer.join import JoinRecord, join_stream, with_columns
+from reflogp_trainer.layouts import layout_of
+from reflogp_trainer.no_reference import NoReferenceModel, no_reference_model
+from reflogp_trainer.own_model import compute_missing
+from reflogp_trainer.ranks import together
+from reflogp_trainer.shared_columns import Columns
+from reflogp_trainer.source import ReferenceSource
+from reflogp_trainer.values import Settings
+
+#: What the mixin is mixed into: for Python nothing, for a type checker any trainer.
+_AnyTrainer: Any = object
+
+
+class CachedReferenceMixin(_AnyTrainer):
+    """Before a subclass of TRL's DPOTrainer or KTOTrainer: its reference log-probs come from a store.
+
+    class MyCachedTrainer(CachedReferenceMixin, MyDPOTrainer): ...
+
+    Takes what the trainer takes, and
+
+    Args:
+        reference: where the reference log-probs are.
+        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch is then
+            checked against the joined values before the first step. Pass False when the policy starts elsewhere, say from a
+            later checkpoint.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
+            dtypes in use (reflogp_trainer.tolerances).
+        audit: what watches the run; None for a `ReferenceAudit` with its defaults, False for none.
+
+    Raises:
+        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: as `join_reference_logps`, before anything trains.
+        StepZeroError, AuditError: while it trains, see ReferenceAudit.
+        RankFailedError: another process of a distributed run has raised one of these.
+        UsageError: arguments that contradict a stored reference.
+
+    Attributes:
+        joins: dataset name ("train", "eval", …) -> what was joined from where. Also in `output_dir/reflogp_audit.json`.
+        audit: what watches the run; `audit.step_zero` is what the gate saw.
+    """
+
+    train_dataset: Any
+    eval_dataset: Any
+    _tag_names: ClassVar[list[str]] = ["trl", "reflogp"]
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        args: Any = None,
+        reference: ReferenceSource,
+        policy_starts_at_reference: bool = True,
+        step_zero_tolerance: float | None = None,
+        audit: ReferenceAudit | bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        if kwargs.get("ref_model") is not None:
+            raise UsageError(f"{name} takes reference=, not ref_model=: no reference model is ever loaded")
+        if args is None:
+            raise UsageError(f"{name} needs args= (a DPOConfig or KTOConfig)")
+        if getattr(args, "sync_ref_model", False):
+            raise UsageError("sync_ref_model moves the reference while training: stored log-probs would be stale")
+        self.reference = reference
+        self.policy_starts_at_reference = policy_starts_at_reference
+        self.joins: dict[str, JoinRecord] = {}
+        datasets = [kwargs.get("train_dataset"), *_each(kwargs.get("eval_dataset"))]
+        streams = any(isinstance(dataset, IterableDataset) for dataset in datasets)
+        joins_later = streams or self._is_legacy
+        args = copy.copy(args)
+        # TRL then reads the columns, and keeps no model to compute them. It refuses streams, which are joined below.
+        args.precompute_ref_log_probs = not streams
+        with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
+            super().__init__(model, args=args, **kwargs)
+        if joins_later:
+            self._join_after_construction()
+        self.ref_model = NoReferenceModel()
+        self.audit = self._audit(audit, step_zero_tolerance)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's hook: the tokenised, filtered dataset in, the same with reference columns out."""
+        return self._join(dataset, name)
+
+    def _join_after_construction(self) -> None:
+        """For trainers without the hook, and for streams, which TRL's constructor refuses to precompute."""
+        trained_on, evaluated_on = self.train_dataset, self.eval_dataset
+        self.train_dataset = self._join(trained_on, "train")
+        if isinstance(evaluated_on, dict):
+            self.eval_dataset = {name: self._join(dataset, name) for name, dataset in evaluated_on.items()}
+        elif evaluated_on is not None:
+            self.eval_dataset = self._join(evaluated_on, "eval")
+        self.args.precompute_ref_log_probs = True
+        for flag in ("precompute_ref_logps", "precompute_ref_log_probs"):
+            if hasattr(self, flag):
+                setattr(self, flag, True)
+        for flag in ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs"):
+            if hasattr(self, flag):
+                setattr(self, flag, True)
+
+    def _join(self, dataset: Any, name: str) -> Any:
+        """The dataset with reference columns; on every process the same values of the same snapshot."""
+        settings = self._reference_settings()
+        where = open_everywhere(self.reference)
+        if isinstance(dataset, IterableDataset):
+            if self.reference.on_miss == "compute":
+                raise UsageError("on_miss='compute' needs rows that can be read twice; a stream's cannot")
+            self._record(name, JoinRecord(where, settings))
+            return join_stream(dataset, self.reference, where.snapshot, settings, self)
+        layout = layout_of(dataset.column_names, self)
+        output_dir = Path(self.args.output_dir)
+        found = join_everywhere(
+            dataset, name, layout, self.reference, where, settings, output_dir, self._sums_as_the_loss_reads_them
+        )
+        columns = found.columns
+        if found.problem is not None:
+            computed = compute_missing(self, dataset.select(found.missing), found.problem)
+            columns = {column: values.copy() for column, values in columns.items()}
+            for column, values in computed.items():
+                columns[layout.name(column)][found.missing] = values
+        tokens = list(found.asked.needed.values())
+        joined, brought = together(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
+        counts = {"rows": len(joined), "scored": found.scored, "computed": len(found.missing)}
+        self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
+        return joined
+
+    def _reference_settings(self) -> Settings:
+        """What of this run's config changes the reference's values. TRL up to 0.28 has no ld_alpha in the reference."""
+        ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
+        return Settings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
+
+    def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
+        """TRL up to 0.28 divides IPO's log-probs by their number before the loss, the reference's as well."""
+        if not self._is_legacy or "ipo" not in self.args.loss_type:
+            return join.logps
+        return {
+            column: (values / np.maximum(tokens, 1)).astype(np.float32)
+            for (column, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True)
+        }
+
+    @property
+    def _is_legacy(self) -> bool:
+        """TRL before 0.29: columns are added after construction, and the policy's log-probs are not weighed alike."""
+        return not hasattr(super(), "_precompute_ref_logps")
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a dataset that TRL would hand on as it is, untokenised (before 1.7), is prepared and joined here."""
+        prepare = getattr(self, "_prepare_dataset", None)
+        given = eval_dataset is not None and not isinstance(eval_dataset, str)
+        if given and prepare is not None and not self._trl_prepares_for_evaluate():
+            if isinstance(eval_dataset, dict):
+                eval_dataset = {
+                    name: self._join(prepare(dataset, self.processing_class, self.args, name), name)
+                    for name, dataset in eval_dataset.items()
+                }
+            elif "prompt_ids" not in eval_dataset.column_names and "prompt_input_ids" not in eval_dataset.column_names:
+                eval_dataset = self._join(prepare(eval_dataset, self.processing_class, self.args, "eval"), "eval")
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    @classmethod
+    def _trl_prepares_for_evaluate(cls) -> bool:
+        return any("evaluate" in parent.__dict__ for parent in cls.__mro__ if parent.__module__.startswith("trl."))
+
+    def _record(self, name: str, record: JoinRecord) -> None:
+        self.joins[name] = record
+        audit: ReferenceAudit | None = getattr(self, "audit", None)
+        if audit is not None:
+            audit.write()
+
+    def _audit(self, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
+        if audit is False:
+            return None
+        if not isinstance(audit, ReferenceAudit):
+            audit = ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
+        return audit.attach(self)
+
+
+def _each(datasets: Any) -> list[Any]:
+    return list(datasets.values()) if isinstance(datasets, dict) else [datasets]

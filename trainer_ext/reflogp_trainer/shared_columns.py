@@ -1,0 +1,53 @@
+"""Reference columns in a file that all processes of a node map into memory.
+
+Knows Arrow files and reflogp's cache folder. Called by the trainers' join: one process writes, all read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from datasets import Dataset
+
+from reflogp_store import UsageError
+from reflogp_store.digests import cache_dir
+
+Columns = dict[str, npt.NDArray[np.float32]]
+
+
+def save_columns(columns: Columns) -> Path:
+    """Write columns of equal length, each float32 (n,), and give the file's path.
+
+    The file is named by its content, so runs that join the same values share it. It may be deleted when no run uses it.
+
+    Raises UsageError when the cache folder cannot be written.
+    """
+    table = pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue()
+    folder = cache_dir() / "joined"
+    file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.is_file():
+            partial = folder / f".{uuid.uuid4().hex}.partial"
+            partial.write_bytes(content)
+            partial.replace(file)
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {folder} cannot be written ({error.strerror or error}); name another in $REFLOGP_CACHE_DIR"
+        ) from error
+    return file
+
+
+def load_columns(file: Path) -> Columns:
+    """The columns of such a file, mapped into memory: arrays that share the file's pages with other processes."""
+    table = Dataset.from_file(str(file)).data.table
+    return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
