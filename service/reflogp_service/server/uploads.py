@@ -136,8 +136,10 @@ class UploadFolder:
             needed = {row["file"] for row in self._ledger.uploads()}
             needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
+                if file.name in needed or file.name.startswith(_PARTIAL):  # a partial one may be gone at any moment
+                    continue
                 about = file.stat()
-                if file.name not in needed and not file.name.startswith(_PARTIAL) and about.st_mtime < before:
+                if about.st_mtime < before:
                     file.unlink()
                     self._kept -= about.st_size
                     deleted += 1
