@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer
@@ -16,7 +16,7 @@ from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
-from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from tests.conftest import write_rows
 
 
@@ -58,9 +58,13 @@ def policy(reference_folder):
     return lambda: AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
 
 
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.fixture
 def config(tmp_path):
-    def make(**changes) -> DPOConfig:
+    def make(kind=DPOConfig, **changes):
         settings = {
             "output_dir": str(tmp_path / "run"),
             "per_device_train_batch_size": 4,
@@ -74,7 +78,7 @@ def config(tmp_path):
             "disable_tqdm": True,
             "seed": 7,
         }
-        return DPOConfig(**{**settings, **changes})
+        return kind(**{**settings, **changes})
 
     return make
 
@@ -97,5 +101,34 @@ def trl_trainer(policy, config, dataset, tokenizer):
     def make(options=None, **changes) -> DPOTrainer:
         arguments = {"train_dataset": dataset, "processing_class": tokenizer, **(options or {})}
         return DPOTrainer(policy(), args=config(**{"precompute_ref_log_probs": True, **changes}), **arguments)
+
+    return make
+
+
+@pytest.fixture
+def cached_kto_trainer(policy, config, dataset, tokenizer, reference_folder, tmp_path):
+    """cached_kto_trainer(trainer options, **config changes), on a store of its own that has what TRL's rows need"""
+
+    def make(options=None, **changes) -> CachedKTOTrainer:
+        source = ReferenceSource(tmp_path / "kto-store", model=str(reference_folder), dtype="float32")
+        arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source, **(options or {})}
+        settings = {"max_steps": 3, "max_length": 220, **changes}
+        LogprobStore(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
+        try:
+            return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments)
+        except MissingLogpsError as missing:
+            score_pairs(reference_folder, Path(missing.command.split()[3]), tmp_path / "kto-store")
+        return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments)
+
+    return make
+
+
+@pytest.fixture
+def trl_kto_trainer(policy, config, dataset, tokenizer):
+    """trl_kto_trainer(**config changes), with a reference model beside the policy"""
+
+    def make(**changes) -> KTOTrainer:
+        args = config(KTOConfig, **{"max_steps": 3, "max_length": 220, **changes})
+        return KTOTrainer(policy(), args=args, train_dataset=dataset, processing_class=tokenizer)
 
     return make

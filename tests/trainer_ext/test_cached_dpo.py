@@ -17,7 +17,7 @@ from reflogp_trainer import (
     UnusableLogpsError,
     join_reference_logps,
 )
-from tests.trainer_ext.conftest import score_pairs
+from tests.trainer_ext.conftest import losses, score_pairs
 
 
 class LanguageModelsThatRan:
@@ -35,10 +35,6 @@ class LanguageModelsThatRan:
 
     def __exit__(self, *exc):
         self._handle.remove()
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl_trainer, monkeypatch):

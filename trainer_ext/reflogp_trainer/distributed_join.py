@@ -19,7 +19,7 @@ from reflogp_store.joins import Asked, Join
 from reflogp_trainer.errors import MissingLogpsError
 from reflogp_trainer.join import answer_rows, ask_dataset, require
 from reflogp_trainer.layouts import Layout
-from reflogp_trainer.ranks import Rank, gather, of_my_node, together
+from reflogp_trainer.ranks import Rank, gather, of_my_node, together, together_for_long
 from reflogp_trainer.shared_columns import Columns, load_columns, save_columns
 from reflogp_trainer.source import ReferenceSource
 from reflogp_trainer.values import Settings, Where
@@ -92,7 +92,7 @@ def join_everywhere(
         file = save_columns(columns) if Rank.here().count > 1 else None
         return _Sent(values.where, None if file else columns, file, problem, scored)
 
-    sent = of_my_node(gather(together(f"looking up {name}", look_up)))
+    sent = of_my_node(gather(together_for_long(f"looking up {name}", look_up)))
     assert sent is not None
     columns = together(f"reading the columns of {name}", lambda: load_columns(sent.file) if sent.file else sent.columns)
     problem = MissingLogpsError(*sent.problem) if sent.problem else None

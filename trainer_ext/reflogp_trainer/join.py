@@ -132,7 +132,7 @@ def answer_rows(
         def show(job: Job) -> None:
             bar.update(job.progress.rows - bar.n)
 
-        values = values.score(_rows(dataset, layout, missing), settings, show)
+        values = values.score(_rows(dataset, layout, missing), settings, show, source.score_timeout)
     return values, values.answer(asked, settings), len(missing)
 
 

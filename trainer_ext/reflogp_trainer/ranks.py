@@ -7,6 +7,7 @@ trainers' join and by the audit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +17,9 @@ from accelerate import PartialState
 from reflogp_trainer.errors import RankFailedError
 
 T = TypeVar("T")
+
+#: Seconds between two signs of life.
+_BEAT = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,24 +58,44 @@ def together(what: str, work: Callable[[], T]) -> T:
 
     Args:
         what: what is done, for the error on the others.
+        work: may take part in collective operations itself.
 
     Raises:
         what `work` raised, on the process where it did; RankFailedError, with its words, on all others.
     """
     if Rank.here().count == 1:
         return work()
-    problem: Exception | None = None
+    future: Future[T] = Future()
     try:
-        result = work()
-    except Exception as error:  # told to the others, and raised again below
-        problem = error
+        future.set_result(work())
+    except Exception as error:  # told to the others, and raised again
+        future.set_exception(error)
+    return _agreed(what, future)
+
+
+def together_for_long(what: str, work: Callable[[], T]) -> T:
+    """As `together`, for work that may outlast the process group's timeout (10 minutes with NCCL).
+
+    Args:
+        work: takes no part in collective operations: it runs in a thread, while the processes tell each other that they live.
+    """
+    if Rank.here().count == 1:
+        return work()
+    with ThreadPoolExecutor(1, thread_name_prefix="reflogp-together") as thread:
+        future = thread.submit(work)
+        while True:
+            wait([future], timeout=_BEAT)
+            if all(gather(future.done())):
+                return _agreed(what, future)
+
+
+def _agreed(what: str, future: Future[T]) -> T:
+    problem = future.exception()
     problems = gather(None if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
     for number, words in enumerate(problems):
-        if words is not None:
+        if words is not None and problem is None:
             raise RankFailedError(f"{what} failed on process {number} of {len(problems)} ({words})")
-    return result
+    return future.result()
 
 
 def of_my_node(values: list[T]) -> T:

@@ -32,6 +32,8 @@ class ReferenceSource:
         lm_head_dtype: "float32" where it was scored with `--lm-head-dtype float32`.
         reference: a service's name for the reference model, instead of `model` or `reference_id`.
         token: a service's bearer token. Default: $REFLOGP_TOKEN.
+        score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is away for ten
+            minutes.
 
     Raises:
         UsageError: arguments that name no reference, or contradict each other.
@@ -53,6 +55,7 @@ class ReferenceSource:
         lm_head_dtype: str | None = None,
         reference: str | None = None,
         token: str | None = None,
+        score_timeout: float | None = None,
     ) -> None:
         self.location = os.fspath(location)
         self.is_service = self.location.startswith(("http://", "https://"))
@@ -73,6 +76,7 @@ class ReferenceSource:
         self.reference_name = reference
         self.snapshot = snapshot
         self.on_miss = on_miss
+        self.score_timeout = score_timeout
         self.token = token or os.environ.get("REFLOGP_TOKEN")
 
     def open(self, snapshot: int | None = None) -> Values:

@@ -6,6 +6,7 @@ Knows stores, services' clients and the file that `reflogp join` writes. Does no
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -148,13 +149,18 @@ class ServiceValues:
         reference = self.reference.name or self.reference.reference_id
         return f"reflogp submit {self.where.store} {data} --reference {reference} --format tokens{more} --watch"
 
-    def score(self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None] | None = None) -> ServiceValues:
+    def score(
+        self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None], timeout: float | None
+    ) -> ServiceValues:
         """Have the service score tokenised rows as a job; the values as they are then.
 
         Args:
             rows: prompt_ids and completion columns of token ids.
+            on_change: called with the job as it goes on.
+            timeout: seconds; None for as long as it takes.
 
         Raises:
+            DeadlineExceededError: not done in time; the job goes on.
             JobFailedError: the job failed or was cancelled.
             ServiceUnreachableError: the service went away, for longer than its client waits.
         """
@@ -168,7 +174,7 @@ class ServiceValues:
                 title="rows that a trainer misses",
                 **settings.scored_apart,
             )
-        self.client.watch(job.id, on_change, check=True)
+        self.client.watch(job.id, on_change, timeout=timeout, check=True)
         [found] = [found for found in self.client.references() if found.reference_id == self.reference.reference_id]
         return ServiceValues(self.client, found, found.snapshot or 0)
 
@@ -196,7 +202,7 @@ class _FoundByService:
 
 
 class FileValues:
-    """Sums out of a Parquet file that `reflogp join` wrote. They hold for the settings that it was written under."""
+    """Sums out of a Parquet file of `reflogp join` or of a job. They hold for the settings that it was written under."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -209,11 +215,12 @@ class FileValues:
             schema = pq.read_schema(location)
             note = json.loads((schema.metadata or {})[b"reflogp"])
             columns = [name for name in schema.names if name.endswith("_key") or name.startswith("ref_")]
-            values = cls(location, note, pq.read_table(location, columns=columns))
+            rows = pq.read_table(location, columns=columns)
+            values = cls(location, note, rows.filter(_with_values(rows)))
         except FileNotFoundError as error:
             raise UsageError(f"there is no file {location}") from error
         except (KeyError, ValueError, TypeError, OSError) as error:
-            raise UsageError(f"{location} is not a Parquet file that `reflogp join` wrote: {error!r}") from error
+            raise UsageError(f"{location} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
         if reference_id not in (None, values.where.reference_id):
             raise UsageError(f"{location} holds values of reference {values.where.reference_id}, not {reference_id}")
         if snapshot not in (None, values.where.snapshot):
@@ -258,6 +265,12 @@ class FileValues:
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())
         found = {ref: _places(asked.keys[column], keys) for column, ref in asked.columns.items()}
         return {ref: (places, _at(values, places)) for ref, places in found.items()}
+
+
+def _with_values(rows: pa.Table) -> pa.Array:
+    """Rows that have values: those that could not be scored are null in a job's result."""
+    masks = [pc.is_valid(rows[name]) for name in rows.column_names]
+    return functools.reduce(pc.and_, masks) if masks else pa.array([], pa.bool_())
 
 
 def _key_column(token_column: str) -> str:

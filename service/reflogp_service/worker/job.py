@@ -178,6 +178,7 @@ def run_job(
     snapshot = place.store.table(reference.reference_id).snapshot()
     write_result(
         dataset,
+        reference,
         snapshot,
         progress.problems,
         load_tokenizer,

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_store import Snapshot, join_logps
+from reflogp_store import Reference, Snapshot, join_logps
 from reflogp_store.joins import Join, completion_columns
 from reflogp_store.keys import KEY_TYPE
 
@@ -128,6 +128,7 @@ class _Means:
 
 def write_result(
     dataset: TokenizedDataset,
+    reference: Reference,
     snapshot: Snapshot,
     problems: dict[int, str],
     load_tokenizer: Callable[[], PreTrainedTokenizerBase],
@@ -153,7 +154,8 @@ def write_result(
     means, dropped, named = _Means(), 0, []
     writer: pq.ParquetWriter | None = None
     settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
-    note = {"reference_id": snapshot.reference_id, "snapshot": snapshot.number, **settings}
+    numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
+    note = {**numerics, "snapshot": snapshot.number, **settings}
     try:
         for table, unread in _windows(dataset):
             check()

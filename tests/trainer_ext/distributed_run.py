@@ -1,0 +1,127 @@
+"""One training run, in as many processes as a launcher starts: `launch` below, or `python -m torch.distributed.run`.
+
+Settings come as JSON, what each process saw goes into JSON files. Run by tests and by benchmarks/trainer.py.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
+    "fsdp1": {"fsdp": "full_shard", "fsdp_config": {"version": 1, "use_orig_params": True}},
+    "zero1": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 1}}},
+    "zero2": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
+    "zero3": {"deepspeed": ZERO},
+}
+
+
+def launch(
+    settings: dict[str, Any],
+    folder: Path,
+    processes: int = 2,
+    timeout: float = 240,
+    check: bool = True,
+    cache: str | None = None,
+) -> tuple[int, list[dict[str, Any]], str]:
+    """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", __file__, str(folder / "settings.json")]
+    repository = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if cache is not None:
+        environment["REFLOGP_CACHE_DIR"] = cache
+    with (folder / "output.txt").open("w") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, timeout=timeout
+        )
+    printed = (folder / "output.txt").read_text()
+    assert not check or done.returncode == 0, printed[-6000:]
+    return done.returncode, [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
+
+
+def main(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train as the settings say; gives what this process saw."""
+    import torch
+    from datasets import Dataset, load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer, KTOConfig
+
+    from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
+
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+    rows = rows[: settings.get("rows")]
+    if rank in settings.get("other_rows_on", []):
+        rows = rows[1:]
+    if settings.get("from_file"):
+        dataset = load_dataset("json", data_files=settings["data"], split="train", cache_dir=str(Path(settings["out"]) / "hf"))
+    else:
+        dataset = Dataset.from_list(rows)
+    if settings.get("stream"):
+        dataset = dataset.to_iterable_dataset(num_shards=4)
+    is_kto = settings.get("trainer") == "kto"
+    chosen = {
+        "output_dir": str(Path(settings["out"]) / "run"),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 7,
+        **MODES[settings.get("mode", "ddp")],
+        **settings.get("args", {}),
+    }
+    args = (KTOConfig if is_kto else DPOConfig)(**chosen)
+    policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
+    if settings.get("lora"):
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    started = time.monotonic()
+    if settings.get("trl"):
+        trainer = DPOTrainer(policy, args=args, **options)
+    else:
+        source = ReferenceSource(settings["source"], model=settings["model"], dtype="float32", **settings.get("reference", {}))
+        options["policy_starts_at_reference"] = settings.get("policy_starts_at_reference", True)
+        trainer = (CachedKTOTrainer if is_kto else CachedDPOTrainer)(policy, args=args, reference=source, **options)
+    built = time.monotonic() - started
+    peak_built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    trainer.train(resume_from_checkpoint=settings.get("resume"))
+    audit = getattr(trainer, "audit", None)
+    return {
+        "rank": rank,
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "seconds_to_build": built,
+        "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_built_kib": peak_built,
+        "audit": audit.as_dict() if audit else None,
+    }
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    place = Path(given["out"]) / f"rank-{os.environ.get('RANK', '0')}.json"
+    place.unlink(missing_ok=True)
+    try:
+        seen = main(given)
+    except Exception as error:
+        place.write_text(json.dumps({"error": type(error).__name__, "words": str(error)}))
+        raise
+    place.write_text(json.dumps(seen))
