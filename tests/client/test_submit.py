@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from reflogp_client import Client
-from reflogp_client.cli import main
 from tests.client.test_jobs_client import made_up_rows, settings_file, wait_for
 from tests.conftest import write_rows
 from tests.service.serving import serving
@@ -29,21 +28,6 @@ def url(reference_folder, folder):
     (folder / "data").mkdir()
     with serving("--config", settings_file(folder, reference_folder, f'dataset_roots = ["{folder}/data"]')) as found:
         yield found
-
-
-@pytest.fixture
-def reflogp(monkeypatch, capsys):
-    """reflogp(*arguments) -> (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def last_object(stdout: str) -> dict:

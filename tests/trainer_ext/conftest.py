@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset, load_dataset
@@ -16,18 +19,34 @@ from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
+from reflogp_store.schema import shard_table
 from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from tests.conftest import write_rows
 
 
-def score_pairs(model: Path, data: Path, store: Path, **options):
+def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **options):
     return score_dataset(
         TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
         LogprobStore(store),
-        describe_reference(str(model), "float32"),
-        lambda: TorchEngine(str(model), "float32"),
+        describe_reference(str(model), dtype),
+        lambda: TorchEngine(str(model), dtype),
         **options,
     )
+
+
+def damaged_copy(store: Path, folder: Path, change) -> Path:
+    """A store with the same keys under the same reference id, and other values: `change`d arrays, one per sequence."""
+    [reference_id] = [path.name for path in store.iterdir() if (path / "logprobs").is_dir()]
+    original = LogprobStore(store).table(reference_id)
+    shards = [pq.read_table(file) for file in sorted((store / reference_id / "logprobs").rglob("*.parquet"))]
+    rows = pa.concat_tables(shards)
+    copy = LogprobStore(folder).create_table(original.reference)
+    values = [np.asarray(value, np.float32) for value in rows["token_logps"].to_pylist()]
+    changed = pa.array([change(value) for value in values], pa.list_(pa.float32()))
+    keys = rows["key"].combine_chunks()
+    lens = [rows[name].to_numpy() for name in ("prompt_len", "completion_len")]
+    copy.replace([], [copy.write(shard_table(keys, *lens, changed, {}))])  # as another writer could; append refuses NaN
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
     from datasets import Dataset, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer, KTOConfig
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
 
@@ -96,11 +96,14 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     started = time.monotonic()
     if settings.get("trl"):
-        trainer = DPOTrainer(policy, args=args, **options)
+        trainer = (KTOTrainer if is_kto else DPOTrainer)(policy, args=args, **options)
     else:
-        source = ReferenceSource(settings["source"], model=settings["model"], dtype="float32", **settings.get("reference", {}))
+        named = settings.get("reference") or {"model": settings["model"], "dtype": "float32"}
+        source = ReferenceSource(settings["source"], **named)
         options["policy_starts_at_reference"] = settings.get("policy_starts_at_reference", True)
         trainer = (CachedKTOTrainer if is_kto else CachedDPOTrainer)(policy, args=args, reference=source, **options)
+    if settings.get("rank_local_metrics"):
+        trainer.accelerator.gather = lambda values: values
     built = time.monotonic() - started
     peak_built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trainer.train(resume_from_checkpoint=settings.get("resume"))

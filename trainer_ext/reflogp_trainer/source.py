@@ -77,7 +77,7 @@ class ReferenceSource:
         self.snapshot = snapshot
         self.on_miss = on_miss
         self.score_timeout = score_timeout
-        self.token = token or os.environ.get("REFLOGP_TOKEN")
+        self.token = token
 
     def open(self, snapshot: int | None = None) -> Values:
         """The values, as they are now or at a snapshot.

@@ -1,0 +1,201 @@
+"""The trainer extension in one run: a warm start beside TRL's own with its cache warm, and memory without a reference model.
+
+    python benchmarks/trainer.py [--rows 61000] [--shape 0.5B] [--rounds 3] [--data FILE] [--out benchmarks/results]
+
+Warm start: seconds from the trainer's construction to its first training step, both sides in processes of their own, in turns;
+the tokenised dataset is in `datasets`' cache for both. Rows are the data's, repeated with a number in the prompt. What stands
+in the store and in TRL's cache is made up, since only reading it is measured. The policy has random weights, in bfloat16.
+
+Memory: peak of each of two processes (DDP, gloo, float32, AdamW) that train 2 steps, ours and TRL's with a reference model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from machine import cpu_and_cores, file_name
+from sides import make_model, make_tokenizer, read_pairs
+
+from reflogp_store import LogprobStore, describe_reference
+from reflogp_store.schema import shard_table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))  # tests.trainer_ext.distributed_run is the run whose memory is measured
+
+
+class FirstStep(Exception):
+    """The first training step began."""
+
+
+def main() -> None:
+    options = parse()
+    if options.side:
+        print(json.dumps(start(options.side, Path(options.folder))))
+        return
+    results: dict[str, Any] = {"machine": cpu_and_cores(), "rows": options.rows, "shape": options.shape}
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        folder = Path(scratch)
+        if options.rows:
+            results["warm_start"] = warm_start(folder, options)
+        results["memory"] = memory(folder / "memory", options)
+    file = Path(options.out) / f"trainer-{file_name(results['machine'])}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {file}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=61_000, help="0 leaves the warm start out")
+    parser.add_argument("--shape", default="0.5B", help="the policy whose start is timed")
+    parser.add_argument("--memory-shape", default="0.1B", help="the policy whose memory is measured")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", default=str(REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"), help="preference pairs")
+    parser.add_argument("--folder", help="where the data goes; default: a temporary folder")
+    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def warm_start(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    rows = read_pairs(Path(options.data), 1_000)
+    make_tokenizer(rows).save_pretrained(folder / "model")
+    parameters = make_model(folder / "model", options.shape)
+    with (folder / "pairs.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(options.rows):
+            file.write(json.dumps(numbered(rows[number % len(rows)], number)) + "\n")
+    found: dict[str, Any] = {"parameters": parameters, "rows": options.rows}
+    found["prepare"] = measure("prepare", folder)
+    for side in ("ours", "trl"):
+        measure(side, folder)  # makes TRL's cache, and reads every file once
+    sides: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
+    for _ in range(options.rounds):
+        for side, seen in sides.items():
+            seen.append(measure(side, folder))
+    for side, seen in sides.items():
+        found[side] = {name: round(statistics.median(one[name] for one in seen), 2) for name in seen[0]}
+    found["trl_over_ours"] = round(found["trl"]["seconds"] / found["ours"]["seconds"], 2)
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def numbered(row: dict[str, Any], number: int) -> dict[str, Any]:
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {**row, "prompt": f"{number}: {prompt}"}
+    first = {**prompt[0], "content": f"{number}: {prompt[0]['content']}"}
+    return {**row, "prompt": [first, *prompt[1:]]}
+
+
+def measure(side: str, folder: Path) -> dict[str, Any]:
+    environment = {**os.environ, "HF_HOME": str(folder / "hf"), "REFLOGP_CACHE_DIR": str(folder / "cache"), "TQDM_DISABLE": "1"}
+    command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    seen: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(side, seen, flush=True)
+    return seen
+
+
+def start(side: str, folder: Path) -> dict[str, Any]:
+    """One start; in a process of its own."""
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+
+    model = str(folder / "model")
+    args = DPOConfig(
+        output_dir=str(folder / "run"), max_length=1024, per_device_train_batch_size=1, max_steps=1, save_strategy="no",
+        report_to=[], bf16=False, use_cpu=True, disable_tqdm=True, precompute_ref_log_probs=True,
+    )  # fmt: skip
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    dataset = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train")
+    options = {"args": args, "train_dataset": dataset, "processing_class": tokenizer}
+    if side == "prepare":
+        return prepare(folder, DPOTrainer, policy, options)
+    if side == "trl":  # no values are computed to fill its cache
+        zeros = lambda self, model, batch: (torch.zeros(len(batch["input_ids"]) // 2),) * 2  # noqa: E731
+        DPOTrainer.compute_ref_log_probs = zeros
+    else:
+        options["reference"] = ReferenceSource(folder / "store", model=model)
+        options["policy_starts_at_reference"] = False  # the values are made up
+    describe_reference(model, "bfloat16")  # digests of the files are remembered
+
+    def first_step(*args: Any, **kwargs: Any) -> None:
+        raise FirstStep
+
+    began = time.monotonic()
+    trainer = (DPOTrainer if side == "trl" else CachedDPOTrainer)(policy, **options)
+    built = time.monotonic() - began
+    trainer.training_step = first_step
+    try:
+        trainer.train()
+    except FirstStep:
+        return {"seconds": time.monotonic() - began, "of_that_building": built}
+    raise AssertionError("no step began")
+
+
+def prepare(folder: Path, trainer_class: Any, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokenise as TRL does, which `datasets` remembers, and fill the store with made-up values."""
+    began = time.monotonic()
+    tokenizer, args = options["processing_class"], options["args"]
+    stand_in = type("Prepares", (), {"_tokenizer": tokenizer})()
+    rows = trainer_class._prepare_dataset(stand_in, options["train_dataset"], tokenizer, args, "train")
+    random, length = np.random.default_rng(0), 0
+    table = LogprobStore(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
+    from reflogp_store.windows import windows
+
+    for start in range(0, len(rows), 10_000):
+        part = rows.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).with_format("arrow")[start : start + 10_000]
+        for side in ("chosen_ids", "rejected_ids"):
+            view = windows(part["prompt_ids"], part[side])
+            counts = view.needed.astype(np.int32)
+            offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            values = -random.random(offsets[-1], dtype=np.float32)
+            logps = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+            lens = np.diff(view.prompt_ids.offsets.to_numpy()).astype(np.int32)
+            table.append(shard_table(view.keys(), lens, counts, logps, {}))
+            length += int(offsets[-1])
+    return {"seconds": round(time.monotonic() - began, 1), "rows": len(rows), "completion_tokens": length}
+
+
+def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from tests.trainer_ext.conftest import score_pairs
+    from tests.trainer_ext.distributed_run import launch
+
+    folder.mkdir(parents=True)
+    rows = read_pairs(Path(options.data), 16)
+    make_tokenizer(rows, 8_000).save_pretrained(folder / "model")
+    parameters = make_model(folder / "model", options.memory_shape)
+    data = folder / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    score_pairs(folder / "model", data, folder / "store")
+    settings = {"model": str(folder / "model"), "data": str(data), "source": str(folder / "store")}
+    settings["args"] = {"max_steps": 2, "max_length": 64}
+    found: dict[str, Any] = {"parameters": parameters, "reference_mb": round(parameters * 4 / 1e6)}
+    for name, more in (("ours", {}), ("trl", {"trl": True})):
+        _, ranks, _ = launch({**settings, **more}, folder / name, timeout=900)
+        found[f"{name}_peak_mb"] = [round(seen["peak_kib"] * 1024 / 1e6) for seen in ranks]
+    saved = [trl - ours for trl, ours in zip(found["trl_peak_mb"], found["ours_peak_mb"], strict=True)]
+    found["saved_mb"] = saved
+    found["saved_over_reference"] = [round(mb / found["reference_mb"], 2) for mb in saved]
+    print(json.dumps(found, indent=1))
+    return found
+
+
+if __name__ == "__main__":
+    main()
