@@ -124,7 +124,8 @@ class CachedReferenceMixin(_AnyTrainer):
             if self.reference.on_miss == "compute":
                 raise UsageError("on_miss='compute' needs rows that can be read twice; a stream's cannot")
             self._record(name, JoinRecord(where, settings))
-            return join_stream(dataset, self.reference, where.snapshot, settings, self)
+            opened = together("opening the reference", lambda: self.reference.open(where.snapshot))
+            return join_stream(dataset, self.reference, opened, settings, self)
         layout = layout_of(dataset.column_names, self)
         output_dir = Path(self.args.output_dir)
         found = join_everywhere(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +97,7 @@ def join_reference_logps(
     check_truncation(max_length, truncation_mode)
     values = source.open()
     if isinstance(dataset, IterableDataset):
-        return join_stream(dataset, source, values.where.snapshot, settings)
+        return join_stream(dataset, source, values, settings)
     layout = layout_of(dataset.column_names)
     asked = ask_dataset(dataset, layout, settings)
     values, join, _ = answer_rows(dataset, layout, asked, source, values, settings)
@@ -193,34 +193,29 @@ def with_columns(
 
 
 def join_stream(
-    dataset: IterableDataset, source: ReferenceSource, snapshot: int, settings: Settings, trainer: Any = None
+    dataset: IterableDataset, source: ReferenceSource, values: Values, settings: Settings, trainer: Any = None
 ) -> IterableDataset:
     """A stream whose rows get their reference columns as they are read, some hundreds at a time.
 
     Args:
+        values: opened here, because Delta's library cannot be used in a data loader's worker, which is a forked process.
         trainer: who will read the columns; None for TRL's newest names.
     """
-    return dataset.map(_StreamJoin(source, snapshot, settings, trainer), batched=True, batch_size=_STREAM_ROWS)
+    return dataset.map(_StreamJoin(source, values, settings, trainer), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
-    """Joins one batch of a stream. Opened where it runs: in a data loader's worker too."""
+    """Joins one batch of a stream, where it is read: in a data loader's worker too."""
 
-    def __init__(self, source: ReferenceSource, snapshot: int, settings: Settings, trainer: Any) -> None:
-        self._source, self._snapshot, self._settings = source, snapshot, settings
-        self._early_names = hasattr(trainer, "compute_reference_log_probs")
-        self._values: Values | None = None
+    def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any) -> None:
+        self._source, self._values, self._settings = source, values, settings
+        self._names = layout_of(["prompt_ids", "completion_ids"], trainer).names
         self._rows = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": None}
-
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
-        if self._values is None:
-            self._values = self._source.open(self._snapshot)
         used = {name: column for name, column in batch.items() if name.endswith("_ids") or name in REFERENCE_COLUMNS}
         dataset = Dataset.from_dict(used)
-        layout = layout_of(dataset.column_names)
+        layout = replace(layout_of(dataset.column_names), names=self._names)
         asked = ask_dataset(dataset, layout, self._settings)
         self._values, join, _ = answer_rows(dataset, layout, asked, self._source, self._values, self._settings)
         first, self._rows = self._rows, self._rows + len(dataset)

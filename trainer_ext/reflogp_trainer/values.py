@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,24 +107,36 @@ class StoreValues:
 class ServiceValues:
     """Values that a running service has, and can add to."""
 
-    def __init__(self, client: Client, reference: ReferenceInfo, snapshot: int) -> None:
-        self.where = Where(client.url, reference.reference_id, reference.dtype, snapshot)
+    def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
+        self.where = Where(url, reference.reference_id, reference.dtype, snapshot)
         self.reference = reference
-        self.client = client
+        self._token = token
+        self._clients: dict[int, Client] = {}
+
+    @property
+    def client(self) -> Client:
+        """This process' client: a data loader's worker is a fork, and connections do not survive that."""
+        if os.getpid() not in self._clients:
+            self._clients = {os.getpid(): Client(self.where.store, self._token)}
+        return self._clients[os.getpid()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}}
 
     @classmethod
     def open(
         cls, url: str, token: str | None, reference: str | None, snapshot: int | None, described: Reference | None
     ) -> ServiceValues:
-        client = Client(url, token)
-        known = client.references()
+        url = url.rstrip("/")
+        with Client(url, token) as client:
+            known = client.references()
         for found in known:
             if reference in (found.name, found.reference_id):
                 if described is not None and found.reference_id != described.reference_id:
                     raise UsageError(
                         f"{url} serves {reference} as reference {found.reference_id}, not {described.reference_id}"
                     )
-                return cls(client, found, (found.snapshot or 0) if snapshot is None else snapshot)
+                return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
         names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
         raise ReferenceNotFoundError(f"{url} has no reference {reference}; it has {names}")
 
@@ -176,7 +189,7 @@ class ServiceValues:
             )
         self.client.watch(job.id, on_change, timeout=timeout, check=True)
         [found] = [found for found in self.client.references() if found.reference_id == self.reference.reference_id]
-        return ServiceValues(self.client, found, found.snapshot or 0)
+        return ServiceValues(self.where.store, self._token, found, found.snapshot or 0)
 
 
 class _FoundByService:
