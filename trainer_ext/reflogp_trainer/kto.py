@@ -6,22 +6,16 @@ values of their own, so they are looked up in the rows that TRL prepared.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from trl import KTOTrainer
 
 from reflogp_trainer.cached import CachedReferenceMixin
 
 
 def _kto_trainer() -> Any:
-    """TRL's KTOTrainer that reads reference columns: stable since 1.8, in trl.experimental from 1.2."""
-    for module in ("trl.trainer.kto_trainer", "trl.experimental.kto.kto_trainer"):
-        try:
-            found = importlib.import_module(module).KTOTrainer
-        except ImportError:
-            continue
-        if hasattr(found, "_precompute_ref_logps") and found.__module__ == module:
-            return found
-    return None
+    """TRL's KTOTrainer that reads reference columns: itself since 1.8, from 1.2 below one that only warns of its place."""
+    return next((parent for parent in KTOTrainer.__mro__ if "_precompute_ref_logps" in vars(parent)), None)
 
 
 _found = _kto_trainer()
