@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM ?= vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint bench setup-vllm fidelity clean
+.PHONY: help setup demo test lint bench setup-vllm fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make be
 
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tests.service.fidelity
+
+matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
+	$(BIN)/python -m tests.trainer_ext.matrix
 
 clean:  ## remove .venv, the demo's folder and caches
 	rm -rf .venv reflogp-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

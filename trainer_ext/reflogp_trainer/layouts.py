@@ -12,7 +12,7 @@ trainers' join.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,11 @@ class Layout:
 
     def name(self, reference_column: str) -> str:
         return self.names.get(reference_column, reference_column)
+
+
+def reference_columns(names: Iterable[str]) -> list[str]:
+    """Which of these columns hold reference log-probs."""
+    return [name for name in names if name in REFERENCE_COLUMNS]
 
 
 def layout_of(column_names: list[str], trainer: Any = None) -> Layout:

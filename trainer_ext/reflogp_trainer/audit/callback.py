@@ -19,7 +19,7 @@ from reflogp_trainer.audit.schedule import Schedule
 from reflogp_trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp_trainer.audit.step_zero import StepZero, compared, differences
 from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
-from reflogp_trainer.layouts import REFERENCE_COLUMNS
+from reflogp_trainer.layouts import reference_columns
 from reflogp_trainer.no_reference import NoReferenceModel
 from reflogp_trainer.ranks import gather, together
 from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
@@ -124,7 +124,7 @@ class ReferenceAudit(TrainerCallback):
         self._batches += 1
         if "columns" in self.checks:
             self._check_columns(inputs, everywhere=first)
-        if first and "step_zero" in self.checks and self._starts_at_reference:
+        if first and "step_zero" in self.checks and self._starts_at_reference and reference_columns(inputs):
             self._check_step_zero(model, inputs)
         self._metrics.saw(inputs)
         if self._forwards is not None:
@@ -189,7 +189,7 @@ class ReferenceAudit(TrainerCallback):
     # The checks.
 
     def _check_columns(self, inputs: dict[str, Any], everywhere: bool) -> None:
-        there = [name for name in inputs if name in REFERENCE_COLUMNS]
+        there = reference_columns(inputs)
         if everywhere:
             finite = all(bool(torch.isfinite(inputs[name]).all()) for name in there)
             seen = gather((sorted(there), finite))

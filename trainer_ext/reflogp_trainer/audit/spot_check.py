@@ -16,7 +16,7 @@ import torch
 from reflogp_store.joins import PAIR_COLUMNS, completion_columns
 from reflogp_store.windows import windows
 from reflogp_trainer.audit.step_zero import differences
-from reflogp_trainer.layouts import layout_of
+from reflogp_trainer.layouts import layout_of, reference_columns
 from reflogp_trainer.own_model import has_own_reference, reference_logps
 from reflogp_trainer.values import ServiceValues
 
@@ -51,6 +51,8 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     if source is not None and source.is_service:
         seen = _by_service(trainer, source.open(), chosen) if trainer.accelerator.is_main_process else []
         return SpotCheck("service", chosen, seen)
+    if not reference_columns(_kept(trainer, dataset[chosen[0]])):
+        return SpotCheck("nobody: the reference columns do not reach the batch", [], [])
     if has_own_reference(trainer):
         return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
     return SpotCheck("nobody: the policy has moved, and the source is no service", [], [])

@@ -1,0 +1,173 @@
+"""`make matrix`: cached trainers beside TRL's own with a live reference model, over several TRLs.
+
+Makes the environments, runs every case in each, and writes docs/trl-versions.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from reflogp_client.cli.demo_model import train_tokenizer
+from reflogp_store.commands import score_command
+from tests.trainer_ext.matrix.cases import CASES, STEPS, TOLERANCE, Result
+from tests.trainer_ext.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
+
+TABLE = REPOSITORY / "docs" / "trl-versions.md"
+PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
+_ROWS = 48
+_LIMIT_S = 1800
+_MAIN = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+
+
+@dataclass
+class Column:
+    """What came of one environment."""
+
+    environment: Environment
+    versions: dict[str, str]
+    results: list[Result]
+    seconds: float
+
+    @property
+    def failures(self) -> list[str]:
+        """Cases that do not hold, and cases that do although they are said not to."""
+        found = []
+        for case, result in zip(CASES, self.results, strict=True):
+            left_out = self.environment.without.get(case.trainer)
+            if left_out and result.problem.startswith("ImportError: "):
+                continue
+            if left_out:
+                found.append(f"{case.name}: expected that {left_out}, got {result.problem or 'a run'}")
+            elif result.difference is None or not result.difference <= TOLERANCE:
+                found.append(f"{case.name}: {result.problem or f'losses differ by {result.difference:.2g}'}")
+        if not any(result.scored for result in self.results):
+            found.append("no run missed a value, so none was scored as its error says")
+        return found
+
+    def words(self, number: int) -> str:
+        """The table's cell of a case."""
+        result = self.results[number]
+        left_out = self.environment.without.get(CASES[number].trainer)
+        if result.difference is None:
+            return f"no: {left_out}" if left_out else "fails"
+        return f"{result.difference:.1e}, {result.seconds:.0f} s" + (", fails" if not result.difference <= TOLERANCE else "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--environments", type=Path, default=REPOSITORY / ".venv-matrix", help="where they are kept")
+    versions = [environment.trl for environment in ENVIRONMENTS]
+    parser.add_argument("--trl", nargs="*", choices=versions, help="only these; the table is then printed, not written")
+    given = parser.parse_args()
+    chosen = [environment for environment in ENVIRONMENTS if not given.trl or environment.trl in given.trl]
+    with tempfile.TemporaryDirectory(prefix="reflogp-matrix-") as folder:
+        model, rows = _model_and_rows(Path(folder))
+        columns = [_run(environment, given.environments.resolve(), Path(folder), model, rows) for environment in chosen]
+    table = _table(columns)
+    print(table)
+    if not given.trl:
+        TABLE.write_text(table, encoding="utf-8")
+    failures = [f"TRL {column.environment.trl}, {words}" for column in columns for words in column.failures]
+    for words in failures:
+        print(words, file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _model_and_rows(folder: Path) -> tuple[Path, Path]:
+    """A Llama of 0.2M parameters with random weights, its tokenizer, and the shortest of the shipped pairs."""
+    lines = sorted(PAIRS.read_text(encoding="utf-8").splitlines(), key=len)[:_ROWS]
+    pairs = [json.loads(line) for line in lines]
+    tokenizer = train_tokenizer([m["content"] for pair in pairs for side in pair.values() for m in side], vocab_size=1024)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.08,  # wide enough that log-probs are far from uniform
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    rows = folder / "pairs.jsonl"
+    rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder / "model", rows
+
+
+def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: Path) -> Column:
+    """Every case in one environment, on a store that holds the reference and one pair, so that nearly all is missing."""
+    print(f"TRL {environment.trl}: environment", flush=True)
+    python = environment.make(kept)
+    own = folder / f"trl-{environment.trl}"
+    own.mkdir()
+    offline = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(own / "datasets"),
+        "REFLOGP_CACHE_DIR": str(own / "cache"),
+        "TQDM_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",  # so little work that threads would only wait for each other
+    }
+    first = own / "first.jsonl"
+    first.write_text(rows.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
+    words = score_command(str(model), str(first), str(own / "store"), "float32").split()[1:]
+    subprocess.run([*_MAIN, *words], check=True, env=offline, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    print(f"TRL {environment.trl}: {len(CASES)} cases", flush=True)
+    began, results, log = time.monotonic(), own / "results.jsonl", own / "log"
+    command = [str(python), "-m", "tests.trainer_ext.matrix.cell", "--model", str(model), "--rows", str(rows)]
+    command += ["--store", str(own / "store"), "--folder", str(own), "--results", str(results), "--reflogp", json.dumps(_MAIN)]
+    with log.open("w") as out, suppress(subprocess.TimeoutExpired):
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        subprocess.run(command, cwd=REPOSITORY, env=offline, timeout=_LIMIT_S, check=False, **streams)
+    written = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    found = [Result(**line) for line in written[1:]]
+    found += [Result(problem="the process ended before") for _ in CASES[len(found) :]]
+    column = Column(environment, written[0] if written else {}, found, time.monotonic() - began)
+    for case, result in zip(CASES, found, strict=True):
+        print(f"  {case.name}: {result.problem or f'{result.difference:.1e}'} ({result.seconds:.0f} s, {result.scored} scored)")
+    if column.failures:
+        print(log.read_text())
+    return column
+
+
+def _table(columns: list[Column]) -> str:
+    def line(name: str, cells: list[str]) -> str:
+        return f"| {name} | {' | '.join(cells)} |"
+
+    lines = [
+        "# TRL's versions",
+        "",
+        f"Cached trainers beside the same trainers of TRL with a live reference model, {STEPS} steps in float32 on a CPU:",
+        f"the largest difference of any loss ({TOLERANCE:g} is allowed), and the seconds that both runs took, with scoring",
+        "what the first one missed, by the command that its error named. Written by `make matrix`.",
+        "",
+        line("TRL", [column.environment.trl for column in columns]),
+        line("---", ["---"] * len(columns)),
+    ]
+    for package in ("transformers", "torch", "accelerate"):
+        lines.append(line(package, [column.versions.get(package, "?").partition("+")[0] for column in columns]))
+    for number, case in enumerate(CASES):
+        lines.append(line(case.name, [column.words(number) for column in columns]))
+    lines.append(line("all, with imports", [f"{column.seconds:.0f} s" for column in columns]))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The cases of one environment, run with its Python: cached trainers against TRL's own with a live reference model.
+
+Writes a line of JSON for each case. What the cached trainer misses is scored by the command that its error names, in the main
+environment, as a user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl import DPOConfig, DPOTrainer
+
+from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp_trainer.audit.report import versions
+from tests.trainer_ext.matrix.cases import CASES, MOVES, STEPS, Case, Result
+
+T = TypeVar("T")
+
+
+class Cell:
+    """Runs cases on a model, pairs to train on, and pairs to evaluate on.
+
+    Args:
+        model: the reference model's folder, from which the policy starts.
+        rows: pairs; the last eight are kept for evaluation.
+        store: where reference log-probs are.
+        reflogp: the main environment's `reflogp`, as words.
+        folder: for the runs' own files.
+    """
+
+    def __init__(self, model: Path, rows: list[dict[str, Any]], store: Path, reflogp: list[str], folder: Path) -> None:
+        self._model, self._rows, self._reflogp, self._folder = model, rows, reflogp, folder
+        self._reference = ReferenceSource(store, model=str(model), dtype="float32")
+        self._tokenizer = _tokenizer(model)
+
+    def run(self, case: Case) -> Result:
+        """Both runs of a case, and how far their losses lie apart."""
+        began, result = time.monotonic(), Result()
+        try:
+            ours = self._losses(case, True, result)
+            trls = self._losses(case, False, result)
+            if len(ours) != len(trls) or len(ours) < STEPS:
+                result.problem = f"{len(ours)} losses of ours and {len(trls)} of TRL's"
+            elif max(trls[:STEPS]) - min(trls[:STEPS]) < MOVES:
+                result.problem = "the losses stand still"
+            else:
+                result.difference = float(np.abs(np.array(ours) - np.array(trls)).max())
+        except Exception as error:  # told in the table; the other cases still run
+            traceback.print_exc()
+            result.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        result.seconds = time.monotonic() - began
+        return result
+
+    def _losses(self, case: Case, cached: bool, result: Result) -> list[float]:
+        """The loss of every step, as `training_step` gives it (logs are rounded), and of the evaluation."""
+        trainer = self._scoring_what_is_missing(lambda: self._trainer(case, cached), result)
+        losses: list[float] = []
+        step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = step(*args, **kwargs)
+            losses.append(float(loss))
+            return loss
+
+        trainer.training_step = training_step
+        trainer.train()
+        if case.evaluates and cached:
+            new = self._dataset(case)[1]
+            losses.append(self._scoring_what_is_missing(lambda: trainer.evaluate(new), result)["eval_loss"])
+        elif case.evaluates:
+            losses.append(trainer.evaluate()["eval_loss"])
+        return losses
+
+    def _trainer(self, case: Case, cached: bool) -> Any:
+        set_seed(7)
+        train, new = self._dataset(case)
+        config_class, cached_class, trl_class = _classes(case)
+        name = f"{CASES.index(case)}-{'cached' if cached else 'trl'}"
+        settings = {
+            "output_dir": str(self._folder / name),
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "max_steps": STEPS,
+            "learning_rate": 5e-5,
+            "max_length": 112,  # some rows are cut
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 7,
+        }
+        if case.trainer == "dpo":
+            settings["truncation_mode"] = "keep_start"
+        options: dict[str, Any] = {"train_dataset": train, "processing_class": self._tokenizer}
+        if case.lora:
+            options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if case.evaluates and not cached:  # TRL up to 1.6 evaluates on nothing else
+            options["eval_dataset"] = new
+        policy = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
+        args = config_class(**{**settings, **case.settings})
+        if cached:
+            return cached_class(policy, args=args, reference=self._reference, **options)
+        trainer = trl_class(policy, args=args, **options)
+        assert case.lora or isinstance(trainer.ref_model, torch.nn.Module), "TRL's run has no live reference model"
+        return trainer
+
+    def _dataset(self, case: Case) -> tuple[Dataset, Dataset]:
+        rows = self._rows
+        if case.trainer == "kto":
+            sides = [(row, side) for row in rows for side in ("chosen", "rejected")]
+            rows = [{"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row, side in sides]
+        return Dataset.from_list(rows[:-8]), Dataset.from_list(rows[-8:])
+
+    def _scoring_what_is_missing(self, work: Callable[[], T], result: Result) -> T:
+        try:
+            return work()
+        except MissingLogpsError as error:
+            program, *words = shlex.split(error.command)
+            assert program == "reflogp"
+            subprocess.run([*self._reflogp, *words], check=True, stdin=subprocess.DEVNULL)
+            result.scored += len(error.rows)
+        return work()
+
+
+def _classes(case: Case) -> tuple[Any, Any, Any]:
+    """(config, cached trainer, TRL's trainer)"""
+    if case.trainer == "dpo":
+        return DPOConfig, CachedDPOTrainer, DPOTrainer
+    try:
+        from trl.experimental.kto import KTOConfig
+    except ImportError:
+        from trl import KTOConfig
+    return KTOConfig, CachedKTOTrainer, CachedKTOTrainer.__bases__[1]
+
+
+def _tokenizer(model: Path) -> PreTrainedTokenizerFast:
+    """The model's tokenizer; transformers 4 does not know the class under which transformers 5 saves it."""
+    saved = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(model / "tokenizer.json"),
+        eos_token=saved["eos_token"],
+        pad_token=saved["pad_token"],
+        chat_template=(model / "chat_template.jinja").read_text(encoding="utf-8"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("model", "rows", "store", "folder", "results"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--reflogp", type=json.loads, required=True, help="a list, as JSON")
+    given = parser.parse_args()
+    rows = [json.loads(line) for line in given.rows.read_text(encoding="utf-8").splitlines()]
+    cell = Cell(given.model, rows, given.store, given.reflogp, given.folder)
+    with given.results.open("w", encoding="utf-8") as out:
+        out.write(json.dumps(versions()) + "\n")
+        for case in CASES:
+            out.write(json.dumps(asdict(cell.run(case))) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()

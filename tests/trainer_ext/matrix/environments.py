@@ -1,0 +1,67 @@
+"""Environments of one TRL each, made once and kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+#: As in the main environment, for every TRL.
+_SHARED = ("torch", "numpy", "pyarrow", "deltalake", "httpx", "typer", "rich", "accelerate", "peft")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One TRL with a transformers that it works with.
+
+    Attributes:
+        without: cases' trainer -> why that TRL cannot have them; that it cannot is checked.
+    """
+
+    trl: str
+    transformers: str
+    datasets: str
+    without: dict[str, str] = field(default_factory=dict)
+
+    def make(self, folder: Path) -> Path:
+        """Install it below `folder`, unless that was done, and give its Python."""
+        home = folder / f"trl-{self.trl}"
+        python, stamp = home / "bin" / "python", home / "requirements.txt"
+        wanted = "\n".join([*self._requirements(), f"--editable {REPOSITORY}"]) + "\n"
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return python
+        shutil.rmtree(home, ignore_errors=True)
+        uv = shutil.which("uv")
+        if uv:
+            # uv reads none of pip's settings; this is the one that says where a CPU's torch comes from
+            env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","), **os.environ}
+            subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(home)], check=True, env=env)
+            install = [uv, "pip", "install", "--quiet", "--python", str(python)]
+        else:
+            env = dict(os.environ)
+            subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+            install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, *self._requirements()], check=True, env=env)
+        # without its requirements: those are the newest transformers'
+        subprocess.run([*install, "--no-deps", "--editable", str(REPOSITORY)], check=True, env=env)
+        stamp.write_text(wanted)
+        return python
+
+    def _requirements(self) -> list[str]:
+        pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
+        own = [f"trl=={self.trl}", f"transformers=={self.transformers}", f"datasets=={self.datasets}"]
+        return own + [f"{name}=={pins[name]}" for name in _SHARED]
+
+
+ENVIRONMENTS = [
+    Environment("1.16.0", "5.23.0", "5.2.0"),
+    Environment("1.12.0", "5.16.1", "5.2.0"),
+    Environment("1.8.0", "5.13.1", "5.2.0"),
+    Environment("1.2.0", "4.57.6", "5.0.1"),
+    Environment("0.24.0", "4.57.6", "5.0.1", {"kto": "its KTOTrainer reads no reference columns"}),
+]
