@@ -14,8 +14,10 @@ import torch
 
 from reflogp_service.engine.sequences import Sequence
 
-_SIDE = {"cpu": 2048, "cuda": 8192}
+_SIDES = {"cpu": (1024, 2048), "cuda": (2048, 8192)}
 _REPEATS = 5
+#: Seconds that the repeats of one size may take: a CPU without units for a dtype needs minutes for the larger one.
+_PATIENCE = 2.0
 
 
 class ForwardFlops:
@@ -58,17 +60,29 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 @cache
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Best rate of a square matrix product over a few repeats, in operations per second."""
-    side = _SIDE[device.type]
+    """Best rate of a square matrix product over a few repeats, in operations per second.
+
+    The larger of two sizes counts, unless the smaller one says that it takes too long.
+    """
+    rate = 0.0
+    for side in _SIDES[device.type]:
+        flops = 2.0 * side**3
+        if rate and flops / rate > _PATIENCE:
+            break
+        took: list[float] = []
+        while len(took) < _REPEATS and sum(took) < _PATIENCE:
+            took.append(_product_seconds(device, dtype, side))
+        rate = flops / min(took)
+    return rate
+
+
+@torch.inference_mode()
+def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
     left, right = (torch.full((side, side), 0.5, device=device, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(_REPEATS):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            torch.mm(left, right)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - start)
-    return 2.0 * side**3 / best
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    torch.mm(left, right)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
