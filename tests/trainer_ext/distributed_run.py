@@ -53,6 +53,7 @@ def launch(
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train as the settings say; gives what this process saw."""
     import torch
+    from accelerate import DistributedType, PartialState
     from datasets import Dataset, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -88,6 +89,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("args", {}),
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
+    if "fsdp" in chosen:  # accelerate makes DDP of FSDP's settings on a CPU
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
     if settings.get("lora"):
@@ -108,6 +111,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     peak_built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trainer.train(resume_from_checkpoint=settings.get("resume"))
     audit = getattr(trainer, "audit", None)
+    parameters = list(trainer.model_wrapped.parameters())
     return {
         "rank": rank,
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
@@ -115,6 +119,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "peak_built_kib": peak_built,
         "audit": audit.as_dict() if audit else None,
+        "distributed": trainer.accelerator.distributed_type.value,
+        "holds": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters),
     }
 
 

@@ -44,10 +44,12 @@ def series(seen, name) -> np.ndarray:
     return np.array([entry[name] for entry in seen["logs"]])
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "zero3"])
-def test_two_processes_equal_one(mode, settings, alone, tmp_path):
+@pytest.mark.parametrize(("mode", "kind"), [("ddp", "MULTI_CPU"), ("fsdp2", "FSDP"), ("zero3", "DEEPSPEED")])
+def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
     _, ranks, _ = launch({**settings, "mode": mode}, tmp_path)
-    assert len(ranks) == 2
+    assert [seen["distributed"] for seen in ranks] == [kind, kind]
+    if mode == "fsdp2":
+        assert sum(seen["holds"] for seen in ranks) == alone["holds"], "the policy was not sharded"
     for seen in ranks:
         for name in SHARED:
             apart = np.abs(series(seen, name) - series(alone, name))
