@@ -37,8 +37,8 @@ fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity
 matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
 	$(BIN)/python -m tests.trainer_ext.matrix
 
-clean:  ## remove .venv, the demo's folder and caches
-	rm -rf .venv reflogp-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove .venv, what the demo and the examples left, and caches
+	rm -rf .venv reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'

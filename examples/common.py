@@ -1,0 +1,113 @@
+"""What the examples share: their options, the model and rows they work on, settings for a CPU, and what to print of a run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from datasets import disable_progress_bars
+
+from reflogp_client.cli.console import quiet_libraries
+from reflogp_client.cli.demo_model import build_model
+from reflogp_client.cli.main import app
+
+PAIRS = Path(__file__).parent / "data" / "gsm8k_pairs.jsonl"
+
+#: TrainingArguments for a CPU. On a GPU leave out use_cpu and bf16, and score in bfloat16, which is what TRL then trains in.
+ON_CPU = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-4,
+    "max_length": 512,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> argparse.Namespace:
+    """Read the command line; `more` are an example's own options.
+
+    Returns:
+        model, data, store, out, steps, as text where they are paths, and the example's own options.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model",
+        help="folder or hub id of the model that is the reference and that training starts from; default: a Llama of 4M "
+        "parameters, built in OUT/model from the shipped pairs",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=PAIRS,
+        help="preference pairs, JSON lines with prompt, chosen, rejected; default: shipped ones",
+    )
+    parser.add_argument("--rows", type=int, default=64, help="how many of them, from the first on (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("reflogp-examples"),
+        help="folder for the store (OUT/logps, which the examples share) and the runs (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of a run (default: %(default)s)")
+    for name, settings in more.items():
+        parser.add_argument("--" + name.replace("_", "-"), **settings)
+    options = parser.parse_args()
+    quiet_libraries()
+    disable_progress_bars()
+    options.source, options.data = options.data, str(options.out / "pairs.jsonl")
+    options.builds_model, options.model = options.model is None, options.model or str(options.out / "model")
+    options.store = str(options.out / "logps")
+    return options
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the rows to OUT/pairs.jsonl and, without --model, a small model to OUT/model."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    with options.source.open(encoding="utf-8") as lines:
+        Path(options.data).write_text("".join(itertools.islice(lines, options.rows)), encoding="utf-8")
+    if options.builds_model and not (Path(options.model) / "model.safetensors").is_file():
+        print(f"Building a small model in {options.model}", flush=True)
+        pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
+        build_model(Path(options.model), [pair["prompt"] + pair["chosen"] for pair in pairs], steps=10, batch=4)
+
+
+def reflogp(*arguments: str) -> dict[str, Any]:
+    """Run a `reflogp` command, as a shell would, and give its --json."""
+    print("$ reflogp " + shlex.join(arguments), flush=True)
+    with redirect_stdout(StringIO()) as printed:
+        code = app([*arguments, "--json"], standalone_mode=False)
+    summary: dict[str, Any] = json.loads(printed.getvalue().splitlines()[-1])
+    print(f"  {summary['rows']} rows, {summary['sequences']} sequences: {summary['hits']} hits, {summary['scored']} scored")
+    if code:
+        sys.exit(f"{summary['bad_rows']} rows could not be scored")
+    return summary
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """The loss of each logged step."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def show(trainer: Any) -> None:
+    """Print what the gate saw, the losses, and what the audit came to."""
+    gate, losses, joined = trainer.audit.step_zero, losses_of(trainer), trainer.joins["train"]
+    report = Path(trainer.args.output_dir) / "reflogp_audit.json"
+    print(
+        f"values: {joined.rows} rows from {joined.where.store}, snapshot {joined.where.snapshot}, "
+        f"reference {joined.where.reference_id}\n"
+        f"step-0 gate: policy and reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} sequences "
+        f"({gate.max_per_root_token:.2g} per root token, {gate.tolerance:g} allowed)\n"
+        f"losses: {' '.join(f'{loss:.4f}' for loss in losses)}\n"
+        f"audit: {json.loads(report.read_text())['verdict']} ({report})"
+    )

@@ -1,0 +1,66 @@
+"""DPO under FSDP2 on two processes, here two CPU processes that talk over gloo. Score in one process first, then launch:
+
+    python examples/fsdp.py --prepare
+    python -m torch.distributed.run --nproc_per_node 2 examples/fsdp.py
+
+The store is read once on each node, and all processes train on the same snapshot. What one process finds wrong stops all of
+them before the first step. No process holds a reference model or a part of one. On GPUs leave out use_cpu, bf16 and
+shard_on_cpu(), and score in bfloat16.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import ON_CPU, options_of, prepare, reflogp, show
+
+
+def shard_on_cpu() -> None:
+    """Have accelerate shard on a CPU, where it takes settings for FSDP and runs DDP instead."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def train(options: Any) -> None:
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from trl import DPOConfig
+
+    from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+
+    fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
+    args = DPOConfig(output_dir=str(options.out / "fsdp"), max_steps=options.steps, beta=0.1, **fsdp, **ON_CPU)
+    shard_on_cpu()
+    trainer = CachedDPOTrainer(
+        AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
+        args=args,
+        train_dataset=load_dataset("json", data_files=options.data, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+    parameters = list(trainer.model_wrapped.parameters())
+    held, whole = sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
+    if trainer.is_world_process_zero():
+        show(trainer)
+        print(f"process 0 of {trainer.accelerator.num_processes} holds {held:,} of {whole:,} parameters")
+
+
+def main() -> None:
+    options = options_of(
+        __doc__, prepare={"action": "store_true", "help": "score in this process, before a launch, instead of training"}
+    )
+    if options.prepare:
+        prepare(options)
+        reflogp("score", options.model, options.data, "--store", options.store, "--dtype", "float32")
+    elif Path(options.data).is_file():
+        train(options)
+    else:
+        sys.exit(f"{options.data} is not there: run `python examples/fsdp.py --prepare` first, with the same options")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""KTO without a reference model. Its KL term needs values of sequences that are in no dataset.
+
+    python examples/kto.py
+
+For its KL term TRL pairs each prompt with another row's completion, and which one depends on the batch size and the order of
+the rows. So scoring happens twice: the dataset's own completions first, then what the trainer names. A trainer that finds
+rows without values raises MissingLogpsError before anything trains; it has then written the rows, as TRL prepared them, to
+output_dir/reflogp-missing.parquet. That file is scored, and the trainer made again finds everything.
+
+A loss without that term (KTOConfig(loss_type="apo_zero_unpaired")) needs only the first scoring.
+"""
+
+from typing import Any
+
+from common import ON_CPU, options_of, prepare, reflogp, show
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from trl import KTOConfig
+
+from reflogp_trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource
+
+
+def make_trainer(options: Any) -> CachedKTOTrainer:
+    return CachedKTOTrainer(
+        AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
+        args=KTOConfig(output_dir=str(options.out / "kto"), max_steps=options.steps, beta=0.1, **ON_CPU),
+        train_dataset=load_dataset("json", data_files=options.data, split="train"),  # TRL makes two rows of a pair
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        reference=ReferenceSource(options.store, model=options.model, dtype="float32"),
+    )
+
+
+def main() -> None:
+    options = options_of(__doc__)
+    prepare(options)
+    where = ["--store", options.store, "--dtype", "float32"]
+
+    reflogp("score", options.model, options.data, *where, "--format", "kto")
+    try:
+        trainer = make_trainer(options)
+    except MissingLogpsError as missing:
+        print(f"MissingLogpsError: {missing}")
+        reflogp("score", options.model, str(options.out / "kto" / "reflogp-missing.parquet"), *where)
+        trainer = make_trainer(options)
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    show(trainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Each example as a reader runs it, in a process of its own, on few rows and for few steps."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+SECONDS = 240
+LAUNCH = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(example, *options, launcher=()) -> what it printed. Kills what is not done in time, with its children."""
+
+    def start(example: str, *options: str, launcher=()) -> str:
+        command = [sys.executable, *launcher, str(REPOSITORY / "examples" / f"{example}.py"), "--out", str(tmp_path / "out")]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",  # two threads on two cores that others use wait for each other
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+            "REFLOGP_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        with subprocess.Popen(
+            [*command, *options],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, errors = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        assert process.returncode == 0, printed + errors[-4000:]
+        return printed
+
+    return start
+
+
+@pytest.fixture
+def few(reference_folder) -> list[str]:
+    return ["--model", str(reference_folder), "--rows", "12", "--steps", "2"]
+
+
+def report_of(folder: Path) -> dict:
+    return json.loads((folder / "reflogp_audit.json").read_text())
+
+
+def assert_trained(printed: str, folder: Path, steps: int = 2) -> dict:
+    """The audit passed, nothing was scored or computed while joining, and each step has a finite loss; gives the report."""
+    report = report_of(folder)
+    assert report["verdict"] == "passed"
+    assert report["step_zero"]["max_per_root_token"] <= report["step_zero"]["tolerance"] == 0.001
+    assert (report["joins"]["train"]["scored"], report["joins"]["train"]["computed"]) == (0, 0)
+    assert "step-0 gate: policy and reference differ by at most" in printed
+    losses = [float(loss) for loss in re.search(r"^losses: (.*)$", printed, re.MULTILINE)[1].split()]
+    assert len(losses) == steps and all(map(math.isfinite, losses))
+    return report
+
+
+def scored(printed: str) -> list[int]:
+    """What each `reflogp score` scored."""
+    return [int(count) for count in re.findall(r"hits, (\d+) scored", printed)]
+
+
+def test_dpo_with_the_model_it_builds(run, tmp_path):
+    printed = run("dpo", "--rows", "12", "--steps", "2")
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    report = assert_trained(printed, tmp_path / "out" / "dpo")
+    assert report["joins"]["train"]["rows"] == 12
+    assert report["forwards"] == {"micro_batches": 2, "policy_passes": 2}
+    [count] = scored(printed)
+    assert 12 < count <= 24
+
+
+def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
+    printed = run("kto", *few)
+    report = assert_trained(printed, tmp_path / "out" / "kto")
+    own, crossed = scored(printed)
+    assert own > 0 and crossed > 0
+    assert (tmp_path / "out" / "kto" / "reflogp-missing.parquet").is_file()
+    assert re.search(r"MissingLogpsError: \d+ of 24 rows have no reference log-probs .* Score them: reflogp score ", printed)
+    assert report["joins"]["train"]["rows"] == 24
+    assert report["forwards"]["policy_passes"] == 4
+
+
+def test_lora_trains_an_adapter_only(run, few, tmp_path):
+    printed = run("lora", *few)
+    assert_trained(printed, tmp_path / "out" / "lora")
+    trained, whole = (int(n.replace(",", "")) for n in re.search(r"trained ([\d,]+) of ([\d,]+) parameters", printed).groups())
+    assert 0 < trained < whole / 5
+    assert (tmp_path / "out" / "lora" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_fsdp_shards_the_policy_over_two_processes(run, few, tmp_path):
+    prepared = run("fsdp", *few, "--prepare")
+    assert scored(prepared)[0] > 0
+    printed = run("fsdp", *few, launcher=LAUNCH)
+    report = assert_trained(printed, tmp_path / "out" / "fsdp")
+    assert report["step_zero"]["sequences"] == 16
+    held, whole = (int(n.replace(",", "")) for n in re.search(r"process 0 of 2 holds ([\d,]+) of ([\d,]+)", printed).groups())
+    assert whole / 3 < held < whole * 2 / 3
+    assert not scored(printed)
+
+
+def test_fsdp_says_what_to_run_first(run, few):
+    with pytest.raises(AssertionError, match=r"run `python examples/fsdp\.py --prepare` first"):
+        run("fsdp", *few)
+
+
+def test_a_sweep_scores_once(run, few, tmp_path):
+    printed = run("sweep", *few[:-1], "1", "--beta", "0.1", "0.5", "--max-length", "128", "512", "--loss-type", "ipo")
+    before, after = scored(printed)
+    assert before > 0 and after == 0
+    reports = [report_of(folder) for folder in sorted((tmp_path / "out" / "sweep").iterdir())]
+    assert len(reports) == 4
+    assert {report["verdict"] for report in reports} == {"passed"}
+    assert len({report["joins"]["train"]["snapshot"] for report in reports}) == 1
+    assert {report["joins"]["train"]["max_length"] for report in reports} == {128, 512}
+    rows = [line.split() for line in printed.splitlines() if line.startswith("ipo ")]
+    assert [row[1:3] for row in rows] == [["0.1", "128"], ["0.1", "512"], ["0.5", "128"], ["0.5", "512"]]
+    assert all(math.isfinite(float(loss)) for row in rows for loss in row[-2:])
+    trl = 2 * sum(report["joins"]["train"]["rows"] for report in reports)
+    assert f"sequences scored: {before} before the first run, 0 after the last" in printed
+    assert f"TRL would have scored {trl} with precompute_ref_log_probs, 32 without" in printed
+
+
+@pytest.mark.parametrize("example", ["dpo", "kto", "lora", "fsdp", "sweep"])
+def test_the_readme_has_its_command(example):
+    readme = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
+    assert f"examples/{example}.py" in readme
