@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from trl import DPOTrainer
 
 from reflogp_client import Client
 from reflogp_store import UsageError
 from reflogp_trainer import (
     BroughtColumnsError,
+    CachedDPOTrainer,
     CachedReferenceMixin,
     MissingLogpsError,
     ReferenceSource,
@@ -196,6 +199,27 @@ def test_settings_of_the_loop(changes, cached_trainer, trl_trainer):
     assert len(losses(ours)) == len(losses(trl)) > 1
     assert np.abs(np.array(losses(ours)) - np.array(losses(trl))).max() <= 1e-5
     assert ours.audit.as_dict()["verdict"] == "passed"
+
+
+def test_text_rows_of_a_vision_language_model(config, tokenizer, dataset, data_file, tmp_path):
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = {"vocab_size": len(tokenizer) + 8, "num_hidden_layers": 2, "pad_token_id": tokenizer.pad_token_id, **size}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    sight = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(0)
+    policy = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sight))
+    policy.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    score_pairs(tmp_path / "model", data_file, tmp_path / "store")
+    trainer = CachedDPOTrainer(
+        policy,
+        args=config(),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        reference=ReferenceSource(tmp_path / "store", model=str(tmp_path / "model"), dtype="float32"),
+    )
+    trainer.train()
+    assert trainer.audit.as_dict()["verdict"] == "passed"
 
 
 def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(cached_trainer, tmp_path):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reflogp_service.errors import EngineError
 from reflogp_store.checkpoint import Adapter, read_checkpoint, resolve_model
@@ -92,7 +92,7 @@ def load_model(
     devices = [where] if where.type == "cuda" else []
     with torch.random.fork_rng(devices):  # building a model draws random numbers; the caller's must not move
         try:
-            loaded, info = AutoModelForCausalLM.from_pretrained(
+            loaded, info = _auto_class(checkpoint.folder, trust_remote_code).from_pretrained(
                 checkpoint.folder,
                 dtype=torch_dtype,
                 use_safetensors=True,
@@ -144,3 +144,11 @@ def _rope_limit(config: Any) -> int | None:
             original = original or getattr(config, "original_max_position_embeddings", None)
             return int(original or config.max_position_embeddings)
     return None
+
+
+def _auto_class(folder: Path, trust_remote_code: bool) -> Any:
+    """What builds the model: a vision-language checkpoint scores text too, and is no causal LM to transformers."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    kind = type(config)
+    is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText

@@ -7,7 +7,6 @@ nothing and compiled graphs stay as they are.
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import torch
@@ -68,7 +67,5 @@ class ForwardCount:
 
 
 def _is_language_model(entry: Any) -> bool:
-    try:
-        return isinstance(entry, PreTrainedModel) and any(True for _ in itertools.islice(entry.parameters(), 1))
-    except ReferenceError:  # a weak proxy whose object is gone
-        return False
+    """By its type: isinstance would ask proxies and lazy modules for more than their class."""
+    return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())
