@@ -6,6 +6,7 @@ Knows transformers' loading. Does not know sequences. Called by the torch engine
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
