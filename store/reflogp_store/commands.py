@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 
 def score_command(
     model: str,
@@ -23,11 +25,12 @@ def score_command(
         ("--split", split if split != "train" else None),
         ("--revision", revision),
     ]
-    command = f"reflogp score {model} {data} --store {store} --dtype {dtype}"
-    return command + "".join(f" {name} {value}" for name, value in options if value is not None)
+    words = ["reflogp", "score", model, data, "--store", store, "--dtype", dtype]
+    words += [str(word) for option in options if option[1] is not None for word in option]
+    return shlex.join(words)
 
 
 def repair_command(table_uri: str) -> str:
     """`reflogp store verify --repair` of the store that a table lies in (`<store>/<reference id>/logprobs`)."""
     store, reference_id, _ = table_uri.rsplit("/", 2)
-    return f"reflogp store verify {store} --reference {reference_id} --repair"
+    return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

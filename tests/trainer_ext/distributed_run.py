@@ -6,9 +6,13 @@ Settings come as JSON, what each process saw goes into JSON files. Run by tests 
 import json
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +33,41 @@ def launch(
     processes: int = 2,
     timeout: float = 240,
     check: bool = True,
-    cache: str | None = None,
+    caches: Sequence[str | None] = (None,),
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails."""
+    """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails.
+
+    Args:
+        processes: of each node.
+        caches: each node's cache folder; None for the usual one. As many nodes as there are of them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", __file__, str(folder / "settings.json")]
-    repository = Path(__file__).resolve().parents[2]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--nnodes", str(len(caches))]
+    command += ["--master-addr", "localhost", "--master-port", str(port)]
+    repository = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(repository), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if cache is not None:
-        environment["REFLOGP_CACHE_DIR"] = cache
+    environment["PYTHONPATH"] = os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
+    nodes = []
     with (folder / "output.txt").open("w") as output:
-        done = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, timeout=timeout
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        for number, cache in enumerate(caches):
+            own = environment if cache is None else {**environment, "REFLOGP_CACHE_DIR": cache}
+            arguments = [*command, "--node-rank", str(number), __file__, str(folder / "settings.json")]
+            nodes.append(subprocess.Popen(arguments, env=own, start_new_session=True, **streams))
+        until = time.monotonic() + timeout
+        try:
+            statuses = [node.wait(max(0.1, until - time.monotonic())) for node in nodes]
+        finally:
+            for node in nodes:
+                with suppress(ProcessLookupError):
+                    os.killpg(node.pid, signal.SIGKILL)
     printed = (folder / "output.txt").read_text()
-    assert not check or done.returncode == 0, printed[-6000:]
-    return done.returncode, [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
+    assert not check or not any(statuses), printed[-6000:]
+    return max(statuses), [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:

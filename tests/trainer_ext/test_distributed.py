@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,6 +90,16 @@ def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     assert all(len(seen["logs"]) == 3 and seen["audit"]["verdict"] == "passed" for seen in ranks)
 
 
+def test_two_nodes_without_a_shared_disk(settings, alone, tmp_path):
+    """Each node's process looks up for itself and maps a file of its own cache folder."""
+    caches = [str(tmp_path / "first"), str(tmp_path / "second")]
+    _, ranks, _ = launch(settings, tmp_path / "run", processes=1, caches=caches)
+    assert len(ranks) == 2
+    assert all(len(list(Path(cache).glob("joined/*.arrow"))) == 1 for cache in caches)
+    for seen in ranks:
+        assert np.abs(series(seen, "loss") - series(alone, "loss")).max() <= 1e-5
+
+
 def test_uneven_last_batches(settings, tmp_path):
     """11 rows in batches of 2 on 2 processes: the last step has 3 rows for 4 places."""
     epoch = {"max_steps": -1, "num_train_epochs": 2, "max_length": 220, "gradient_accumulation_steps": 2}
@@ -121,7 +132,7 @@ class TestBadInput:
 
     def test_a_cache_folder_that_cannot_be_written(self, settings, tmp_path):
         (tmp_path / "file").write_text("")
-        seen = self.errors(settings, tmp_path, cache=str(tmp_path / "file"))
+        seen = self.errors(settings, tmp_path, caches=[str(tmp_path / "file")])
         assert [error for error, _ in seen] == ["UsageError", "RankFailedError"]
         assert all("cannot be written" in words and "REFLOGP_CACHE_DIR" in words for _, words in seen)
 

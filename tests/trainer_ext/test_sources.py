@@ -188,12 +188,14 @@ def test_lora(cached_trainer, trl_trainer):
         {"gradient_checkpointing": True},
         {"dataloader_drop_last": False, "per_device_train_batch_size": 7, "num_train_epochs": 1, "max_steps": -1},
         {"pad_to_multiple_of": 8},
+        {"train_sampling_strategy": "group_by_length", "length_column_name": "tokens"},
     ],
     ids=str,
 )
-def test_settings_of_the_loop(changes, cached_trainer, trl_trainer):
+def test_settings_of_the_loop(changes, cached_trainer, trl_trainer, dataset):
     changes = {"max_length": 130, **changes}
-    ours, trl = cached_trainer(**changes), trl_trainer(precompute_ref_log_probs=False, **changes)
+    rows = {"train_dataset": dataset.map(lambda row: {"tokens": len(str(row["chosen"]))})}
+    ours, trl = cached_trainer(dict(rows), **changes), trl_trainer(dict(rows), precompute_ref_log_probs=False, **changes)
     ours.train()
     trl.train()
     assert len(losses(ours)) == len(losses(trl)) > 1

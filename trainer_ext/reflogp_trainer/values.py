@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -157,10 +158,11 @@ class ServiceValues:
         return self.client.lookup(self.where.reference_id, keys, values=values, snapshot=self.where.snapshot)
 
     def command(self, model: str | None, data: str, max_length: int | None, truncation_mode: str) -> str:
-        options = Settings(max_length, truncation_mode).scored_apart
-        more = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
         reference = self.reference.name or self.reference.reference_id
-        return f"reflogp submit {self.where.store} {data} --reference {reference} --format tokens{more} --watch"
+        words = ["reflogp", "submit", self.where.store, data, "--reference", reference, "--format", "tokens", "--watch"]
+        for name, value in Settings(max_length, truncation_mode).scored_apart.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        return shlex.join(words)
 
     def score(
         self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None], timeout: float | None
