@@ -24,11 +24,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from machine import cpu_and_cores, file_name
 from sides import make_model, make_tokenizer, read_pairs
 
 from reflogp_store import LogprobStore, describe_reference
 from reflogp_store.schema import shard_table
+from reflogp_store.windows import windows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # tests.trainer_ext.distributed_run is the run whose memory is measured
@@ -126,7 +128,7 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     dataset = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train")
     options = {"args": args, "train_dataset": dataset, "processing_class": tokenizer}
     if side == "prepare":
-        return prepare(folder, DPOTrainer, policy, options)
+        return prepare(folder, policy, options)
     if side == "trl":  # no values are computed to fill its cache
         zeros = lambda self, model, batch: (torch.zeros(len(batch["input_ids"]) // 2),) * 2  # noqa: E731
         DPOTrainer.compute_ref_log_probs = zeros
@@ -149,28 +151,27 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     raise AssertionError("no step began")
 
 
-def prepare(folder: Path, trainer_class: Any, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokenise as TRL does, which `datasets` remembers, and fill the store with made-up values."""
-    began = time.monotonic()
-    tokenizer, args = options["processing_class"], options["args"]
-    stand_in = type("Prepares", (), {"_tokenizer": tokenizer})()
-    rows = trainer_class._prepare_dataset(stand_in, options["train_dataset"], tokenizer, args, "train")
-    random, length = np.random.default_rng(0), 0
-    table = LogprobStore(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
-    from reflogp_store.windows import windows
+def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokenise as the trainer does, which `datasets` remembers, and fill the store with made-up values for what it misses."""
+    from reflogp_trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
 
-    for start in range(0, len(rows), 10_000):
-        part = rows.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).with_format("arrow")[start : start + 10_000]
+    began = time.monotonic()
+    table = LogprobStore(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
+    try:
+        CachedDPOTrainer(policy, reference=ReferenceSource(folder / "store", model=str(folder / "model")), **options)
+    except MissingLogpsError:
+        missing = pq.ParquetFile(folder / "run" / "reflogp-missing.parquet")
+    random, rows, tokens = np.random.default_rng(0), 0, 0
+    for batch in missing.iter_batches(10_000):
         for side in ("chosen_ids", "rejected_ids"):
-            view = windows(part["prompt_ids"], part[side])
-            counts = view.needed.astype(np.int32)
-            offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-            values = -random.random(offsets[-1], dtype=np.float32)
-            logps = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+            view = windows(batch["prompt_ids"], batch[side])
+            offsets = np.concatenate([[0], np.cumsum(view.needed)]).astype(np.int32)
+            logps = pa.ListArray.from_arrays(pa.array(offsets), pa.array(-random.random(offsets[-1], dtype=np.float32)))
             lens = np.diff(view.prompt_ids.offsets.to_numpy()).astype(np.int32)
-            table.append(shard_table(view.keys(), lens, counts, logps, {}))
-            length += int(offsets[-1])
-    return {"seconds": round(time.monotonic() - began, 1), "rows": len(rows), "completion_tokens": length}
+            table.append(shard_table(view.keys(), lens, view.needed.astype(np.int32), logps, {}))
+            tokens += int(offsets[-1])
+        rows += len(batch)
+    return {"seconds": round(time.monotonic() - began, 1), "rows": rows, "completion_tokens": tokens}
 
 
 def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
