@@ -129,7 +129,8 @@ def join_dataset(
             counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
             writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
             writer.close()
-            partial.replace(target)
+            if summary.written:  # a file without rows would replace a good one
+                partial.replace(target)
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         raise UsageError(f"the output {output} cannot be written: {error.strerror or error}") from error
     except pa.ArrowInvalid as error:

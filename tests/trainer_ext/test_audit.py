@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from trl import DPOTrainer
 
 from reflogp_store import ReferenceNotFoundError, UsageError
 from reflogp_trainer import (
     AuditError,
+    CachedDPOTrainer,
     CachedReferenceMixin,
     MissingLogpsError,
     ReferenceAudit,
@@ -107,13 +109,36 @@ def test_any_trainer_can_be_watched(trl_trainer, tmp_path):
     audit = ReferenceAudit().attach(trainer)
     trainer.train()
     assert audit.as_dict()["verdict"] == "passed"
+    assert audit.as_dict()["not_run"] == {}
     assert audit.as_dict()["metrics"]["logs_compared"] == 2
+    hollow = trl_trainer()
+    off = [value - 300 for value in hollow.train_dataset["ref_chosen_logps"]]
+    hollow.train_dataset = hollow.train_dataset.remove_columns("ref_chosen_logps").add_column("ref_chosen_logps", off)
+    ReferenceAudit().attach(hollow)
+    with pytest.raises(StepZeroError):
+        hollow.train()
     beside = trl_trainer(precompute_ref_log_probs=False)
     ReferenceAudit().attach(beside)
     with pytest.raises(AuditError, match="keeps a reference model"):
         beside.train()
     with pytest.raises(UsageError, match="watches one trainer"):
         audit.attach(beside)
+
+
+def test_an_earlier_verdict_does_not_stand_for_a_run_that_failed(cached_trainer, pair_rows, tmp_path):
+    cached_trainer().train()
+    file = tmp_path / "run" / "reflogp_audit.json"
+    assert json.loads(file.read_text())["verdict"] == "passed"
+    with pytest.raises(MissingLogpsError):
+        cached_trainer({"train_dataset": Dataset.from_list(pair_rows[200:204])})
+    assert json.loads(file.read_text())["verdict"] == "unfinished"
+
+
+def test_arguments_that_are_none(policy, config, dataset):
+    with pytest.raises(UsageError, match=r"CachedDPOTrainer needs .*reference=ReferenceSource"):
+        CachedDPOTrainer(policy(), None, config(), None, dataset)
+    with pytest.raises(UsageError, match="there is no colums"):
+        ReferenceAudit(checks=("colums",))
 
 
 def test_an_audit_can_be_off(cached_trainer):

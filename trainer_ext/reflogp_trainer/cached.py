@@ -17,6 +17,7 @@ from datasets import IterableDataset
 from reflogp_store import UsageError
 from reflogp_store.joins import Join
 from reflogp_trainer.audit import ReferenceAudit
+from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.distributed_join import join_everywhere, open_everywhere
 from reflogp_trainer.join import JoinRecord, join_stream, with_columns
 from reflogp_trainer.layouts import layout_of
@@ -64,33 +65,42 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def __init__(
         self,
-        model: Any,
-        *,
+        model: Any = None,
+        ref_model: Any = None,
         args: Any = None,
-        reference: ReferenceSource,
+        *more: Any,
+        reference: ReferenceSource | None = None,
         policy_starts_at_reference: bool = True,
         step_zero_tolerance: float | None = None,
         audit: ReferenceAudit | bool | None = None,
         **kwargs: Any,
     ) -> None:
         name = type(self).__name__
-        if kwargs.get("ref_model") is not None:
+        if not isinstance(reference, ReferenceSource):
+            raise UsageError(
+                f'{name} needs to know where the reference log-probs are: reference=ReferenceSource("./logps", '
+                'model="./sft-model", dtype="bfloat16"), the store, the model and the dtype that `reflogp score` was given'
+            )
+        if ref_model is not None:
             raise UsageError(f"{name} takes reference=, not ref_model=: no reference model is ever loaded")
         if args is None:
             raise UsageError(f"{name} needs args= (a DPOConfig or KTOConfig)")
         if getattr(args, "sync_ref_model", False):
-            raise UsageError("sync_ref_model moves the reference while training: stored log-probs would be stale")
+            raise UsageError(
+                "sync_ref_model moves the reference while training, and stored log-probs would be stale: leave it False"
+            )
         self.reference = reference
         self.policy_starts_at_reference = policy_starts_at_reference
         self.joins: dict[str, JoinRecord] = {}
-        datasets = [kwargs.get("train_dataset"), *_each(kwargs.get("eval_dataset"))]
-        streams = any(isinstance(dataset, IterableDataset) for dataset in datasets)
+        datasets = [*more, *kwargs.values()]
+        streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
         joins_later = streams or self._is_legacy
+        begin_report(args)
         args = copy.copy(args)
         # TRL then reads the columns, and keeps no model to compute them. It refuses streams, which are joined below.
         args.precompute_ref_log_probs = not streams
         with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
-            super().__init__(model, args=args, **kwargs)
+            super().__init__(model, None, args, *more, **kwargs)
         if joins_later:
             self._join_after_construction()
         self.ref_model = NoReferenceModel()

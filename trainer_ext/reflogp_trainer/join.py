@@ -24,7 +24,7 @@ from reflogp_store import UsageError
 from reflogp_store.joins import Asked, Join, ask
 from reflogp_store.windows import check_truncation
 from reflogp_trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
-from reflogp_trainer.layouts import REFERENCE_COLUMNS, Layout, layout_of
+from reflogp_trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
 from reflogp_trainer.shared_columns import Columns
 from reflogp_trainer.source import ReferenceSource
 from reflogp_trainer.tolerances import tolerance
@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
+#: What is missing of a KTO dataset whose own completions were scored.
+_OF_KL = (
+    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a dataset that was scored "
+    "misses those"
+)
 #: Rows of a stream that are looked up at a time.
 _STREAM_ROWS = 256
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
@@ -161,7 +166,7 @@ def require(
             missing_rows_to.mkdir(parents=True, exist_ok=True)
             data = str(missing_rows_to / "reflogp-missing.parquet")
             pq.write_table(_rows(dataset, layout, missing), data)
-        raise _missing(missing, len(dataset), source, values, settings, data)
+        raise _missing(missing, len(dataset), dataset.column_names, source, values, settings, data)
     if len(unusable):
         raise UnusableLogpsError(
             f"{len(unusable)} of {len(dataset)} rows have reference log-probs that are damaged or not finite (rows "
@@ -221,7 +226,8 @@ class _StreamJoin:
         first, self._rows = self._rows, self._rows + len(dataset)
         missing = np.flatnonzero(join.missing)
         if len(missing):
-            raise _missing(missing + first, self._rows, self._source, self._values, self._settings, "DATA")
+            names = dataset.column_names
+            raise _missing(missing + first, self._rows, names, self._source, self._values, self._settings, "DATA")
         require(dataset, layout, join, self._source, self._values, self._settings)
         columns = {layout.name(column): logps for column, logps in join.logps.items()}
         with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype)
@@ -240,13 +246,20 @@ def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.T
 
 
 def _missing(
-    missing: npt.NDArray[np.int64], rows: int, source: ReferenceSource, values: Values, settings: Settings, data: str
+    missing: npt.NDArray[np.int64],
+    rows: int,
+    columns: list[str],
+    source: ReferenceSource,
+    values: Values,
+    settings: Settings,
+    data: str,
 ) -> MissingLogpsError:
     command = source.command(values, data, settings.max_length, settings.truncation_mode)
     return MissingLogpsError(
         f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
         f"{values.where.reference_id} in {values.where.store} (rows {_some(missing)}). "
-        + (f"Score them: {command}" if command else "Join the file again from a store that has them"),
+        + (f"Score them: {command}" if command else "Join the file again from a store that has them")
+        + (_OF_KL if KL_IDS in columns else ""),
         [int(row) for row in missing],
         command,
     )

@@ -14,7 +14,7 @@ from reflogp_trainer.cached import CachedReferenceMixin
 
 
 def _kto_trainer() -> Any:
-    """TRL's KTOTrainer that reads reference columns: itself since 1.8, from 1.2 below one that only warns of its place."""
+    """TRL's KTOTrainer with the hook: the one it exports since 1.8, from 1.2 on below one that only warns of its place."""
     return next((parent for parent in KTOTrainer.__mro__ if "_precompute_ref_logps" in vars(parent)), None)
 
 
@@ -25,10 +25,12 @@ _Trainer: Any = _found or object
 class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     """KTO without a reference model: its log-probs come from a store. Arguments are `CachedReferenceMixin`'s and TRL's.
 
-    Raises ImportError, when it is made, with a TRL before 1.2, whose KTOTrainer has no such columns.
+    Raises ImportError, when it is made, with a TRL before 1.2, whose KTOTrainer lacks the hook.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if _found is None:
-            raise ImportError("CachedKTOTrainer needs TRL 1.2 or newer: earlier KTOTrainers have no reference columns")
+            raise ImportError(
+                "CachedKTOTrainer needs TRL 1.2 or newer: earlier KTOTrainers lack the hook `_precompute_ref_logps`"
+            )
         super().__init__(*args, **kwargs)

@@ -25,6 +25,7 @@ from reflogp_store.windows import without_first
 
 #: How KTO trainers up to TRL 1.5 call the columns.
 _EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
+KL_IDS = "KL_completion_ids"
 REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})
 
 

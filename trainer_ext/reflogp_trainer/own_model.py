@@ -21,6 +21,11 @@ from tqdm.auto import tqdm
 from reflogp_trainer.errors import MissingLogpsError
 
 
+def computes_references(trainer: Any) -> bool:
+    """Whether a trainer has TRL's function for reference log-probs."""
+    return hasattr(trainer, "compute_ref_log_probs") or hasattr(trainer, "compute_reference_log_probs")
+
+
 def has_own_reference(trainer: Any) -> bool:
     """Whether the trainer's model still gives the reference's values: an adapter can be switched off, or no step was made."""
     if _is_peft(trainer):
@@ -83,8 +88,10 @@ def _is_peft(trainer: Any) -> bool:
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """TRL takes the policy for the reference where its reference model is None; a cached trainer has a stand-in there."""
-    stand_in, trainer.ref_model = getattr(trainer, "ref_model", None), None
+    """Put the policy where a cached trainer has a stand-in. TRL takes None for a policy with its adapter off, and from 0.29 to
+    1.1 for nothing else."""
+    stand_in = getattr(trainer, "ref_model", None)
+    trainer.ref_model = None if _is_peft(trainer) else trainer.model
     try:
         yield
     finally:

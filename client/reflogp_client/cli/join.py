@@ -83,6 +83,7 @@ def join(
     if as_json:
         print_json(summary.as_dict())
     else:
-        out.print(f"{summary.written:,} of {summary.rows:,} rows written to {output} (snapshot {summary.snapshot})")
+        where = f"written to {output}" if summary.written else f"have values, so {output} was not written"
+        out.print(f"{summary.written:,} of {summary.rows:,} rows {where} (snapshot {summary.snapshot})")
     if summary.missing or summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)

@@ -58,10 +58,12 @@ class Environment:
         return own + [f"{name}=={pins[name]}" for name in _SHARED]
 
 
+_NO_KTO = {"kto": "KTOTrainer has no `_precompute_ref_logps`"}
 ENVIRONMENTS = [
     Environment("1.16.0", "5.23.0", "5.2.0"),
     Environment("1.12.0", "5.16.1", "5.2.0"),
     Environment("1.8.0", "5.13.1", "5.2.0"),
     Environment("1.2.0", "4.57.6", "5.0.1"),
-    Environment("0.24.0", "4.57.6", "5.0.1", {"kto": "its KTOTrainer reads no reference columns"}),
+    Environment("1.1.0", "5.5.4", "5.0.1", _NO_KTO),
+    Environment("0.24.0", "4.57.6", "5.0.1", _NO_KTO),
 ]

@@ -14,13 +14,14 @@ from transformers import TrainerCallback
 from reflogp_store import UsageError
 from reflogp_trainer.audit.forwards import ForwardCount
 from reflogp_trainer.audit.metrics import GlobalMeans
-from reflogp_trainer.audit.report import read_report, write_report
+from reflogp_trainer.audit.report import UNFINISHED, read_report, write_report
 from reflogp_trainer.audit.schedule import Schedule
 from reflogp_trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp_trainer.audit.step_zero import StepZero, compared, differences
 from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
 from reflogp_trainer.layouts import reference_columns
 from reflogp_trainer.no_reference import NoReferenceModel
+from reflogp_trainer.own_model import computes_references
 from reflogp_trainer.ranks import gather, together
 from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
@@ -64,8 +65,11 @@ class ReferenceAudit(TrainerCallback):
         step_zero_tolerance: float | None = None,
         spot_rows: int = 8,
     ) -> None:
-        if on_finding not in ("fail", "warn") or not set(checks) <= set(CHECKS):
-            raise UsageError(f"on_finding is 'fail' or 'warn', checks are some of {', '.join(CHECKS)}")
+        if on_finding not in ("fail", "warn"):
+            raise UsageError(f"on_finding={on_finding!r}: use 'fail' or 'warn'")
+        unknown = sorted(set(checks) - set(CHECKS))
+        if unknown:
+            raise UsageError(f"checks: there is no {', '.join(unknown)}; choose of {', '.join(CHECKS)}")
         self.on_finding = on_finding
         self.checks = frozenset(checks)
         self.step_zero: StepZero | None = None
@@ -81,9 +85,14 @@ class ReferenceAudit(TrainerCallback):
         self._passes = 0
         self._not_finite: torch.Tensor | None = None
         self._training = False
+        self._finished = False
+        self._not_run: dict[str, str] = {}
 
     def attach(self, trainer: Any) -> ReferenceAudit:
-        """Watch this trainer: its callbacks get this one, and its training steps are seen."""
+        """Watch this trainer: its callbacks get this one, and its training steps are seen.
+
+        A trainer of TRL is expected to start at its reference; `trainer.policy_starts_at_reference = False` says otherwise.
+        """
         if self._trainer is not None:
             raise UsageError("an audit watches one trainer; make another for the next")
         self._trainer = trainer
@@ -114,8 +123,14 @@ class ReferenceAudit(TrainerCallback):
             kept = getattr(self._trainer, "ref_model", None)
             if kept is not None and not isinstance(kept, NoReferenceModel):
                 self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
-        if "spot_check" in self.checks and self._joined:
-            self._check_spots(policy)
+        if "spot_check" in self.checks:
+            if computes_references(self._trainer):
+                self._check_spots(policy)
+            else:
+                self._not_run["spot_check"] = "this trainer has no function for reference log-probs"
+        if "step_zero" in self.checks and not self._starts_at_reference:
+            self._not_run["step_zero"] = "the policy does not start at the reference"
+        self.write()
 
     def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
         assert self._schedule is not None, "training_step outside of train()"
@@ -177,9 +192,11 @@ class ReferenceAudit(TrainerCallback):
             self.write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training = False
+        self._training, self._finished = False, True
         if self._forwards is not None:
             self._forwards.remove()
+        if "metrics" in self.checks and not self._metrics.compared:
+            self._not_run["metrics"] = "nothing was logged"
         assert self._schedule is not None
         self._found("schedule", self._schedule.missed())
         self.write()
@@ -224,6 +241,8 @@ class ReferenceAudit(TrainerCallback):
         seen = [part for part in gather(found.seen) if part]
         result = self._compared(seen, policy) if seen else None
         self._spot = (found, result)
+        if result is None:
+            self._not_run["spot_check"] = found.by
         if result is not None:
             self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
 
@@ -257,7 +276,8 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _starts_at_reference(self) -> bool:
-        return self._trainer.state.global_step == 0 and bool(getattr(self._trainer, "policy_starts_at_reference", False))
+        starts = getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer))
+        return self._trainer.state.global_step == 0 and bool(starts)
 
     @property
     def _logs_reference_means(self) -> bool:
@@ -299,10 +319,12 @@ class ReferenceAudit(TrainerCallback):
         """The report. A resumed run keeps what its first start saw of step 0."""
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
+        found = ("failed" if self.on_finding == "fail" else "warned") if self.findings else ""
         return {
-            "verdict": ("failed" if self.on_finding == "fail" else "warned") if self.findings else "passed",
+            "verdict": found or ("passed" if self._finished else UNFINISHED),
             "findings": self.findings,
             "checks": sorted(self.checks),
+            "not_run": self._not_run,
             "joins": {name: record.as_dict() for name, record in self._joined.items()},
             "step_zero": step_zero,
             "spot_check": None

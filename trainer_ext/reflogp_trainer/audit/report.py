@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 #: Written into the run's output folder.
 AUDIT_FILE = "reflogp_audit.json"
+#: Verdict of a run that has not ended, or was stopped by something else than the audit.
+UNFINISHED = "unfinished"
 _PACKAGES = ("reflogp", "trl", "transformers", "accelerate", "torch")
 
 
@@ -18,8 +21,19 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{AUDIT_FILE}.{uuid.uuid4().hex}"
-    partial.write_text(json.dumps({**content, "versions": versions()}, indent=1) + "\n", encoding="utf-8")
+    content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return partial.replace(folder / AUDIT_FILE)
+
+
+def begin_report(args: Any) -> None:
+    """Say of a run that is being built that it is not finished, so that an earlier one's verdict does not stand for it.
+
+    Args:
+        args: the trainer's arguments.
+    """
+    if args.process_index == 0:
+        write_report(args.output_dir, {"verdict": UNFINISHED, "step_zero": read_report(args.output_dir).get("step_zero")})
 
 
 def read_report(output_dir: str) -> dict[str, Any]:
