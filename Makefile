@@ -15,7 +15,7 @@ demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, joi
 	$(BIN)/reflogp demo
 
 test: .venv/dev.stamp  ## the tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
 	$(BIN)/ruff check .
