@@ -43,27 +43,8 @@ def tokenizer(pair_rows):
 @pytest.fixture(scope="session")
 def reference_folder(tokenizer, tmp_path_factory) -> Path:
     """A Llama of about 0.4M parameters with random weights, and its tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("reference")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.08,  # wide enough that log-probs are far from uniform
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    size = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6}
+    return save_llama(tmp_path_factory.mktemp("reference"), tokenizer, **size)
 
 
 @pytest.fixture
@@ -86,6 +67,27 @@ def reflogp(monkeypatch, capsys):
         return int(caught.value.code or 0), captured.out, captured.err
 
     return run
+
+
+def save_llama(folder: Path, tokenizer, **size: int) -> Path:
+    """A Llama of this size with random weights, and its tokenizer, as a checkpoint."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.08,  # wide enough that log-probs are far from uniform
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        **size,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_rows(path: Path, rows: list) -> Path:

@@ -22,6 +22,7 @@ from reflogp_store import LogprobStore, describe_reference
 from reflogp_store.schema import shard_table
 from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from tests.conftest import write_rows
+from tests.trainer_ext.on_cpu import ON_CPU
 
 
 def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **options):
@@ -85,17 +86,10 @@ def losses(trainer) -> list[float]:
 def config(tmp_path):
     def make(kind=DPOConfig, **changes):
         settings = {
+            **ON_CPU,
             "output_dir": str(tmp_path / "run"),
             "per_device_train_batch_size": 4,
             "max_steps": 2,
-            "learning_rate": 1e-4,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "seed": 7,
         }
         return kind(**{**settings, **changes})
 

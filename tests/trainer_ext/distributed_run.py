@@ -20,9 +20,6 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps":
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp2": {"fsdp": "full_shard", "fsdp_config": {"version": 2}},
-    "fsdp1": {"fsdp": "full_shard", "fsdp_config": {"version": 1, "use_orig_params": True}},
-    "zero1": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 1}}},
-    "zero2": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 2}}},
     "zero3": {"deepspeed": ZERO},
 }
 
@@ -74,11 +71,12 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train as the settings say; gives what this process saw."""
     import torch
     from accelerate import DistributedType, PartialState
-    from datasets import Dataset, load_dataset
+    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
+    from tests.trainer_ext.on_cpu import ON_CPU
 
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -86,25 +84,15 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     rows = rows[: settings.get("rows")]
     if rank in settings.get("other_rows_on", []):
         rows = rows[1:]
-    if settings.get("from_file"):
-        dataset = load_dataset("json", data_files=settings["data"], split="train", cache_dir=str(Path(settings["out"]) / "hf"))
-    else:
-        dataset = Dataset.from_list(rows)
+    dataset = Dataset.from_list(rows)
     if settings.get("stream"):
         dataset = dataset.to_iterable_dataset(num_shards=4)
     is_kto = settings.get("trainer") == "kto"
     chosen = {
+        **ON_CPU,
         "output_dir": str(Path(settings["out"]) / "run"),
         "per_device_train_batch_size": 2,
         "max_steps": 3,
-        "learning_rate": 1e-4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 7,
         **MODES[settings.get("mode", "ddp")],
         **settings.get("args", {}),
     }
@@ -113,31 +101,21 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
-    if settings.get("lora"):
-        from peft import LoraConfig
-
-        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-    started = time.monotonic()
     if settings.get("trl"):
         trainer = (KTOTrainer if is_kto else DPOTrainer)(policy, args=args, **options)
     else:
         named = settings.get("reference") or {"model": settings["model"], "dtype": "float32"}
         source = ReferenceSource(settings["source"], **named)
-        options["policy_starts_at_reference"] = settings.get("policy_starts_at_reference", True)
         trainer = (CachedKTOTrainer if is_kto else CachedDPOTrainer)(policy, args=args, reference=source, **options)
     if settings.get("rank_local_metrics"):
         trainer.accelerator.gather = lambda values: values
-    built = time.monotonic() - started
-    peak_built = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    trainer.train(resume_from_checkpoint=settings.get("resume"))
+    trainer.train()
     audit = getattr(trainer, "audit", None)
     parameters = list(trainer.model_wrapped.parameters())
     return {
         "rank": rank,
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
-        "seconds_to_build": built,
         "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "peak_built_kib": peak_built,
         "audit": audit.as_dict() if audit else None,
         "distributed": trainer.accelerator.distributed_type.value,
         "holds": sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in parameters),

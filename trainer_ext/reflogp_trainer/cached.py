@@ -119,10 +119,8 @@ class CachedReferenceMixin(_AnyTrainer):
         elif evaluated_on is not None:
             self.eval_dataset = self._join(evaluated_on, "eval")
         self.args.precompute_ref_log_probs = True
-        for flag in ("precompute_ref_logps", "precompute_ref_log_probs"):
-            if hasattr(self, flag):
-                setattr(self, flag, True)
-        for flag in ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs"):
+        done = ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs")
+        for flag in ("precompute_ref_logps", "precompute_ref_log_probs", *done):
             if hasattr(self, flag):
                 setattr(self, flag, True)
 

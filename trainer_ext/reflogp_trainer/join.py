@@ -254,7 +254,7 @@ def _missing(
     settings: Settings,
     data: str,
 ) -> MissingLogpsError:
-    command = source.command(values, data, settings.max_length, settings.truncation_mode)
+    command = values.command(source.model, data, settings)
     return MissingLogpsError(
         f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
         f"{values.where.reference_id} in {values.where.store} (rows {_some(missing)}). "

@@ -103,7 +103,3 @@ class ReferenceSource:
                 raise
             command = score_command(str(self.model), "DATA", self.location, self.described.dtype)
             raise ReferenceNotFoundError(f"{error}. Score the data: {command}") from error
-
-    def command(self, values: Values, data: str, max_length: int | None = None, truncation_mode: str = "keep_start") -> str:
-        """The command line that scores `data` into this source; empty for a file."""
-        return values.command(self.model, data, max_length, truncation_mode)

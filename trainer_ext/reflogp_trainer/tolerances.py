@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 #: Allowed difference of a sum over n tokens, in nats, is this times sqrt(n): rounding errors of single tokens are independent,
-#: so they grow with the root. (dense, mixture of experts); measured in docs/fidelity.md, with room above the largest seen.
+#: so they grow with the root. (dense, mixture of experts); measured by tests/trainer_ext/gate_trials.py, with room above the
+#: largest seen (docs/trainer.md).
 #: Another checkpoint of the same model differs by 0.1 a token and more, and by one sign, so it grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 

@@ -58,8 +58,8 @@ class Values(Protocol):
     def answer(self, asked: Asked, settings: Settings) -> Join:
         """Look up what rows ask."""
 
-    def command(self, model: str | None, data: str, max_length: int | None, truncation_mode: str) -> str:
-        """The command line that scores `data` into where these values are."""
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
+        """The command line that scores `data` into where these values are; empty for a file."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class StoreValues:
     def answer(self, asked: Asked, settings: Settings) -> Join:
         return answer(asked, self._lookup, settings.ld_alpha)
 
-    def command(self, model: str | None, data: str, max_length: int | None, truncation_mode: str) -> str:
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
         return score_command(
             model or self._reference.name,
             data,
             self.where.store,
             self._reference.dtype,
             lm_head_dtype=self._reference.lm_head_dtype if self._reference.lm_head_dtype != self._reference.dtype else None,
-            **Settings(max_length, truncation_mode).scored_apart,
+            **settings.scored_apart,
         )
 
 
@@ -157,10 +157,10 @@ class ServiceValues:
     def look_up(self, keys: pa.Array, values: bool = False) -> Lookup:
         return self.client.lookup(self.where.reference_id, keys, values=values, snapshot=self.where.snapshot)
 
-    def command(self, model: str | None, data: str, max_length: int | None, truncation_mode: str) -> str:
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
         reference = self.reference.name or self.reference.reference_id
         words = ["reflogp", "submit", self.where.store, data, "--reference", reference, "--format", "tokens", "--watch"]
-        for name, value in Settings(max_length, truncation_mode).scored_apart.items():
+        for name, value in settings.scored_apart.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
         return shlex.join(words)
 
@@ -259,7 +259,7 @@ class FileValues:
         finite = np.logical_and.reduce([np.isfinite(values) for values in logps.values()])
         return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
 
-    def command(self, model: str | None, data: str, max_length: int | None, truncation_mode: str) -> str:
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
         return ""
 
     def _names(self, asked: Asked) -> list[str]:

@@ -16,16 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from reflogp_client.cli.demo_model import train_tokenizer
 from reflogp_store.commands import score_command
+from tests.conftest import PAIRS, save_llama
 from tests.trainer_ext.matrix.cases import CASES, STEPS, TOLERANCE, Result
 from tests.trainer_ext.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
 
 TABLE = REPOSITORY / "docs" / "trl-versions.md"
-PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
 _ROWS = 48
 _LIMIT_S = 1800
 _MAIN = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
@@ -90,21 +87,8 @@ def _model_and_rows(folder: Path) -> tuple[Path, Path]:
     lines = sorted(PAIRS.read_text(encoding="utf-8").splitlines(), key=len)[:_ROWS]
     pairs = [json.loads(line) for line in lines]
     tokenizer = train_tokenizer([m["content"] for pair in pairs for side in pair.values() for m in side], vocab_size=1024)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.08,  # wide enough that log-probs are far from uniform
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    size = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_llama(folder / "model", tokenizer, **size)
     rows = folder / "pairs.jsonl"
     rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder / "model", rows

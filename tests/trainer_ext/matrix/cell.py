@@ -27,6 +27,7 @@ from trl import DPOConfig, DPOTrainer
 from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from reflogp_trainer.audit.report import versions
 from tests.trainer_ext.matrix.cases import CASES, MOVES, STEPS, Case, Result
+from tests.trainer_ext.on_cpu import ON_CPU
 
 T = TypeVar("T")
 
@@ -91,19 +92,13 @@ class Cell:
         config_class, cached_class, trl_class = _classes(case)
         name = f"{CASES.index(case)}-{'cached' if cached else 'trl'}"
         settings = {
+            **ON_CPU,
             "output_dir": str(self._folder / name),
             "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 4,
             "max_steps": STEPS,
             "learning_rate": 5e-5,
             "max_length": 112,  # some rows are cut
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "bf16": False,
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "seed": 7,
         }
         if case.trainer == "dpo":
             settings["truncation_mode"] = "keep_start"

@@ -238,7 +238,7 @@ class ReferenceAudit(TrainerCallback):
             "the spot check",
             lambda: spot_check(self._trainer, self._trainer.model_wrapped, self._spot_rows, self._trainer.args.seed),
         )
-        seen = [part for part in gather(found.seen) if part]
+        seen = [part for parts in gather(found.seen) for part in parts]
         result = self._compared(seen, policy) if seen else None
         self._spot = (found, result)
         if result is None:

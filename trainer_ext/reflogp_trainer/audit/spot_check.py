@@ -28,12 +28,12 @@ class SpotCheck:
     Attributes:
         by: "service", "policy", or why nobody could.
         rows: their numbers in the training dataset.
-        seen: as `step_zero.differences`, of this process; empty where nothing was scored.
+        seen: as `step_zero.differences`, of each part that this process scored.
     """
 
     by: str
     rows: list[int]
-    seen: list[float]
+    seen: list[list[float]]
 
 
 def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
@@ -58,15 +58,14 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     return SpotCheck("nobody: the policy has moved, and the source is no service", [], [])
 
 
-def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[float]:
+def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
     size = max(1, trainer.args.per_device_train_batch_size)
-    parts: list[list[float]] = []
+    parts = []
     for start in range(0, len(rows), size):
         batch = trainer.data_collator([_kept(trainer, trainer.train_dataset[row]) for row in rows[start : start + size]])
         batch = trainer._prepare_inputs(batch)
         parts.append(differences(*sums_of_batch(trainer, model, batch)))
-    table = np.array(parts)
-    return [float(table[:, 0].sum()), float(table[:, 1].max()), float(table[:, 2].max()), float(table[:, 3].sum())]
+    return parts
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,7 +93,7 @@ def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
     return dict(zip(PAIR_COLUMNS.values(), pairs[:, 1:].sum(1).chunk(2), strict=True))[name]
 
 
-def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[float]:
+def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[list[float]]:
     assert isinstance(values, ServiceValues)
     dataset = trainer.train_dataset.select(rows)
     layout = layout_of(dataset.column_names, trainer)
@@ -109,19 +108,16 @@ def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[float]:
         scores = values.client.score(values.where.reference_id, view.prompt_ids, view.completion_ids, cache_read=False)
         fresh[column], needed[column] = scores.token_logps, view.needed
     shared = np.minimum.reduce(list(needed.values()))
+    alpha = 1.0 if settings.ld_alpha is None else settings.ld_alpha
     parts = []
     for column, name in names.items():
-        alpha = 1.0 if settings.ld_alpha is None else settings.ld_alpha
         sums = [
             logps[:front].sum(dtype=np.float64) + alpha * logps[front:need].sum(dtype=np.float64)
-            for logps, front, need in zip(
-                fresh[column], shared if settings.ld_alpha is not None else needed[column], needed[column], strict=True
-            )
+            for logps, front, need in zip(fresh[column], shared, needed[column], strict=True)
         ]
         joined = torch.tensor(dataset[name][:], dtype=torch.float64)
         parts.append(differences(torch.tensor(sums), joined, torch.tensor(needed[column])))
-    seen = np.array(parts)
-    return [float(seen[:, 0].sum()), float(seen[:, 1].max()), float(seen[:, 2].max()), float(seen[:, 3].sum())]
+    return parts
 
 
 def _kept(trainer: Any, row: dict[str, Any]) -> dict[str, Any]:

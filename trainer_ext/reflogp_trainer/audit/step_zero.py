@@ -61,7 +61,7 @@ class StepZero:
 
 
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
-    """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences] of this process.
+    """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences] of some sequences.
 
     Args:
         policy: sums of the policy's log-probs, (n,).
@@ -75,9 +75,9 @@ def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Ten
     return [len(delta), float(delta.abs().max()), float(scaled.max()), float(delta.sum())]
 
 
-def compared(per_process: list[list[float]], tolerance: float, reference_dtype: str, policy_dtype: str) -> StepZero:
-    """Every process' `differences` in one."""
-    seen = torch.tensor(per_process, dtype=torch.float64)
+def compared(parts: list[list[float]], tolerance: float, reference_dtype: str, policy_dtype: str) -> StepZero:
+    """The `differences` of all parts, of every process, in one."""
+    seen = torch.tensor(parts, dtype=torch.float64)
     return StepZero(
         sequences=int(seen[:, 0].sum()),
         max_difference=float(seen[:, 1].max()),
