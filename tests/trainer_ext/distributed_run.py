@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ def launch(
     timeout: float = 240,
     check: bool = True,
     caches: Sequence[str | None] = (None,),
+    script: str = __file__,
 ) -> tuple[int, list[dict[str, Any]], str]:
     """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails.
 
     Args:
         processes: of each node.
         caches: each node's cache folder; None for the usual one. As many nodes as there are of them.
+        script: what each process runs, given the settings' file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
@@ -53,7 +55,7 @@ def launch(
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         for number, cache in enumerate(caches):
             own = environment if cache is None else {**environment, "REFLOGP_CACHE_DIR": cache}
-            arguments = [*command, "--node-rank", str(number), __file__, str(folder / "settings.json")]
+            arguments = [*command, "--node-rank", str(number), script, str(folder / "settings.json")]
             nodes.append(subprocess.Popen(arguments, env=own, start_new_session=True, **streams))
         until = time.monotonic() + timeout
         try:
@@ -122,13 +124,18 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def run(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a launched process does: `work` on the settings, and a file of what it saw or of its error."""
     given = json.loads(Path(sys.argv[1]).read_text())
     place = Path(given["out"]) / f"rank-{os.environ.get('RANK', '0')}.json"
     place.unlink(missing_ok=True)
     try:
-        seen = main(given)
+        seen = work(given)
     except Exception as error:
         place.write_text(json.dumps({"error": type(error).__name__, "words": str(error)}))
         raise
     place.write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    run(main)

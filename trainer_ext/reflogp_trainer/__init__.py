@@ -3,6 +3,9 @@
 Needs trl, datasets and accelerate. Never imports an engine or a server.
 """
 
+import importlib
+from typing import Any
+
 from reflogp_trainer.audit import ReferenceAudit, StepZero
 from reflogp_trainer.cached import CachedReferenceMixin
 from reflogp_trainer.dpo import CachedDPOTrainer
@@ -11,12 +14,14 @@ from reflogp_trainer.errors import (
     BroughtColumnsError,
     MissingLogpsError,
     RankFailedError,
+    ReferenceChangedError,
     ReferenceLogpsError,
     StepZeroError,
     UnusableLogpsError,
 )
 from reflogp_trainer.join import JoinRecord, join_reference_logps
 from reflogp_trainer.kto import CachedKTOTrainer
+from reflogp_trainer.online import RemoteReference
 from reflogp_trainer.source import ReferenceSource
 
 __all__ = [
@@ -29,10 +34,28 @@ __all__ = [
     "MissingLogpsError",
     "RankFailedError",
     "ReferenceAudit",
+    "ReferenceChangedError",
     "ReferenceLogpsError",
     "ReferenceSource",
+    "RemoteGRPOTrainer",
+    "RemoteOnlineDPOTrainer",
+    "RemoteRLOOTrainer",
+    "RemoteReference",
     "StepZero",
     "StepZeroError",
     "UnusableLogpsError",
     "join_reference_logps",
 ]
+
+#: Trainers whose parents take seconds to import, or are not in every TRL: imported when they are first asked for.
+_LATER = {
+    "RemoteGRPOTrainer": "reflogp_trainer.online.grpo",
+    "RemoteOnlineDPOTrainer": "reflogp_trainer.online.online_dpo",
+    "RemoteRLOOTrainer": "reflogp_trainer.online.rloo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
