@@ -19,7 +19,7 @@ from reflogp_service.worker.result import write_result
 from reflogp_store import LogprobStore, describe_reference
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
 
-DONE, USAGE, MISSES = 0, 2, 3
+DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 ROWS = 12
 HASH = "3f0c9d2b81a4e567"
 OPEN_INSTRUCT = ("--as", "open-instruct", "--hash", HASH, "--loss-type")
@@ -432,6 +432,14 @@ def test_an_export_that_fails_leaves_what_was_there(reflogp, joined, metadata, t
     assert not list(tmp_path.rglob("*.partial"))
     assert reflogp(*bridge)[0] == DONE
     assert len(read_artifact(folder, EXPECTED, ROWS)) == ROWS
+
+
+def test_without_torch_the_export_says_what_to_install(reflogp, joined, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = reflogp("export", joined, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+    assert code == FAILED
+    assert "pip install 'reflogp[service]'" in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_documents_token_row_splits_what_a_stack_scores():

@@ -17,7 +17,7 @@ from reflogp_store import UsageError
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
-#: Fields of preference.py's ScoringFingerprint that are never null. The others read as null where they are not given.
+#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The others are null where not given.
 _REQUIRED = (
     "dataset",
     "tokenizer",
