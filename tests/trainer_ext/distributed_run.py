@@ -6,7 +6,6 @@ Settings come as JSON, what each process saw goes into JSON files. Run by tests 
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
 MODES: dict[str, dict[str, Any]] = {
@@ -62,17 +63,25 @@ def launch(
             statuses = [node.wait(max(0.1, until - time.monotonic())) for node in nodes]
         finally:
             for node in nodes:
-                with suppress(ProcessLookupError):
-                    os.killpg(node.pid, signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):  # the launcher's processes lead groups of their own
+                    launcher = psutil.Process(node.pid)
+                    for process in [*launcher.children(recursive=True), launcher]:
+                        process.kill()
     printed = (folder / "output.txt").read_text()
     assert not check or not any(statuses), printed[-6000:]
     return max(statuses), [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
 
 
+def shard_on_a_cpu() -> None:
+    """Have accelerate shard by FSDP, of whose settings it makes DDP on a CPU."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train as the settings say; gives what this process saw."""
     import torch
-    from accelerate import DistributedType, PartialState
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -99,8 +108,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("args", {}),
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
-    if "fsdp" in chosen:  # accelerate makes DDP of FSDP's settings on a CPU
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if args.fsdp:
+        shard_on_a_cpu()
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
     if settings.get("trl"):

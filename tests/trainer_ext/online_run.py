@@ -20,11 +20,12 @@ def build(settings: dict[str, Any]) -> Any:
     Args:
         settings: trainer ("rloo", "grpo", "online_dpo"), trl (its own reference instead of a service's), model, dtype, source,
             reference, prompts, out, args (of TRL's config), more (of a remote trainer), deadlines (of each process), lora,
-            evaluate (on so many rows).
+            evaluate (on so many rows), mode (of distributed_run.MODES).
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from tests.trainer_ext.distributed_run import MODES, shard_on_a_cpu
     from tests.trainer_ext.on_cpu import ON_CPU
 
     remote_class, trl_class, config_class, own = _classes(settings["trainer"])
@@ -36,12 +37,16 @@ def build(settings: dict[str, Any]) -> Any:
         "beta": 0.1,
         "temperature": 0.9,
         **own,
+        **MODES[settings.get("mode", "ddp")],
         **settings.get("args", {}),
     }
+    args = config_class(**chosen)
+    if args.fsdp:
+        shard_on_a_cpu()
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
     policy.generation_config.eos_token_id = [policy.config.eos_token_id, *ENDS]
     options: dict[str, Any] = {
-        "args": config_class(**chosen),
+        "args": args,
         "train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in settings["prompts"]]),
         "processing_class": AutoTokenizer.from_pretrained(settings["model"]),
         "reward_funcs": reward,
@@ -77,7 +82,8 @@ def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     audit = getattr(trainer, "audit", None)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "logs": logs, "audit": audit.as_dict() if audit else None}
+    kind = trainer.accelerator.distributed_type.value
+    return {"losses": losses, "logs": logs, "audit": audit.as_dict() if audit else None, "distributed": kind}
 
 
 def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:

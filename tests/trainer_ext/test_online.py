@@ -184,6 +184,23 @@ class TestEqualToTrl:
         for logs, others in zip(mine, other, strict=True):
             assert logs[0]["loss"] == pytest.approx(others[0]["loss"], abs=1e-6)
 
+    def test_sharded_policies(self, settings, tmp_path):
+        """No process makes a reference model, whole or in shards; the KL is as with the whole policy on each."""
+        settings["args"] = {"max_steps": 2, "max_completion_length": 6}
+        kinds = {"ddp": "MULTI_CPU", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
+        seen = []
+        for mode, kind in kinds.items():
+            run = {**settings, "mode": mode, "out": str(tmp_path / mode)}
+            _, ranks, _ = launch({"runs": [run]}, tmp_path / mode, timeout=300, script=online_run.__file__)
+            seen.append([rank["runs"][0] for rank in ranks])
+            for one in seen[-1]:
+                assert one["distributed"] == kind
+                assert one["audit"]["verdict"] == "passed"
+                assert "step_zero" not in one["audit"]["not_run"]
+        whole, *sharded = [[entry["kl"] for entry in ranks[0]["logs"]] for ranks in seen]
+        for kl in sharded:
+            assert kl == pytest.approx(whole, abs=1e-5)
+
 
 class TestSchedule:
     """Items 3 and 5 of the problems that this project answers."""
