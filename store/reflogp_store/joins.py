@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp_store.errors import UsageError
+from reflogp_store.keys import token_lists
 from reflogp_store.windows import windows
 
 #: Token column -> column of reference log-probs, as TRL names them (trl/trainer/{dpo,kto}_trainer.py, signature columns).
@@ -184,7 +185,8 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
 
 def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:
     columns = completion_columns(table.column_names)
-    views = {name: windows(table["prompt_ids"], table[name], max_length, truncation_mode) for name in columns}
+    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # once for all completions
+    views = {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
     return Asked(
         columns,
         {name: view.keys() for name, view in views.items()},
