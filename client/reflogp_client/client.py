@@ -25,6 +25,7 @@ from reflogp_client.events import Following
 from reflogp_client.jobs import Job, JobPage, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
 from reflogp_client.scoring import Scores, TokenIds
 from reflogp_store import UsageError
+from reflogp_store.whole_files import appears_whole
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class Client:
             UsageError: prompts and completions are not lists of token ids, or not as many.
         """
         call = scoring.score_call(
-            reference, prompts, completions, attention_masks, temperature, cache_read, cache_write, deadline, self._timeout
+            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
         )
         return scoring.scores_of(self._send(call))
 
@@ -209,7 +210,7 @@ class Client:
             UsageError: the file cannot be written.
         """
         output = files.check_output(output_path)
-        with files.arriving(output) as partial:
+        with appears_whole(output) as hidden, hidden.open("wb") as partial:
             self._send(jobs.result_call(job, partial))
         return output
 
@@ -338,7 +339,7 @@ class AsyncClient:
     ) -> Scores:
         """As Client.score."""
         call = scoring.score_call(
-            reference, prompts, completions, attention_masks, temperature, cache_read, cache_write, deadline, self._timeout
+            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
         )
         return scoring.scores_of(await self._send(call))
 
@@ -400,7 +401,7 @@ class AsyncClient:
     async def result(self, job: str, output_path: str | Path) -> Path:
         """As Client.result."""
         output = files.check_output(output_path)
-        with files.arriving(output) as partial:
+        with appears_whole(output) as hidden, hidden.open("wb") as partial:
             await self._send(jobs.result_call(job, partial))
         return output
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -116,20 +114,6 @@ def check_output(path: str | Path) -> Path:
     if not output.absolute().parent.is_dir():
         raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is no folder")
     return output
-
-
-@contextmanager
-def arriving(output: Path) -> Iterator[IO[bytes]]:
-    """A hidden file beside `output`, which takes its place when the block ends well and is deleted when not."""
-    partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(output)
-    except OSError as error:
-        raise UsageError(f"the output {output} cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def emptied(file: IO[bytes]) -> IO[bytes]:

@@ -50,12 +50,12 @@ def score_call(
     reference: str,
     prompts: TokenIds,
     completions: TokenIds,
-    attention_masks: TokenIds | None,
     temperature: float,
     cache_read: bool,
     cache_write: bool,
     deadline: float | None,
     patience: float | None,
+    attention_masks: TokenIds | None = None,
 ) -> wire.Call:
     if deadline is not None and not deadline > 0:
         raise UsageError(f"deadline {deadline}: give seconds above 0")

@@ -13,8 +13,8 @@ import numpy as np
 
 from reflogp_client.errors import named_rows
 from reflogp_client.exports.joined import JoinedPairs
-from reflogp_client.exports.whole_files import appears_whole
 from reflogp_store import UsageError
+from reflogp_store.whole_files import appears_whole
 
 #: What the reader takes from every line (GenericPreferenceDataset.create_reader).
 _FIELDS = ("src", "tgt_chosen", "tgt_rejected")

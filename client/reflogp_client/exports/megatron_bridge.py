@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from reflogp_client.exports.joined import JoinedPairs
-from reflogp_client.exports.whole_files import appears_whole
 from reflogp_store import UsageError
+from reflogp_store.whole_files import appears_whole
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from reflogp_client.errors import named_rows
 from reflogp_client.exports.joined import JoinedPairs
-from reflogp_client.exports.whole_files import appears_whole
 from reflogp_store import UsageError
+from reflogp_store.whole_files import appears_whole
 
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]

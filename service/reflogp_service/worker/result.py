@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,8 @@ from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_store import Reference, Snapshot, join_logps
 from reflogp_store.joins import Join, completion_columns, tokens_column
 from reflogp_store.keys import KEY_TYPE
+from reflogp_store.schema import one_array
+from reflogp_store.whole_files import appears_whole
 
 _BINS = 40
 #: Outliers of each kind, and characters of each text that are kept.
@@ -151,47 +152,45 @@ def write_result(
         problems: row -> why scoring could not use it.
         check: called for each window; raises to stop.
     """
-    result.parent.mkdir(parents=True, exist_ok=True)
-    partial = result.with_name(f".{result.name}.{uuid.uuid4().hex[:8]}.partial")
     means, dropped, named = _Means(), 0, []
     rows_in_all, written = 0, 0
     writer: pq.ParquetWriter | None = None
     settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
     numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
     note = {**numerics, "snapshot": snapshot.number, **settings}
-    try:
-        for table, unread in _windows(dataset):
-            check()
-            join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
-            rows = table["row"].to_numpy()
-            bad = join.missing | join.unusable | np.isin(rows, list(problems))
-            means.add(table, join, ~bad & ~join.dropped)
-            dropped += int(join.dropped.sum())
-            errors: list[str | None] = [None] * len(table)
-            for at in np.flatnonzero(bad | join.dropped):
-                errors[at] = _DROPPED if join.dropped[at] else problems.get(int(rows[at]), _NO_VALUE)
-            named += [{"row": int(rows[at]), "error": errors[at]} for at in np.flatnonzero(bad)[:_NAMED]]
-            named += [{"row": row, "error": problem} for row, problem in list(unread.items())[:_NAMED]]
-            named = sorted(named, key=lambda entry: entry["row"])[:_NAMED]
-            part = _result_rows(table, join, bad | join.dropped, errors, unread)
-            if writer is None:
-                schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
-                writer = pq.ParquetWriter(partial, schema, compression="zstd")
-            writer.write_table(part)
-            rows_in_all += len(part)
-            written += part["error"].null_count
-        if writer is not None:
-            counts = {"rows": rows_in_all, "written": written, "coverage": written / max(1, rows_in_all - dropped)}
-            writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
-            writer.close()
-            partial.replace(result)
-        outliers = means.outliers(load_tokenizer())
-        found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
-        _write_whole(report, json.dumps(found))
-    finally:
-        if writer is not None:
-            writer.close()
-        partial.unlink(missing_ok=True)
+    with appears_whole(result) as partial:
+        try:
+            for table, unread in _windows(dataset):
+                check()
+                join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+                rows = table["row"].to_numpy()
+                bad = join.missing | join.unusable | np.isin(rows, list(problems))
+                means.add(table, join, ~bad & ~join.dropped)
+                dropped += int(join.dropped.sum())
+                errors: list[str | None] = [None] * len(table)
+                for at in np.flatnonzero(bad | join.dropped):
+                    errors[at] = _DROPPED if join.dropped[at] else problems.get(int(rows[at]), _NO_VALUE)
+                named += [{"row": int(rows[at]), "error": errors[at]} for at in np.flatnonzero(bad)[:_NAMED]]
+                named += [{"row": row, "error": problem} for row, problem in list(unread.items())[:_NAMED]]
+                named = sorted(named, key=lambda entry: entry["row"])[:_NAMED]
+                part = _result_rows(table, join, bad | join.dropped, errors, unread)
+                if writer is None:
+                    schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
+                    writer = pq.ParquetWriter(partial, schema, compression="zstd")
+                writer.write_table(part)
+                rows_in_all += len(part)
+                written += part["error"].null_count
+            if writer is not None:
+                counts = {"rows": rows_in_all, "written": written, "coverage": written / max(1, rows_in_all - dropped)}
+                writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
+                writer.close()
+        finally:
+            if writer is not None:
+                writer.close()
+    outliers = means.outliers(load_tokenizer())
+    found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
+    with appears_whole(report) as partial:
+        partial.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[pa.Table, dict[int, str]]]:
@@ -213,7 +212,7 @@ def _result_rows(
 ) -> pa.Table:
     references = completion_columns(table.column_names)
     more = len(unread)
-    columns: dict[str, pa.Array] = {"row": pa.concat_arrays([_array(table["row"]), pa.array(list(unread), pa.int64())])}
+    columns: dict[str, pa.Array] = {"row": pa.concat_arrays([one_array(table["row"]), pa.array(list(unread), pa.int64())])}
     for name, keys in join.keys.items():
         columns[name.replace("_ids", "_key")] = pa.concat_arrays([keys, pa.nulls(more, KEY_TYPE)])
     for name, reference in references.items():
@@ -224,13 +223,3 @@ def _result_rows(
     columns["error"] = pa.array([*errors, *unread.values()], pa.string())
     rows = pa.table(columns)
     return rows if not more else rows.take(pc.sort_indices(rows, [("row", "ascending")]))
-
-
-def _array(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -1,21 +1,23 @@
 """Files that appear when they are complete: written under a temporary name beside them, then renamed.
 
-Knows paths. Does not know what is in a file. Called by each format's writer.
+Knows paths. Does not know what is in a file. Called by whoever writes a file that others read.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reflogp_store import UsageError
+from reflogp_store.errors import UsageError
 
 
 @contextmanager
 def appears_whole(target: Path) -> Iterator[Path]:
     """The temporary name to write; becomes `target` when the block ends well, and is removed when it does not.
+
+    A block that writes nothing leaves `target` as it is. Folders above it are made.
 
     Raises UsageError where the file cannot be written.
     """
@@ -23,9 +25,10 @@ def appears_whole(target: Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        partial.replace(target)
+        if partial.exists():
+            partial.replace(target)
     except OSError as error:
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
-        if partial.exists():
+        with suppress(OSError):  # it is not there, or neither is its folder
             partial.unlink()
