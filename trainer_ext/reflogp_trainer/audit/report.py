@@ -13,7 +13,7 @@ from typing import Any
 AUDIT_FILE = "reflogp_audit.json"
 #: Verdict of a run that has not ended, or was stopped by something else than the audit.
 UNFINISHED = "unfinished"
-_PACKAGES = ("reflogp", "trl", "transformers", "accelerate", "torch")
+_PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "accelerate", "torch")
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
