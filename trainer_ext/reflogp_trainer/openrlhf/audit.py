@@ -72,7 +72,7 @@ class RunAudit:
         self._micro_batches: list[torch.Tensor] = []
         self._logs_compared = 0
         self._worst_log = 0.0
-        self._worst_of_one_rank = 0.0
+        self._worst_of_first = dict.fromkeys(_MEANS, 0.0)
         self._passes = 0
         self._finished = False
         self.write()
@@ -153,7 +153,7 @@ class RunAudit:
         self._note("metrics", problems)
         self._logs_compared += 1
         for name, of in _MEANS.items():
-            self._worst_of_one_rank = max(self._worst_of_one_rank, apart(logs[name], whole[of]))
+            self._worst_of_first[name] = max(self._worst_of_first[name], apart(logs[name], whole[of]))
         return {**logs, **{name: whole[of] for name, of in _MEANS.items()}}
 
     @contextmanager
@@ -258,7 +258,7 @@ class RunAudit:
             "metrics": {
                 "logs_compared": self._logs_compared,
                 "worst_difference": self._worst_log,
-                "worst_mean_of_first_process": self._worst_of_one_rank,
+                "worst_of_first_process": self._worst_of_first,
             },
             "schedule": self._schedule.as_dict() if self._schedule is not None else None,
         }

@@ -97,8 +97,8 @@ class CachedReference:
             values = self._values.of(ids[places].astype(np.uint32))
             if values is None:
                 raise MissingLogpsError(
-                    f"row {row} of a batch ({len(places)} tokens, {ids[places[:8]].tolist()}, …) is in none of the "
-                    f"datasets whose reference log-probs were looked up ({', '.join(self.joins)}): name every dataset that the trainer sees",
+                    f"row {row} of a batch ({len(places)} tokens, {ids[places[:8]].tolist()}, …) is in none of the datasets "
+                    f"whose values were looked up ({', '.join(self.joins)}): name every dataset that the trainer sees",
                     [row],
                     "",
                 )
