@@ -27,7 +27,9 @@ torch.set_num_threads(1)
 torch.cuda.set_device = lambda device: None
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.synchronize = lambda: None
+torch.compile = lambda function: function  # decorates one that DPO does not call, and loads half of torch for it
 
+import datasets  # noqa: E402
 import deepspeed.ops  # noqa: E402
 import openrlhf.utils.deepspeed.deepspeed as strategies  # noqa: E402
 import openrlhf.utils.utils as openrlhf_utils  # noqa: E402
@@ -37,7 +39,7 @@ deepspeed.ops.__compatible_ops__ = {}  # else a kernel for shared memory is comp
 loaded: list[str] = []
 add_argument, from_pretrained = argparse.ArgumentParser.add_argument, AutoModelForCausalLM.from_pretrained
 init_device_mesh, train_config = strategies.init_device_mesh, strategies.get_train_ds_config
-to_dtype = openrlhf_utils.convert_to_torch_dtype
+to_dtype, map_rows = openrlhf_utils.convert_to_torch_dtype, datasets.Dataset.map
 
 
 def add_argument_with_fp32(self: Any, *names: str, **options: Any) -> Any:
@@ -48,6 +50,11 @@ def add_argument_with_fp32(self: Any, *names: str, **options: Any) -> Any:
 
 def to_dtype_with_fp32(name: str) -> torch.dtype:
     return torch.float32 if name == "fp32" else to_dtype(name)
+
+
+def map_in_one_process(self: Any, *args: Any, num_proc: int, **options: Any) -> Any:
+    """OpenRLHF starts eight processes for each dataset, which costs seconds where there are two cores."""
+    return map_rows(self, *args, **options)
 
 
 def mesh_of_cpus(device: str, *args: Any, **kwargs: Any) -> Any:
@@ -84,6 +91,7 @@ def main(notes: Path, module: str, arguments: list[str]) -> None:
             mock.patch.object(strategies, "init_device_mesh", mesh_of_cpus),
             mock.patch.object(strategies, "get_train_ds_config", train_config_with_torch_adam),
             mock.patch.object(AutoModelForCausalLM, "from_pretrained", load),
+            mock.patch.object(datasets.Dataset, "map", map_in_one_process),
         ):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:
