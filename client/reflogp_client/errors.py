@@ -1,6 +1,7 @@
 """Errors of the client, below the store's ReflogpError.
 
 ReflogpError (reflogp_store.errors)
+├── RowsWithoutValuesError    an export needs a value for every row, and some have none
 └── ServiceError              a service did not do what was asked
     ├── ServiceUnreachableError   no connection, or no answer in time
     ├── DeadlineExceededError     not done within the time that the caller gave
@@ -14,6 +15,7 @@ ReflogpError (reflogp_store.errors)
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from reflogp_store import ReflogpError
@@ -26,6 +28,33 @@ if TYPE_CHECKING:
 
 #: Sequences whose problem an error's message tells; the rest is counted.
 _TOLD = 3
+#: Rows that an error's message names; the rest is counted.
+_NAMED = 10
+
+
+class RowsWithoutValuesError(ReflogpError):
+    """Rows of a dataset have no values, and the format needs all.
+
+    Attributes:
+        reasons: row number -> why it has none, "" where the file does not say, in order.
+        rows: rows of the dataset.
+    """
+
+    def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
+        super().__init__(
+            f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs "
+            "every row of the dataset: score what is missing, or take the rows out of the dataset, and write the file again"
+        )
+        self.reasons = dict(sorted(reasons.items()))
+        self.rows = rows
+
+
+def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
+    """The first few rows by number, with what is said of each."""
+    numbers = sorted(map(int, rows))
+    told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    return f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(told)}{more}"
 
 
 class ServiceError(ReflogpError):

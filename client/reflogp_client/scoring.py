@@ -50,6 +50,7 @@ def score_call(
     reference: str,
     prompts: TokenIds,
     completions: TokenIds,
+    attention_masks: TokenIds | None,
     temperature: float,
     cache_read: bool,
     cache_write: bool,
@@ -58,9 +59,13 @@ def score_call(
 ) -> wire.Call:
     if deadline is not None and not deadline > 0:
         raise UsageError(f"deadline {deadline}: give seconds above 0")
-    lists = [_lists(prompts, "prompts"), _lists(completions, "completions")]
-    if len(lists[0]) != len(lists[1]):
-        raise UsageError(f"{len(lists[0])} prompts but {len(lists[1])} completions")
+    columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
+    if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
+        raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['completion_ids'])} completions")
+    if attention_masks is not None:
+        columns["attention_mask"] = _lists(attention_masks, "attention_masks")
+        if len(columns["attention_mask"]) != len(columns["prompt_ids"]):
+            raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['attention_mask'])} attention masks")
     return wire.Call(
         "POST",
         "/v1/score",
@@ -70,7 +75,7 @@ def score_call(
             "cache_read": str(cache_read).lower(),
             "cache_write": str(cache_write).lower(),
         },
-        wire.arrow_body(pa.table(lists, names=["prompt_ids", "completion_ids"])),
+        wire.arrow_body(pa.table(columns)),
         {"content-type": ARROW_STREAM},
         # A store keeps the first value of a key, so a repeat changes nothing; but after a timeout the service may still be
         # computing, and a repeat would add to what made it late.

@@ -20,6 +20,7 @@ from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp_service.scoring import NAMED_ROWS, Watcher
 from reflogp_store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
+from reflogp_store.joins import ROW_COLUMN, tokens_column
 
 
 @dataclass
@@ -70,7 +71,8 @@ def join_dataset(
 
     The output appears when it is complete. Its Parquet metadata (`reflogp`) says which store, snapshot and settings it is
     of, `reflogp.coverage` how many of the rows it has; the columns chosen_key and rejected_key (or completion_key) hold each
-    sequence's key.
+    sequence's key, ref_chosen_tokens and ref_rejected_tokens (or ref_tokens), int64, how many log-probs each sum has, and
+    ref_row, int64, the row's number in the dataset, from 0.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
@@ -109,8 +111,10 @@ def join_dataset(
             table = pa.Table.from_pylist([window.rows[i] for i in kept], schema=row_schema)
             for name, keys in join.keys.items():
                 table = _with_column(table, name.replace("_ids", "_key"), keys.take(pa.array(kept)))
-            for name, values in join.logps.items():
+            for (name, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True):
                 table = _with_column(table, name, pa.array(values[kept], pa.float32()))
+                table = _with_column(table, tokens_column(name), pa.array(tokens[kept], pa.int64()))
+            table = _with_column(table, ROW_COLUMN, pa.array(numbers[kept], pa.int64()))
             if writer is None:
                 note = {
                     "store": store_uri,

@@ -21,6 +21,8 @@ from reflogp_store.windows import windows
 #: Token column -> column of reference log-probs, as TRL names them (trl/trainer/{dpo,kto}_trainer.py, signature columns).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
+#: Column of a joined file: the row's number in the dataset, from 0. Rows without values are left out of the file.
+ROW_COLUMN = "ref_row"
 
 Float32s = npt.NDArray[np.float32]
 
@@ -90,6 +92,11 @@ class Join:
     missing: npt.NDArray[np.bool_]
     unusable: npt.NDArray[np.bool_]
     dropped: npt.NDArray[np.bool_]
+
+
+def tokens_column(logps_column: str) -> str:
+    """Column that counts the log-probs in each sum of another: ref_chosen_logps -> ref_chosen_tokens."""
+    return logps_column.replace("_logps", "_tokens")
 
 
 def completion_columns(names: list[str]) -> dict[str, str]:

@@ -67,6 +67,8 @@ def test_score_twice_then_join(score, reflogp, reference_folder, pairs_file, tmp
     assert joined.num_rows == 40
     assert joined["prompt"].to_pylist() == [json.loads(line)["prompt"] for line in pairs_file.read_text().splitlines()]
     assert (joined["ref_chosen_logps"].to_numpy() < 0).all()
+    assert (joined["ref_chosen_tokens"].to_numpy() > 0).all()
+    assert joined["ref_row"].to_pylist() == list(range(40))
     note = json.loads(joined.schema.metadata[b"reflogp"])
     assert note["reference_id"] == first["reference_id"]
     assert note["snapshot"] == first["snapshot"]
@@ -183,7 +185,7 @@ def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_fil
 STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
 
 
-@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["demo"], ["store"], *STORE_COMMANDS])
+@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["export"], ["demo"], ["store"], *STORE_COMMANDS])
 def test_help_teaches(reflogp, command):
     code, out, _ = reflogp(*command, "--help")
     assert code == DONE

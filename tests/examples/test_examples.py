@@ -140,7 +140,15 @@ def test_a_sweep_scores_once(run, few, tmp_path):
     assert f"TRL would have scored {trl} with precompute_ref_log_probs, 32 without" in printed
 
 
-@pytest.mark.parametrize("example", ["dpo", "kto", "lora", "fsdp", "sweep"])
+def test_online_asks_the_service_that_it_starts(run, few, tmp_path):
+    printed = run("online", *few)
+    report = report_of(tmp_path / "out" / "online")
+    assert report["verdict"] == "passed"
+    assert (report["remote"]["batches"], report["remote"]["sequences"]) == (2, 8)
+    assert "step-0 gate: policy and reference differ by at most" in printed
+
+
+@pytest.mark.parametrize("example", ["dpo", "kto", "lora", "fsdp", "sweep", "online"])
 def test_the_readme_has_its_command(example):
     readme = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
     assert f"examples/{example}.py" in readme

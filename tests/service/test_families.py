@@ -94,6 +94,33 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
         assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_of_a_padded_batch_are_what_the_model_makes_of_them(name, tmp_path):
+    """Padding on both sides, its positions and its own values included; sequences without padding in the same call."""
+    build(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    alone = some_pairs(2)
+    rows, width, kept = [], 48, 20
+    for sequence in some_pairs(6, seed=5):
+        prompt, completion = sequence.prompt_ids[: width - kept], sequence.completion_ids[:kept]
+        left, right = width - kept - len(prompt), kept - len(completion)
+        mask = [0] * left + [1] * (len(prompt) + len(completion)) + [0] * right
+        rows.append(Sequence([0] * left + list(prompt), list(completion) + [0] * right, mask))
+    ids = torch.tensor(np.stack([row.ids() for row in rows]))
+    mask = torch.tensor([row.attention_mask for row in rows])
+    assert 0 < int(mask[:, 0].sum()) + int(mask[:, -1].sum()) < 2 * len(rows), "padding on the left and on the right"
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, width - kept - 1 : -1].float()
+    expected = logits.log_softmax(-1).gather(2, ids[:, width - kept :, None])[..., 0].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = TorchEngine(str(tmp_path), "float32")
+    values = engine.score([rows[0], *alone, *rows[1:]])
+    assert np.abs(np.stack([values[0], *values[5:]]) - expected).max() <= 1e-4
+    for ours, sequence in zip(values[1:5], alone, strict=True):
+        assert np.abs(ours - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma 2 (soft caps, sliding window 8)", "Mamba"])
 def test_temperature_divides_the_logits(name, tmp_path):
     build(name).save_pretrained(tmp_path)

@@ -78,6 +78,7 @@ def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, ref
         for side in ("chosen", "rejected"):
             expected = sum(plain_token_logps(model, rows[at]["prompt_ids"], rows[at][f"{side}_ids"]))
             assert result[f"ref_{side}_logps"][at].as_py() == pytest.approx(expected, abs=2e-3)
+            assert result[f"ref_{side}_tokens"][at].as_py() == len(rows[at][f"{side}_ids"])
             key = sequence_keys([rows[at]["prompt_ids"]], [rows[at][f"{side}_ids"]])[0].as_py()
             assert result[f"{side}_key"][at].as_py() == key
     report = client.report(job.id)

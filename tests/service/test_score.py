@@ -117,6 +117,37 @@ def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(clie
     assert LogprobStore(place / "store").table(reference.reference_id).totals()[1] == 4
 
 
+def test_rows_of_padded_batches_have_values_at_their_padding(client, model):
+    prompts, completions = sequences(4, seed=6)
+    masks = [[0] * at + [1] * (21 - 2 * at) + [0] * at for at in range(4)]
+    scores = client.score("ref", prompts, completions, attention_masks=masks, temperature=0.8, cache_write=True)
+    ids = torch.tensor([[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)])
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.tensor(masks), use_cache=False).logits[:, 11:-1] / 0.8
+    expected = logits.log_softmax(-1).gather(2, ids[:, 12:, None])[..., 0]
+    assert np.stack(scores.token_logps) == pytest.approx(expected.numpy(), abs=2e-4)
+
+
+def test_masked_rows_are_neither_looked_up_nor_kept(client):
+    prompts, completions = sequences(2, seed=7)
+    keys = sequence_keys(prompts, completions)
+    client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2, cache_write=True)
+    client.score("ref", prompts[:1], completions[:1], cache_write=True)
+    wait_until(lambda: kept(client, keys) == 1)
+    assert client.score("ref", prompts, completions, attention_masks=[[1] * 21] * 2).hits == 0
+    assert kept(client, keys) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"), [([1] * 20, "20 entries for 21 tokens"), ([2] * 21, "other entries"), ([0] * 21, "hides every token")]
+)
+def test_a_mask_that_fits_no_row_is_named(client, mask, said):
+    prompts, completions = sequences(2, seed=8)
+    with pytest.raises(SequencesRefusedError) as caught:
+        client.score("ref", prompts, completions, attention_masks=[[1] * 21, mask])
+    assert list(caught.value.problems) == [1] and said in caught.value.problems[1]
+
+
 def test_many_callers_share_packs_and_each_gets_its_own(service, model):
     async def ask():
         async with AsyncClient(service.url) as client:

@@ -6,15 +6,16 @@ Settings come as JSON, what each process saw goes into JSON files. Run by tests 
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
 MODES: dict[str, dict[str, Any]] = {
@@ -31,12 +32,14 @@ def launch(
     timeout: float = 240,
     check: bool = True,
     caches: Sequence[str | None] = (None,),
+    script: str = __file__,
 ) -> tuple[int, list[dict[str, Any]], str]:
     """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails.
 
     Args:
         processes: of each node.
         caches: each node's cache folder; None for the usual one. As many nodes as there are of them.
+        script: what each process runs, given the settings' file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
@@ -53,24 +56,32 @@ def launch(
         streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         for number, cache in enumerate(caches):
             own = environment if cache is None else {**environment, "REFLOGP_CACHE_DIR": cache}
-            arguments = [*command, "--node-rank", str(number), __file__, str(folder / "settings.json")]
+            arguments = [*command, "--node-rank", str(number), script, str(folder / "settings.json")]
             nodes.append(subprocess.Popen(arguments, env=own, start_new_session=True, **streams))
         until = time.monotonic() + timeout
         try:
             statuses = [node.wait(max(0.1, until - time.monotonic())) for node in nodes]
         finally:
             for node in nodes:
-                with suppress(ProcessLookupError):
-                    os.killpg(node.pid, signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):  # the launcher's processes lead groups of their own
+                    launcher = psutil.Process(node.pid)
+                    for process in [*launcher.children(recursive=True), launcher]:
+                        process.kill()
     printed = (folder / "output.txt").read_text()
     assert not check or not any(statuses), printed[-6000:]
     return max(statuses), [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
 
 
+def shard_on_a_cpu() -> None:
+    """Have accelerate shard by FSDP, of whose settings it makes DDP on a CPU."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train as the settings say; gives what this process saw."""
     import torch
-    from accelerate import DistributedType, PartialState
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -97,8 +108,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("args", {}),
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
-    if "fsdp" in chosen:  # accelerate makes DDP of FSDP's settings on a CPU
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if args.fsdp:
+        shard_on_a_cpu()
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
     if settings.get("trl"):
@@ -122,13 +133,18 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def run(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """What a launched process does: `work` on the settings, and a file of what it saw or of its error."""
     given = json.loads(Path(sys.argv[1]).read_text())
     place = Path(given["out"]) / f"rank-{os.environ.get('RANK', '0')}.json"
     place.unlink(missing_ok=True)
     try:
-        seen = main(given)
+        seen = work(given)
     except Exception as error:
         place.write_text(json.dumps({"error": type(error).__name__, "words": str(error)}))
         raise
     place.write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,10 +1,11 @@
 """Gives stored reference log-probs to trainers: no training GPU holds a reference model.
 
-Needs datasets, accelerate and transformers; trl is imported with the first trainer of TRL's that is asked for, so that an
-OpenRLHF environment needs none. Never imports an engine or a server.
+Needs datasets, accelerate and transformers; trl where one of its trainers is asked for, so not with OpenRLHF. Never imports an
+engine or a server.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
 from reflogp_trainer.audit import ReferenceAudit, StepZero
 from reflogp_trainer.cached import CachedReferenceMixin
@@ -13,16 +14,14 @@ from reflogp_trainer.errors import (
     BroughtColumnsError,
     MissingLogpsError,
     RankFailedError,
+    ReferenceChangedError,
     ReferenceLogpsError,
     StepZeroError,
     UnusableLogpsError,
 )
 from reflogp_trainer.join import JoinRecord, join_reference_logps
+from reflogp_trainer.online import RemoteReference
 from reflogp_trainer.source import ReferenceSource
-
-if TYPE_CHECKING:
-    from reflogp_trainer.dpo import CachedDPOTrainer
-    from reflogp_trainer.kto import CachedKTOTrainer
 
 __all__ = [
     "AuditError",
@@ -34,22 +33,31 @@ __all__ = [
     "MissingLogpsError",
     "RankFailedError",
     "ReferenceAudit",
+    "ReferenceChangedError",
     "ReferenceLogpsError",
     "ReferenceSource",
+    "RemoteGRPOTrainer",
+    "RemoteOnlineDPOTrainer",
+    "RemoteRLOOTrainer",
+    "RemoteReference",
     "StepZero",
     "StepZeroError",
     "UnusableLogpsError",
     "join_reference_logps",
 ]
 
+#: TRL's trainers: their parents take seconds to import, and are not in every TRL, nor is TRL everywhere. Imported when they are
+#: first asked for.
+_LATER = {
+    "CachedDPOTrainer": "reflogp_trainer.dpo",
+    "CachedKTOTrainer": "reflogp_trainer.kto",
+    "RemoteGRPOTrainer": "reflogp_trainer.online.grpo",
+    "RemoteOnlineDPOTrainer": "reflogp_trainer.online.online_dpo",
+    "RemoteRLOOTrainer": "reflogp_trainer.online.rloo",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "CachedDPOTrainer":
-        from reflogp_trainer.dpo import CachedDPOTrainer
-
-        return CachedDPOTrainer
-    if name == "CachedKTOTrainer":
-        from reflogp_trainer.kto import CachedKTOTrainer
-
-        return CachedKTOTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -5,6 +5,7 @@ ReflogpError (reflogp_store.errors)
     ├── MissingLogpsError        rows whose sequences were never scored
     ├── UnusableLogpsError       rows whose values are damaged or not finite
     ├── BroughtColumnsError      columns that a dataset brought along are not what the reference gives
+    ├── ReferenceChangedError    a service does not have the run's reference model any more
     ├── RankFailedError          another process of a distributed run could not do its part
     └── AuditError               a run does not do what its reference log-probs promise
         └── StepZeroError        the policy does not begin where the joined reference says it does
@@ -55,6 +56,10 @@ class BroughtColumnsError(ReferenceLogpsError):
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)
         self.rows = rows
+
+
+class ReferenceChangedError(ReferenceLogpsError):
+    """A service does not have the reference model any more that a run began with."""
 
 
 class RankFailedError(ReferenceLogpsError):

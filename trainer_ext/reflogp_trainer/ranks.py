@@ -82,11 +82,17 @@ def together_for_long(what: str, work: Callable[[], T]) -> T:
     if Rank.here().count == 1:
         return work()
     with ThreadPoolExecutor(1, thread_name_prefix="reflogp-together") as thread:
-        future = thread.submit(work)
-        while True:
-            wait([future], timeout=_BEAT)
-            if all(gather(future.done())):
-                return _agreed(what, future)
+        return settled_together(what, thread.submit(work))
+
+
+def settled_together(what: str, future: Future[T]) -> T:
+    """As `together_for_long`, for work that is under way on every process."""
+    if Rank.here().count == 1:
+        return future.result()
+    while True:
+        wait([future], timeout=_BEAT)
+        if all(gather(future.done())):
+            return _agreed(what, future)
 
 
 def _agreed(what: str, future: Future[T]) -> T:

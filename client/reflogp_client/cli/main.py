@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp_client.cli import demo, jobs, join, score, serve, store, submit
+from reflogp_client.cli import demo, export, jobs, join, score, serve, store, submit
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_client.errors import NotAllowedError, RequestRefusedError
 from reflogp_store import ReflogpError, UsageError
@@ -54,6 +54,7 @@ def _root(
 app.command("demo")(demo.demo)
 app.command("score")(score.score)
 app.command("join")(join.join)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
 app.command("submit")(submit.submit)

@@ -7,6 +7,7 @@ self-check.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -50,7 +51,10 @@ def pack_states(model: Any, pack: Pack, layout: PackLayout) -> torch.Tensor:
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log-probs of every completion token of a right-padded batch, float32 (tokens,) on the device, sequence by sequence."""
+    """log-probs of every completion token of a right-padded batch, float32 (tokens,) on the device, sequence by sequence.
+
+    Sequences with an attention mask keep it: their own padding stays where it is.
+    """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
     input_ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -58,13 +62,27 @@ def forward_padded(
     predicts = torch.zeros(len(batch), width, dtype=torch.bool)  # positions whose next token is a completion token
     for row, sequence in enumerate(batch):
         input_ids[row, : lengths[row]] = torch.from_numpy(sequence.ids())
-        mask[row, : lengths[row]] = 1
+        own = sequence.attention_mask
+        mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.asarray(own, np.int64))
         predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
     targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
-    padding = {} if min(lengths) == width else {"attention_mask": mask.to(device)}
+    padding = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}
     states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **padding).last_hidden_state
     parents = predicts.flatten().nonzero()[:, 0].to(device)
     return head.logps(states.flatten(0, 1), parents, targets, temperature)
+
+
+@contextmanager
+def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
+    """While the block runs, the model attends by `implementation`, transformers' name of it."""
+    before = model.config._attn_implementation
+    if implementation != before:
+        model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        if implementation != before:
+            model.set_attn_implementation(before)
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:

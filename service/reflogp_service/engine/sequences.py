@@ -19,10 +19,14 @@ class Sequence:
     Attributes:
         prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
         completion_ids: token ids, at least one.
+        attention_mask: None for a sequence on its own. For a row of a padded batch 0 where a token is padding, else 1: it is
+            then scored by the model's own forward with this mask and the model's default positions, and padded completion
+            tokens have values too. Where positions are absolute, padding on the left changes all of them.
     """
 
     prompt_ids: Ids
     completion_ids: Ids
+    attention_mask: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -40,8 +44,21 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
         return "its completion is empty"
     if max_positions is not None and len(sequence) > max_positions:
         return f"it has {len(sequence)} tokens and the model has {max_positions} positions; set a max_length"
+    if sequence.attention_mask is not None and (problem := _problem_of_mask(sequence)):
+        return problem
     ids = sequence.ids()
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
+    return None
+
+
+def _problem_of_mask(sequence: Sequence) -> str | None:
+    mask = np.asarray(sequence.attention_mask)
+    if len(mask) != len(sequence):
+        return f"its attention_mask has {len(mask)} entries for {len(sequence)} tokens"
+    if not np.isin(mask, (0, 1)).all():
+        return "its attention_mask has other entries than 0 and 1"
+    if not mask.any():
+        return "its attention_mask hides every token"
     return None

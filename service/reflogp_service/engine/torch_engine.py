@@ -19,7 +19,7 @@ import transformers
 
 from reflogp_service.engine.compiled import worth_compiling
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
-from reflogp_service.engine.forward import forward_pack, forward_padded, padded_batches
+from reflogp_service.engine.forward import attention_of, forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
@@ -87,6 +87,7 @@ class TorchEngine:
         self._flops = ForwardFlops(self._loaded.model)
         if compile_layers is None:
             compile_layers = worth_compiling(self._loaded.model, self.device)
+        self._own_attention = self._loaded.model.config._attn_implementation
         self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
         self.token_budget = (
             auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
@@ -209,20 +210,27 @@ class TorchEngine:
         }
 
     def _units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
-        """Passes over all of `sequences` within the present budget, those beyond the rope limit alone."""
+        """Passes over all of `sequences` within the present budget: those beyond the rope limit alone, masked ones padded."""
         limit = self._loaded.rope_limit
-        beyond = [limit is not None and len(sequence) > limit for sequence in sequences]
-        alone = [[index] for index, is_beyond in enumerate(beyond) if is_beyond]
-        for chosen in (*alone, [index for index, is_beyond in enumerate(beyond) if not is_beyond]):
+        groups: list[list[int]] = []
+        plain: list[int] = []
+        masked: list[int] = []
+        for index, sequence in enumerate(sequences):
+            if limit is not None and len(sequence) > limit:
+                groups.append([index])
+            else:
+                (plain if sequence.attention_mask is None else masked).append(index)
+        for chosen in (*groups, plain, masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
                 yield _Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
-        if self.self_check.path == "packed":
+        is_masked = bool(sequences) and sequences[0].attention_mask is not None
+        if self.self_check.path == "packed" and not is_masked:
             for pack in packs(sequences, self.token_budget):
                 yield _Unit(pack, pack.members, len(pack))
             return
-        budget = self.token_budget if self.self_check.path == "padded" else 1
+        budget = 1 if self.self_check.path == "single" else self.token_budget
         for batch in padded_batches(sequences, budget):
             members, start = [], 0
             for index in batch:
@@ -241,7 +249,8 @@ class TorchEngine:
             if isinstance(unit.work, Pack):
                 values = forward_pack(model, self._head, unit.work, self.device, temperature)
             else:
-                values = forward_padded(model, self._head, unit.work, self.device, temperature)
+                with attention_of(model, self._own_attention):
+                    values = forward_padded(model, self._head, unit.work, self.device, temperature)
             return _Flying.begin(unit, values)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):

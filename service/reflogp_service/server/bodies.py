@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from reflogp_service.data.flatbuffer import field_at, place
 from reflogp_service.server.problems import Problem
-from reflogp_service.worker.wire import SEQUENCES, stream_bytes
+from reflogp_service.worker.wire import MASKED_SEQUENCES, SEQUENCES, stream_bytes, token_count
 from reflogp_store.keys import KEY_BYTES, KEY_TYPE
 from reflogp_store.lookup import ARROW_STREAM, QUESTION
 from reflogp_store.schema import one_array
@@ -120,32 +120,37 @@ def keys_of(body: bytes, max_keys: int) -> pa.FixedSizeBinaryArray:
 
 
 def sequences_of(body: bytes, max_sequences: int, max_tokens: int) -> pa.Table:
-    """prompt_ids and completion_ids of an Arrow IPC stream, both list<int64>.
+    """prompt_ids, completion_ids and maybe attention_mask of an Arrow IPC stream, all list<int64>.
 
     Raises a Problem for anything else, for compressed batches, and for more sequences or tokens than allowed.
     """
 
     def check(schema: pa.Schema) -> None:
-        if sorted(schema.names) != sorted(SEQUENCES.names) or not all(_is_token_lists(field.type) for field in schema):
+        known = any(sorted(schema.names) == sorted(kind.names) for kind in (SEQUENCES, MASKED_SEQUENCES))
+        if not known or not all(_is_token_lists(field.type) for field in schema):
             described = ", ".join(f"{field.name}: {field.type}" for field in schema)
-            raise Problem(422, f"the stream's columns are {described}", "send prompt_ids and completion_ids, lists of integers")
+            raise Problem(
+                422,
+                f"the stream's columns are {described}",
+                "send prompt_ids and completion_ids, lists of integers; for rows of padded batches attention_mask too",
+            )
 
-    parts = []
+    parts, kind = [], SEQUENCES
     for batch in _batches_of(body, max_sequences, "sequences", check):
-        columns = [batch.column(name) for name in SEQUENCES.names]
+        kind = MASKED_SEQUENCES if "attention_mask" in batch.schema.names else SEQUENCES
+        columns = [batch.column(name) for name in kind.names]
         if any(column.null_count or column.flatten().null_count for column in columns):
             raise Problem(422, "a sequence or a token id is null", "send token ids for each")
         try:
-            parts.append(pa.record_batch([c.cast(pa.list_(pa.int64())) for c in columns], schema=SEQUENCES))
+            parts.append(pa.record_batch([c.cast(pa.list_(pa.int64())) for c in columns], schema=kind))
         except pa.ArrowException as error:
             raise _not_arrow("sequences", error) from error
-    return bounded_tokens(pa.Table.from_batches(parts, SEQUENCES), max_tokens)
+    return bounded_tokens(pa.Table.from_batches(parts, kind), max_tokens)
 
 
 def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
     """The same table; raises a Problem when it has more tokens than allowed."""
-    tokens = sum(len(one_array(sequences[name]).flatten()) for name in SEQUENCES.names)
-    if tokens > max_tokens:
+    if token_count(sequences) > max_tokens:
         raise Problem(413, f"more than {max_tokens:,} tokens", "send them in several requests")
     return sequences
 

@@ -22,7 +22,7 @@ from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
-from reflogp_service.worker.wire import OUTCOMES, stream_bytes, table_of
+from reflogp_service.worker.wire import MASKED_SEQUENCES, OUTCOMES, stream_bytes, table_of, token_count
 from reflogp_store import ReferenceNotFoundError, sequence_keys
 from reflogp_store.schema import one_array
 
@@ -104,7 +104,8 @@ class OnlineScoring:
 
         Args:
             reference: name or id of one of the service's models.
-            sequences: columns prompt_ids, completion_ids: list<int64>.
+            sequences: columns prompt_ids, completion_ids: list<int64>; maybe attention_mask: rows of padded batches, whose
+                values are neither looked up nor kept.
             temperature: logits are divided by it. Values at another one than 1 are neither looked up nor kept.
             cache_read: take from the store what it has.
             cache_write: keep what is computed.
@@ -119,7 +120,8 @@ class OnlineScoring:
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         known: list[Any] = [None] * len(sequences)
         snapshot = None
-        if cache_read and temperature == 1.0:
+        storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
+        if cache_read and storable:
             known, snapshot = await to_thread.run_sync(self._look_up, model.reference_id, sequences)
         missing = [at for at, values in enumerate(known) if values is None]
         hits = len(sequences) - len(missing)
@@ -128,7 +130,7 @@ class OnlineScoring:
             outcomes = pa.table([pa.array(known, OUTCOMES.field(0).type), pa.nulls(len(known), pa.string())], schema=OUTCOMES)
             return Scored(outcomes, model.reference_id, hits, 0.0, 0.0, snapshot)
         asked = sequences if not hits else sequences.take(pa.array(missing))
-        message, body = await self._ask(model.reference_id, asked, temperature, cache_write and temperature == 1.0, deadline)
+        message, body = await self._ask(model.reference_id, asked, temperature, cache_write and storable, deadline)
         outcomes = table_of(body)
         self._metrics.sequences.labels("online", "scored").inc(outcomes["error"].null_count)
         if hits:
@@ -170,7 +172,7 @@ class OnlineScoring:
     async def _ask(
         self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float
     ) -> tuple[dict[str, Any], bytes]:
-        tokens = sum(len(one_array(sequences[name]).flatten()) for name in sequences.column_names)
+        tokens = token_count(sequences)
         worker = self._worker_for(reference_id, tokens)
         key = str(next(self._ids))
         message = {

@@ -133,8 +133,8 @@ class Worker:
 
     def _ask(self, message: dict[str, Any], body: bytes) -> None:
         table = table_of(body)
-        pairs = zip(table["prompt_ids"], table["completion_ids"], strict=True)
-        sequences = [Sequence(_ids(prompt), _ids(completion)) for prompt, completion in pairs]
+        rows = zip(*(table[name] for name in table.column_names), strict=True)
+        sequences = [Sequence(*(_ids(entry) for entry in row)) for row in rows]
         left = message["deadline_seconds"]
         deadline = None if left is None else time.monotonic() + left
         if message["write"]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_store import Reference, Snapshot, join_logps
-from reflogp_store.joins import Join, completion_columns
+from reflogp_store.joins import Join, completion_columns, tokens_column
 from reflogp_store.keys import KEY_TYPE
 
 _BINS = 40
@@ -143,7 +143,9 @@ def write_result(
     """Write a job's result and report; both appear when they are complete.
 
     The result has every row of the dataset once, in order (a pair that was unpaired for KTO: twice): row int64, one key column
-    (binary of 16 bytes) and one float32 column of reference log-probs per completion, and error, null where there are values.
+    (binary of 16 bytes), one float32 column of reference log-probs and one int64 column that counts them per completion, and
+    error, null where there are values. Its metadata is as of `reflogp join`: `reflogp` says what the values are of,
+    `reflogp.coverage` how many of the rows have them.
 
     Args:
         problems: row -> why scoring could not use it.
@@ -152,6 +154,7 @@ def write_result(
     result.parent.mkdir(parents=True, exist_ok=True)
     partial = result.with_name(f".{result.name}.{uuid.uuid4().hex[:8]}.partial")
     means, dropped, named = _Means(), 0, []
+    rows_in_all, written = 0, 0
     writer: pq.ParquetWriter | None = None
     settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
     numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
@@ -175,7 +178,11 @@ def write_result(
                 schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")
             writer.write_table(part)
+            rows_in_all += len(part)
+            written += part["error"].null_count
         if writer is not None:
+            counts = {"rows": rows_in_all, "written": written, "coverage": written / max(1, rows_in_all - dropped)}
+            writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
             writer.close()
             partial.replace(result)
         outliers = means.outliers(load_tokenizer())
@@ -210,9 +217,10 @@ def _result_rows(
     for name, keys in join.keys.items():
         columns[name.replace("_ids", "_key")] = pa.concat_arrays([keys, pa.nulls(more, KEY_TYPE)])
     for name, reference in references.items():
-        del name
         values = pa.array(join.logps[reference], pa.float32(), mask=without)
+        tokens = pa.array(join.tokens[name], pa.int64(), mask=without)
         columns[reference] = pa.concat_arrays([values, pa.nulls(more, pa.float32())])
+        columns[tokens_column(reference)] = pa.concat_arrays([tokens, pa.nulls(more, pa.int64())])
     columns["error"] = pa.array([*errors, *unread.values()], pa.string())
     rows = pa.table(columns)
     return rows if not more else rows.take(pc.sort_indices(rows, [("row", "ascending")]))

@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-#: What is asked, and what is answered: in order, null values where there is an error.
+from reflogp_store.schema import one_array
+
+#: What is asked, and what is answered: in order, null values where there is an error. MASKED_SEQUENCES are rows of padded
+#: batches, with padding among their token ids.
 SEQUENCES = pa.schema([("prompt_ids", pa.list_(pa.int64())), ("completion_ids", pa.list_(pa.int64()))])
+MASKED_SEQUENCES = SEQUENCES.append(pa.field("attention_mask", pa.list_(pa.int64())))
 OUTCOMES = pa.schema([("token_logps", pa.list_(pa.float32())), ("error", pa.string())])
+
+
+def token_count(sequences: pa.Table) -> int:
+    """Tokens of all prompts and completions."""
+    return sum(len(one_array(sequences[name]).flatten()) for name in SEQUENCES.names)
 
 
 def stream_bytes(table: pa.Table) -> bytes:

@@ -6,6 +6,8 @@ Puts the checks together, and decides what a finding does. Each check is a modul
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,6 +23,7 @@ from reflogp_trainer.audit.step_zero import StepZero, compared, differences
 from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
 from reflogp_trainer.layouts import reference_columns
 from reflogp_trainer.no_reference import NoReferenceModel
+from reflogp_trainer.online import RemoteReference
 from reflogp_trainer.own_model import computes_references
 from reflogp_trainer.ranks import gather, together
 from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
@@ -40,6 +43,8 @@ class ReferenceAudit(TrainerCallback):
     metrics: logged metrics are means over all processes, and are those of the joined columns.
     schedule: global_step grows by one per optimizer step; logs, evaluations and saves come when the settings say.
     spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off.
+
+    Of a trainer whose values a service gives while it trains (RemoteRLOOTrainer, …) there are no columns and no rows to check.
 
     `output_dir/reflogp_audit.json` has what was seen, with the store, reference id, snapshot and coverage of each dataset.
 
@@ -118,12 +123,15 @@ class ReferenceAudit(TrainerCallback):
         self._metrics = GlobalMeans()
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if "forwards" in self.checks:
-            self._forwards = ForwardCount(policy)
+            self._forwards = ForwardCount(policy, self._reward_models)
             self._forwards.watch_others()
             kept = getattr(self._trainer, "ref_model", None)
             if kept is not None and not isinstance(kept, NoReferenceModel):
                 self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
-        if "spot_check" in self.checks:
+        if self._remote is not None:
+            for check in self.checks & {"columns", "spot_check"}:
+                self._not_run[check] = "a service gives the values while training, and no dataset has them"
+        elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
             else:
@@ -135,15 +143,20 @@ class ReferenceAudit(TrainerCallback):
     def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
         assert self._schedule is not None, "training_step outside of train()"
         self._schedule.micro_step()
-        first = self._batches == 0
         self._batches += 1
-        if "columns" in self.checks:
-            self._check_columns(inputs, everywhere=first)
-        if first and "step_zero" in self.checks and self._starts_at_reference and reference_columns(inputs):
-            self._check_step_zero(model, inputs)
-        self._metrics.saw(inputs)
+        if self._remote is None:
+            self._see_columns(model, inputs)
         if self._forwards is not None:
             self._forwards.begin()
+
+    def _see_columns(self, model: Any, inputs: dict[str, Any]) -> None:
+        first = self._batches == 1
+        if "columns" in self.checks:
+            self._check_columns(inputs, everywhere=first)
+        if first and self.wants_first_batch and reference_columns(inputs):
+            batch = self._trainer._prepare_inputs(inputs)
+            self.check_first_batch(lambda: differences(*sums_of_batch(self._trainer, model, batch)))
+        self._metrics.saw(inputs)
 
     def _after_step(self, inputs: dict[str, Any]) -> None:
         if self._forwards is None:
@@ -151,6 +164,9 @@ class ReferenceAudit(TrainerCallback):
         self._forwards.end()
         self._passes += self._forwards.policy
         problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
+        if self._remote is not None:  # generation and the old policy's values take passes too
+            self._found("forwards", problems)
+            return
         expected = 2 if any(name.startswith("KL_") for name in inputs) else 1
         if self._forwards.policy != expected:
             problems.append(
@@ -227,10 +243,19 @@ class ReferenceAudit(TrainerCallback):
         if bad is not None:  # read at the next log: a look at each step would make a GPU wait
             self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
 
-    def _check_step_zero(self, model: Any, inputs: dict[str, Any]) -> None:
-        batch = self._trainer._prepare_inputs(inputs)
-        seen = together("the step-0 gate", lambda: differences(*sums_of_batch(self._trainer, model, batch)))
-        self.step_zero = self._compared(gather(seen), self._trainer.accelerator.unwrap_model(model))
+    @property
+    def wants_first_batch(self) -> bool:
+        """Whether the next batch is the one to compare with the policy's own log-probs."""
+        return self._training and self.step_zero is None and "step_zero" in self.checks and self._starts_at_reference
+
+    def check_first_batch(self, seen: Callable[[], list[float]]) -> None:
+        """The step-0 gate.
+
+        Args:
+            seen: computes the `differences` of this process.
+        """
+        found = gather(together("the step-0 gate", seen))
+        self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))
         self._judge(self.step_zero, "the first batch", "step_zero")
 
     def _check_spots(self, policy: torch.nn.Module) -> None:
@@ -247,7 +272,10 @@ class ReferenceAudit(TrainerCallback):
             self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
 
     def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
-        reference = next(iter(self._joined.values())).where.reference_dtype if self._joined else "unknown"
+        places = [record.where for record in self._joined.values()]
+        if self._remote is not None:
+            places = [self._remote.where]
+        reference = places[0].reference_dtype if places else "unknown"
         computes = computes_in(policy, self._trainer.args)
         allowed = self._tolerance
         if allowed is None:
@@ -268,6 +296,16 @@ class ReferenceAudit(TrainerCallback):
     @property
     def _joined(self) -> dict[str, Any]:
         return getattr(self._trainer, "joins", {})
+
+    @property
+    def _remote(self) -> RemoteReference | None:
+        kept = getattr(self._trainer, "ref_model", None)
+        return kept if isinstance(kept, RemoteReference) else None
+
+    @property
+    def _reward_models(self) -> list[torch.nn.Module]:
+        """Language models that run in a training step by right."""
+        return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
     def _starts_at_reference(self) -> bool:
@@ -321,6 +359,7 @@ class ReferenceAudit(TrainerCallback):
             "checks": sorted(self.checks),
             "not_run": self._not_run,
             "joins": {name: record.as_dict() for name, record in self._joined.items()},
+            "remote": None if self._remote is None else {**asdict(self._remote.where), **self._remote.traffic.as_dict()},
             "step_zero": step_zero,
             "spot_check": None
             if spot is None

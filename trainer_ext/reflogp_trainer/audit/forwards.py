@@ -7,6 +7,7 @@ nothing and compiled graphs stay as they are.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from transformers import PreTrainedModel
 class ForwardCount:
     """Forward passes since `begin`.
 
+    Args:
+        policy: the model that is trained.
+        others: models that may run beside it.
+
     Attributes:
         policy: passes of the policy's decoder.
         others: name of each other language model in this process that ran -> its passes.
     """
 
-    def __init__(self, policy: torch.nn.Module) -> None:
+    def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
         self.policy = 0
         self.others: dict[str, int] = {}
-        self._own = {id(module) for module in policy.modules()}
+        self._own = {id(module) for model in (policy, *others) for module in model.modules()}
         self._watched: set[int] = set()
         decoder = getattr(policy, "get_decoder", lambda: None)()
         self._handles = [(decoder if isinstance(decoder, torch.nn.Module) else policy).register_forward_pre_hook(self._ran)]

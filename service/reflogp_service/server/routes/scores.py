@@ -81,15 +81,17 @@ def scores_router(context: Context) -> APIRouter:
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id of one of the service's models.")],
         temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
-        cache_read: Annotated[bool, Query(description="Take from the store what it has (temperature 1).")] = True,
-        cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1).")] = False,
+        cache_read: Annotated[bool, Query(description="Take from the store what it has (temperature 1, no mask).")] = True,
+        cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1, no mask).")] = False,
         deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Nobody waits longer.")] = None,
     ) -> Any:
         """Log-probs of completions, given their prompts.
 
         An Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is answered by one with
         `token_logps` and `error`; its schema's metadata names reference_id, snapshot, hits, engine_seconds and queue_seconds.
-        JSON is answered by JSON. A sequence that cannot be scored has an error, the others have their values.
+        With a third column `attention_mask` (0 or 1 for each token of prompt and completion) they are rows of a padded batch,
+        with padding among the token ids, and are scored as the model itself sees such rows. JSON is answered by JSON. A
+        sequence that cannot be scored has an error, the others have their values.
         """
         body = await read_body(request, settings.max_body_bytes)
         as_arrow = media_type(request) == ARROW_STREAM

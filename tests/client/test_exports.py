@@ -1,0 +1,471 @@
+"""Exports as their readers meet them: each reader is written from the other stack's description, with no code of reflogp."""
+
+import datetime
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.worker.result import write_result
+from reflogp_store import LogprobStore, describe_reference
+from tests.conftest import REPOSITORY, plain_token_logps, write_rows
+
+DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
+ROWS = 12
+HASH = "3f0c9d2b81a4e567"
+OPEN_INSTRUCT = ("--as", "open-instruct", "--hash", HASH, "--loss-type")
+#: What a Megatron-Bridge run expects of its artifact: the fields of ScoringFingerprint.
+EXPECTED = {
+    "dataset": "org/pairs",
+    "split": "train",
+    "tokenizer": "org/model",
+    "max_seq_length": 512,
+    "prompt_key": None,
+    "tools_key": None,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "chat_template_kwargs": None,
+    "tokenization_version": 2,
+}
+
+
+class TensorCache:
+    """open-instruct's model_utils.TensorCache over a dataset of n rows, as dpo_utils reads it."""
+
+    def __init__(self, file: Path, n: int) -> None:
+        self.tensors = torch.load(file, weights_only=True, map_location="cpu")
+        assert set(self.tensors) == {"chosen_logps", "rejected_logps"}
+        for name, tensor in self.tensors.items():
+            if tensor.dtype != torch.float32 or tensor.shape != (n,) or torch.isinf(tensor).any():
+                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {n} float32")
+
+    def __getitem__(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: tensor[index.long()] for name, tensor in self.tensors.items()}
+
+
+def read_artifact(folder: Path, expected: dict, num_pairs: int) -> list[dict]:
+    """Megatron-Bridge's checks: every expected field equals the metadata's (absent is null), pair_id 0 to n-1, each once."""
+    if not (folder / "scoring_metadata.json").is_file():
+        raise ValueError("no scoring_metadata.json: not a scorer's artifact")
+    metadata = json.loads((folder / "scoring_metadata.json").read_text())
+    mismatched = {name for name, value in expected.items() if metadata.get(name) != value}
+    if mismatched:
+        raise ValueError(f"metadata mismatch: {sorted(mismatched)}")
+    lines = (folder / "ref_logprobs.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines if line.strip()]
+    for record in records:
+        for side in ("chosen", "rejected"):
+            assert isinstance(record[f"ref_{side}_logprob_sum"], float)
+            assert isinstance(record[f"ref_{side}_num_tokens"], int)
+    if sorted(record["pair_id"] for record in records) != list(range(num_pairs)):
+        raise ValueError("the artifact does not cover the pairs exactly")
+    return sorted(records, key=lambda record: record["pair_id"])
+
+
+def read_preference_lines(file: Path, batch_size: int) -> list[dict]:
+    """fairseq2's GenericPreferenceDataset without its encoders: texts and scores of batches; None where `all` is not true."""
+    examples = [json.loads(line) for line in file.open()]
+    batches = []
+    for start in range(0, len(examples), batch_size):
+        part = examples[start : start + batch_size]
+        batch = {name: [example[name] for example in part] for name in ("src", "tgt_chosen", "tgt_rejected")}
+        for name in ("reference_score_chosen", "reference_score_rejected"):
+            scores = [example.get(name) for example in part]
+            batch[name] = torch.tensor(scores) if all(scores) else None
+        batches.append(batch)
+    return batches
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Token rows as another stack made them, with the text fields that fairseq2 reads."""
+    draw = np.random.default_rng(5)
+    made = []
+    for number in range(ROWS):
+        ids = {
+            f"{side}_ids": draw.integers(10, 900, draw.integers(3, 14)).tolist() for side in ("prompt", "chosen", "rejected")
+        }
+        texts = {"src": f"question {number}", "tgt_chosen": f"„gut“ {number}", "tgt_rejected": f"bad {number}"}
+        made.append({"id": number, **ids, **texts})
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(rows, reference_folder):
+    """side -> float64 sums of plain float32 forwards of transformers, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+    return {
+        side: np.array([sum(plain_token_logps(model, row["prompt_ids"], row[f"{side}_ids"])) for row in rows])
+        for side in ("chosen", "rejected")
+    }
+
+
+@pytest.fixture(scope="module")
+def command():
+    """The command line, for the fixtures that are made once."""
+    from reflogp_client.cli import main
+
+    def run(*arguments):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:
+            patch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])
+            main()
+        return int(caught.value.code or 0)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def join(command, place, reference_folder):
+    """join(data, name, *options) -> a joined file, scored first."""
+
+    def run(data, name, *options, scored=True, code=DONE):
+        store = ("--store", place / "store", "--dtype", "float32")
+        if scored:
+            command("score", reference_folder, data, *store)
+        assert command("join", reference_folder, data, *store, "-o", place / name, *options) == code
+        return place / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def joined(join, place, rows):
+    return join(write_rows(place / "tokens.jsonl", rows), "joined.parquet")
+
+
+@pytest.fixture(scope="module")
+def short(join, place, joined):
+    """Joined under a max_length that cuts completions; rows whose prompt fills it are dropped, so it is above every prompt."""
+    return join(place / "tokens.jsonl", "short.parquet", "--max-length", "15", scored=False)
+
+
+@pytest.fixture
+def metadata(tmp_path):
+    file = tmp_path / "expected.json"
+    file.write_text(json.dumps(EXPECTED))
+    return file
+
+
+def altered(file: Path, target: Path, change) -> Path:
+    """The joined file with its table, note and coverage changed by `change(table, note)`."""
+    table = pq.read_table(file)
+    kept = pq.ParquetFile(file).metadata.metadata
+    note = json.loads(kept[b"reflogp"])
+    table = change(table, note)
+    metadata = {b"reflogp": json.dumps(note).encode(), b"reflogp.coverage": kept.get(b"reflogp.coverage", b"{}")}
+    pq.write_table(table.replace_schema_metadata(metadata), target)
+    return target
+
+
+def with_values(table: pa.Table, name: str, values) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, pa.array(values, table.schema.field(name).type))
+
+
+def test_open_instruct_gathers_plain_sums_by_index_under_a_shuffle(reflogp, joined, plain, tmp_path):
+    code, out, _ = reflogp("export", joined, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "caches", "--json")
+    summary = json.loads(out.splitlines()[-1])
+    file = tmp_path / "caches" / f"{HASH}.pt"
+    assert (code, summary["written"], summary["missing"], summary["files"]) == (DONE, ROWS, 0, [str(file)])
+    assert summary["reference_dtype"] == "float32" and summary["reference_id"] and summary["snapshot"]
+    cache = TensorCache(file, ROWS)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
+    for index in order.split(5):
+        found = cache[index]
+        for side in ("chosen", "rejected"):
+            assert found[f"{side}_logps"].numpy() == pytest.approx(plain[side][index.numpy()], abs=1e-4)
+    with pytest.raises(ValueError, match="expected 13"):
+        TensorCache(file, ROWS + 1)
+    assert reflogp("export", joined, *OPEN_INSTRUCT, "wpo", "-o", tmp_path / "wpo")[0] == DONE
+    assert torch.equal(
+        TensorCache(tmp_path / "wpo" / f"{HASH}.pt", ROWS).tensors["chosen_logps"], cache.tensors["chosen_logps"]
+    )
+
+
+def test_open_instruct_means_are_over_the_tokens_that_are_summed(
+    reflogp, joined, short, rows, plain, reference_folder, tmp_path
+):
+    assert reflogp("export", joined, *OPEN_INSTRUCT, "dpo_norm", "-o", tmp_path)[0] == DONE
+    cache = TensorCache(tmp_path / f"{HASH}.pt", ROWS)
+    for side in ("chosen", "rejected"):
+        means = plain[side] / [len(row[f"{side}_ids"]) for row in rows]
+        assert cache.tensors[f"{side}_logps"].numpy() == pytest.approx(means, abs=1e-5)
+    assert reflogp("export", short, *OPEN_INSTRUCT, "dpo_norm", "-o", tmp_path)[0] == DONE
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
+    values = TensorCache(tmp_path / f"{HASH}.pt", ROWS).tensors["chosen_logps"].tolist()
+    kept = [row["chosen_ids"][: 15 - len(row["prompt_ids"])] for row in rows]
+    assert any(len(ids) < len(row["chosen_ids"]) for ids, row in zip(kept, rows, strict=True))
+    for row, ids, value in zip(rows, kept, values, strict=True):
+        assert value == pytest.approx(np.mean(plain_token_logps(model, row["prompt_ids"], ids)), abs=1e-5)
+
+
+def test_megatron_bridge_accepts_the_artifact_and_finds_plain_sums(reflogp, joined, rows, plain, metadata, tmp_path):
+    folder = tmp_path / "artifact"
+    code, out, _ = reflogp("export", joined, "--as", "megatron-bridge", "-o", folder, "--metadata", metadata)
+    assert code == DONE
+    assert "12 pairs" in out
+    records = read_artifact(folder, EXPECTED, ROWS)
+    for side in ("chosen", "rejected"):
+        assert [record[f"ref_{side}_logprob_sum"] for record in records] == pytest.approx(plain[side], abs=1e-4)
+        assert [record[f"ref_{side}_num_tokens"] for record in records] == [len(row[f"{side}_ids"]) for row in rows]
+    with pytest.raises(ValueError, match="max_seq_length"):
+        read_artifact(folder, EXPECTED | {"max_seq_length": 1024}, ROWS)
+    with pytest.raises(ValueError, match="cover"):
+        read_artifact(folder, EXPECTED, ROWS + 1)
+    written = json.loads((folder / "scoring_metadata.json").read_text())
+    assert written["num_pairs"] == ROWS
+    assert written["reflogp"]["reference_dtype"] == "float32"
+    assert sorted(path.name for path in folder.iterdir()) == ["ref_logprobs.jsonl", "scoring_metadata.json"]
+
+
+def test_fairseq2_reads_its_own_fields_and_plain_sums_in_every_batch(reflogp, joined, rows, plain, tmp_path):
+    file = tmp_path / "pairs" / "train.jsonl"
+    assert reflogp("export", joined, "--as", "fairseq2", "-o", file)[0] == DONE
+    batches = read_preference_lines(file, batch_size=5)
+    for name in ("src", "tgt_chosen", "tgt_rejected"):
+        assert [text for batch in batches for text in batch[name]] == [row[name] for row in rows]
+    for side in ("chosen", "rejected"):
+        scores = torch.cat([batch[f"reference_score_{side}"] for batch in batches])
+        assert scores.numpy() == pytest.approx(plain[side], abs=1e-4)
+    added = {"reference_score_chosen", "reference_score_rejected"}
+    lines = [json.loads(line) for line in file.open()]
+    assert [{name: value for name, value in line.items() if name not in added} for line in lines] == rows
+
+
+def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_reasons(
+    reflogp, joined, place, reference_folder, tokenizer, plain, rows, tmp_path
+):
+    reference = describe_reference(str(reference_folder), "float32")
+    snapshot = LogprobStore(str(place / "store")).table_of(reference).snapshot()
+
+    def result(data, name, problems):
+        dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)
+        settings = {"max_length": None, "truncation_mode": "keep_start", "ld_alpha": None, "check": lambda: None}
+        file = tmp_path / name
+        write_result(dataset, reference, snapshot, problems, lambda: tokenizer, file, tmp_path / "report.json", **settings)
+        return file
+
+    whole = result(place / "tokens.jsonl", "whole.parquet", {})
+    assert reflogp("export", whole, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)[0] == DONE
+    sums = TensorCache(tmp_path / f"{HASH}.pt", ROWS).tensors["rejected_logps"]
+    assert sums.numpy() == pytest.approx(plain["rejected"], abs=1e-4)
+    cut = altered(whole, tmp_path / "cut.parquet", lambda table, note: table.slice(0, 11))
+    code, _, err = reflogp("export", cut, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+    assert code == MISSES
+    assert "row 11." in err
+    code, _, err = reflogp("export", whole, "--as", "fairseq2", "-o", tmp_path / "x.jsonl")
+    assert code == USAGE
+    assert "use `reflogp join`" in err
+    data = write_rows(tmp_path / "bad.jsonl", [*rows[:2], {**rows[2], "chosen_ids": "none"}, *rows[3:]])
+    code, _, err = reflogp(
+        "export", result(data, "bad.parquet", {5: "it killed a worker"}), *OPEN_INSTRUCT, "dpo", "-o", tmp_path
+    )
+    assert code == MISSES
+    assert "2 of 12 rows" in err
+    assert "rows 2 (chosen_ids is not a list of token ids), 5 (it killed a worker)" in err
+
+
+def test_rows_without_values_stop_the_export_and_are_named(reflogp, join, joined, rows, metadata, tmp_path):
+    """Missing, bad and dropped rows, and rows cut off behind the last that has values."""
+    unscored = {**rows[4], "chosen_ids": [11, 12, 13]}
+    data = write_rows(tmp_path / "gaps.jsonl", [*rows[:4], unscored, {**rows[5], "prompt_ids": None}, *rows[6:], unscored])
+    gaps = join(data, "gaps.parquet", scored=False, code=MISSES)
+    for form in (
+        (*OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out"),
+        ("--as", "megatron-bridge", "--metadata", metadata, "-o", tmp_path / "out"),
+        ("--as", "fairseq2", "-o", tmp_path / "out" / "x.jsonl"),
+    ):
+        code, out, err = reflogp("export", gaps, *form, "--json")
+        assert code == MISSES
+        assert "3 of 13 rows have no values" in err and "rows 4, 5, 12." in err
+        summary = json.loads(out.splitlines()[-1])
+        assert (summary["rows"], summary["written"], summary["missing_row_numbers"]) == (13, 0, [4, 5, 12])
+    dropped = join(tmp_path / "gaps.jsonl", "dropped.parquet", "--max-length", "8", scored=False, code=MISSES)
+    code, _, err = reflogp("export", dropped, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out")
+    left_out = [at for at, row in enumerate(rows) if len(row["prompt_ids"]) >= 8 or at in (4, 5)]
+    assert code == MISSES
+    assert f"rows {', '.join(map(str, [*left_out, 12][:10]))}" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_joined_file_that_was_cut_or_sorted_is_refused(reflogp, joined, tmp_path):
+    cut = altered(joined, tmp_path / "cut.parquet", lambda table, note: table.slice(0, 10))
+    code, _, err = reflogp("export", cut, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out")
+    assert code == MISSES
+    assert "rows 10, 11." in err
+    turned = altered(joined, tmp_path / "turned.parquet", lambda table, note: table.take(list(range(ROWS))[::-1]))
+    code, _, err = reflogp("export", turned, *OPEN_INSTRUCT, "dpo", "-o", tmp_path / "out")
+    assert code == USAGE
+    assert "not in the dataset's order" in err
+
+
+def nan_in_row_3(table, note):
+    return with_values(table, "ref_chosen_logps", [float("nan") if at == 3 else -1.0 for at in range(ROWS)])
+
+
+def zero_in_row_7(table, note):
+    return with_values(table, "ref_rejected_logps", [0.0 if at == 7 else -1.0 for at in range(ROWS)])
+
+
+def no_tokens_in_row_2(table, note):
+    return with_values(table, "ref_chosen_tokens", [0 if at == 2 else 5 for at in range(ROWS)])
+
+
+def without(*names):
+    return lambda table, note: table.drop_columns(list(names))
+
+
+def noted(**settings):
+    def change(table, note):
+        note.update(settings)
+        return table
+
+    return change
+
+
+FAIRSEQ2 = ("--as", "fairseq2", "-o", "x.jsonl")
+BRIDGE = ("--as", "megatron-bridge", "-o", "artifact", "--metadata", "expected.json")
+DPO = (*OPEN_INSTRUCT, "dpo", "-o", "caches")
+
+
+@pytest.mark.parametrize(
+    "change, form, says",
+    [
+        (nan_in_row_3, DPO, "not finite, in row 3"),
+        (zero_in_row_7, FAIRSEQ2, "sums of 0, which fairseq2 takes for missing: row 7"),
+        (no_tokens_in_row_2, (*OPEN_INSTRUCT, "dpo_norm", "-o", "caches"), "no mean: row 2"),
+        (without("ref_chosen_tokens", "ref_rejected_tokens", "ref_row"), DPO, "write it again"),
+        (without("src"), FAIRSEQ2, "has no column src"),
+        (noted(ld_alpha=0.5), DPO, "not plain sums"),
+        (noted(max_length=64, truncation_mode="keep_end"), DPO, "keeps a sequence's start"),
+        (noted(max_length=64), BRIDGE, "join it without --max-length"),
+        (noted(max_length=64), FAIRSEQ2, "join it without --max-length"),
+    ],
+)
+def test_values_that_would_be_wrong_there_are_refused(reflogp, joined, metadata, tmp_path, monkeypatch, change, form, says):
+    monkeypatch.chdir(tmp_path)
+    file = altered(joined, tmp_path / "altered.parquet", change)
+    before = sorted(tmp_path.iterdir())
+    code, _, err = reflogp("export", file, *form)
+    assert code == USAGE
+    assert says in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "form, says",
+    [
+        (("--as", "open-instruct", "-o", "caches", "--hash", HASH), "needs --loss-type"),
+        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo"), "needs --hash"),
+        (("--as", "open-instruct", "-o", "caches", "--loss-type", "simpo", "--hash", HASH), "simpo"),
+        (("--as", "open-instruct", "-o", "caches", "--loss-type", "dpo", "--hash", "../secret"), "16 digits"),
+        (("--as", "megatron-bridge", "-o", "artifact"), "needs --metadata"),
+        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "nowhere.json"), "cannot be read"),
+        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "list.json"), "not a JSON object"),
+        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "few.json"), "lacks tokenizer, max_seq_length"),
+        (("--as", "megatron-bridge", "-o", "artifact", "--metadata", "other.json"), "of 99 pairs"),
+        (("--as", "fairseq2", "-o", "pairs.json"), ".jsonl"),
+        ((*FAIRSEQ2, "--hash", HASH), "--hash is not for --as fairseq2"),
+        (("--as", "trl", "-o", "x"), "trl"),
+        (("--as", "fairseq2", "-o", "expected.json/x.jsonl"), "cannot be written"),
+    ],
+)
+def test_bad_usage(reflogp, joined, metadata, tmp_path, monkeypatch, form, says):
+    monkeypatch.chdir(tmp_path)
+    Path("list.json").write_text("[]")
+    Path("few.json").write_text(json.dumps({"dataset": "org/pairs"}))
+    Path("other.json").write_text(json.dumps(EXPECTED | {"num_pairs": 99}))
+    before = sorted(tmp_path.iterdir())
+    code, _, err = reflogp("export", joined, *form)
+    assert code == USAGE
+    assert says in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_not_a_joined_file_of_pairs_is_refused(reflogp, join, rows, place, joined, tmp_path):
+    code, _, err = reflogp("export", tmp_path / "nowhere.parquet", *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+    assert (code, "there is no file" in err) == (USAGE, True)
+    pq.write_table(pa.table({"ref_chosen_logps": [1.0]}), tmp_path / "other.parquet")
+    (tmp_path / "cut.parquet").write_bytes(joined.read_bytes()[:-9])
+    for file in (place / "tokens.jsonl", tmp_path / "other.parquet", tmp_path / "cut.parquet"):
+        code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+        assert code == USAGE
+        assert "is not a Parquet file of `reflogp join`" in err
+    kto = [{"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"], "label": True} for row in rows]
+    file = join(write_rows(tmp_path / "kto.jsonl", kto), "kto.parquet")
+    code, _, err = reflogp("export", file, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+    assert code == USAGE
+    assert "KTO rows" in err
+
+
+def test_an_export_that_fails_leaves_what_was_there(reflogp, joined, metadata, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("the old one\n")
+    dates = [datetime.date(2026, 1, 1)] * ROWS
+    dated = altered(joined, tmp_path / "dated.parquet", lambda table, note: table.append_column("day", pa.array(dates)))
+    code, _, err = reflogp("export", dated, "--as", "fairseq2", "-o", file)
+    assert code == USAGE
+    assert "row 0" in err and "JSON" in err
+    assert file.read_text() == "the old one\n"
+    folder = tmp_path / "artifact"
+    bridge = ("export", joined, "--as", "megatron-bridge", "-o", folder, "--metadata", metadata)
+    assert reflogp(*bridge)[0] == DONE
+    (folder / "ref_logprobs.jsonl").unlink()
+    (folder / "ref_logprobs.jsonl").mkdir()  # the rename of the first of two files fails
+    assert reflogp(*bridge)[0] == USAGE
+    with pytest.raises(ValueError, match=r"no scoring_metadata\.json"):
+        read_artifact(folder, EXPECTED, ROWS)
+    (folder / "ref_logprobs.jsonl").rmdir()
+    assert not list(tmp_path.rglob("*.partial"))
+    assert reflogp(*bridge)[0] == DONE
+    assert len(read_artifact(folder, EXPECTED, ROWS)) == ROWS
+
+
+def test_without_torch_the_export_says_what_to_install(reflogp, joined, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = reflogp("export", joined, *OPEN_INSTRUCT, "dpo", "-o", tmp_path)
+    assert code == FAILED
+    assert "pip install 'reflogp[service]'" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_documents_token_row_splits_what_a_stack_scores():
+    """The function that docs/exports.md gives, on rows as open-instruct and Megatron-Bridge hold them."""
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", read_docs(), re.DOTALL) if "def token_row" in block]
+    space: dict = {}
+    exec(compile(code, "docs/exports.md", "exec"), space)
+    token_row = space["token_row"]
+    chosen, labels = [1, 2, 3, 4, 5], [-100, -100, 3, 4, 5]
+    rejected, mask = [1, 2, 9], [False, False, True]
+    expected = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [9]}
+    assert token_row(chosen, [label != -100 for label in labels], rejected, mask) == expected
+    with pytest.raises(ValueError, match="one prompt"):
+        token_row(chosen, [False, False, True, True, True], [1, 7, 9], mask)
+    with pytest.raises(ValueError, match="here and there"):
+        token_row(chosen, [False, False, True, False, True], rejected, mask)
+
+
+def test_help_teaches_what_the_values_belong_to(reflogp, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, _ = reflogp("export", "--help")
+    said = " ".join(out.replace("│", " ").split())
+    assert code == DONE
+    for words in ("Values belong to the tokens that were scored", "Reference logprobs cache path", "expected_scoring_metadata"):
+        assert words in said
+
+
+def read_docs() -> str:
+    return (REPOSITORY / "docs" / "exports.md").read_text(encoding="utf-8")

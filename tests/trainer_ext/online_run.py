@@ -1,0 +1,120 @@
+"""One run of an online trainer, TRL's own or with a remote reference: in a test's process, or in each that `launch` starts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+#: Tokens that end a completion besides the tokenizer's own, so that random weights make completions of all lengths.
+ENDS = list(range(100, 140))
+
+
+def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Spread out, and the same for the same text."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [len(set(text)) / 10 + (sum(map(ord, text)) % 7) / 7 for text in texts]
+
+
+def build(settings: dict[str, Any]) -> Any:
+    """A trainer.
+
+    Args:
+        settings: trainer ("rloo", "grpo", "online_dpo"), trl (its own reference instead of a service's), model, dtype, source,
+            reference, prompts, out, args (of TRL's config), more (of a remote trainer), deadlines (of each process), lora,
+            evaluate (on so many rows), mode (of distributed_run.MODES).
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.trainer_ext.distributed_run import MODES, shard_on_a_cpu
+    from tests.trainer_ext.on_cpu import ON_CPU
+
+    remote_class, trl_class, config_class, own = _classes(settings["trainer"])
+    chosen = {
+        **ON_CPU,
+        "output_dir": str(Path(settings["out"]) / "run"),
+        "per_device_train_batch_size": 4,
+        "max_steps": 10,
+        "beta": 0.1,
+        "temperature": 0.9,
+        **own,
+        **MODES[settings.get("mode", "ddp")],
+        **settings.get("args", {}),
+    }
+    args = config_class(**chosen)
+    if args.fsdp:
+        shard_on_a_cpu()
+    policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
+    policy.generation_config.eos_token_id = [policy.config.eos_token_id, *ENDS]
+    options: dict[str, Any] = {
+        "args": args,
+        "train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in settings["prompts"]]),
+        "processing_class": AutoTokenizer.from_pretrained(settings["model"]),
+        "reward_funcs": reward,
+    }
+    if "evaluate" in settings:
+        options["eval_dataset"] = options["train_dataset"].select(range(settings["evaluate"]))
+    if settings.get("lora"):
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    if settings.get("trl"):
+        return trl_class(policy, **options)
+    from reflogp_trainer import ReferenceSource
+
+    source = ReferenceSource(settings["source"], reference=settings.get("reference", "ref"))
+    more = dict(settings.get("more", {}))
+    if "deadlines" in settings:
+        more["reference_deadline"] = settings["deadlines"][int(os.environ["RANK"])]
+    return remote_class(policy, reference=source, **options, **more)
+
+
+def train(trainer: Any, resume: str | None = None) -> dict[str, Any]:
+    """Train; gives each micro-batch's loss, the logs, and what the audit saw."""
+    losses: list[float] = []
+    step = trainer.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        loss = step(*args, **kwargs)
+        losses.append(float(loss))
+        return loss
+
+    trainer.training_step = training_step
+    trainer.train(resume_from_checkpoint=resume)
+    audit = getattr(trainer, "audit", None)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    kind = trainer.accelerator.distributed_type.value
+    return {"losses": losses, "logs": logs, "audit": audit.as_dict() if audit else None, "distributed": kind}
+
+
+def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """(remote trainer, TRL's trainer, its config, settings of its own)."""
+    import trl
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    import reflogp_trainer as ours
+
+    generation = {"num_generations": 2, "max_completion_length": 24}
+    return {
+        "rloo": (ours.RemoteRLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig, generation),
+        "grpo": (ours.RemoteGRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig, generation),
+        "online_dpo": (
+            ours.RemoteOnlineDPOTrainer,
+            OnlineDPOTrainer,
+            OnlineDPOConfig,
+            {"max_new_tokens": 24, "max_length": 96, "per_device_train_batch_size": 2},
+        ),
+    }[name]
+
+
+def main(settings: dict[str, Any]) -> dict[str, Any]:
+    """Several runs, one after the other."""
+    import torch
+
+    torch.set_num_threads(1)
+    return {"runs": [train(build(run)) for run in settings["runs"]]}
+
+
+if __name__ == "__main__":
+    from tests.trainer_ext.distributed_run import run
+
+    run(main)

@@ -1,0 +1,119 @@
+"""A trainer's padded batch as the sequences that a service scores, and the answers in the batch's shape again.
+
+Knows padding and what it does to positions. Does not know services or trainers. Used by `RemoteReference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ids = npt.NDArray[np.int64]
+#: Embeddings of positions have as many rows as the config says, or a few more (OPT: 2).
+_SPARE_POSITIONS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    """Rows of prompt and completion, padded on both sides, and which of their log-probs are wanted.
+
+    Attributes:
+        input_ids: (rows, width).
+        attention_mask: 0 where a token is padding, (rows, width).
+        completion: tokens at the end of each row that are wanted; as many as the width for all that have a context.
+        temperature: logits are divided by it.
+        at_padding: want values at the completion's padding too, as the model computes them there.
+    """
+
+    input_ids: Ids
+    attention_mask: Ids
+    completion: int
+    temperature: float = 1.0
+    at_padding: bool = False
+
+    @classmethod
+    def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
+        """From tensors on any device. They are copied to the host here, by the thread that may wait for a device."""
+        return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
+
+    def same_as(self, other: PaddedBatch) -> bool:
+        return (
+            (self.completion, self.temperature, self.at_padding) == (other.completion, other.temperature, other.at_padding)
+            and np.array_equal(self.input_ids, other.input_ids)
+            and np.array_equal(self.attention_mask, other.attention_mask)
+        )
+
+    def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
+        """(sequences without padding, rows that keep theirs): what has to be scored.
+
+        A row's padding can be left out where it only moves all positions alike, and the model's attention sees none but
+        differences of positions. It is kept for a model with absolute positions, where it has holes, where it is all that a
+        completion has before it, and where values at the padding itself are wanted.
+        """
+        plain, padded = [], []
+        prompt = self.input_ids.shape[1] - self.completion
+        for row, (ids, mask) in enumerate(zip(self.input_ids, self.attention_mask, strict=True)):
+            seen = np.flatnonzero(mask)
+            if not len(seen) or (seen[-1] < prompt and not self.at_padding):
+                continue
+            first, behind = int(seen[0]), int(seen[-1]) + 1
+            start = prompt if prompt else first + 1
+            if start == behind and not self.at_padding:  # one token, without a context
+                continue
+            has_holes = behind - first != len(seen)
+            moved = absolute_positions and first > 0
+            values_at_padding = self.at_padding and behind < len(ids)
+            if first < start and not (has_holes or moved or values_at_padding):
+                plain.append(Wanted(row, start, ids[first:start], ids[start:behind]))
+                continue
+            begin = 0 if absolute_positions or first >= start else first
+            end = len(ids) if self.at_padding else behind
+            padded.append(Wanted(row, start, ids[begin:start], ids[start:end], mask[begin:end]))
+        return plain, padded
+
+    def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
+        """Log-probs in the batch's shape, (rows, completion), zero where none is wanted."""
+        values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
+        for wanted, logps in answers:
+            values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
+        if not self.at_padding:
+            values[self.attention_mask == 0] = 0.0
+        return values[:, values.shape[1] - self.completion :]
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """One row's sequence.
+
+    Attributes:
+        row, start: where the completion's values go.
+        prompt_ids, completion_ids: its tokens, (n,) and (m,).
+        attention_mask: of both, (n + m,); None where no padding is among them.
+    """
+
+    row: int
+    start: int
+    prompt_ids: Ids
+    completion_ids: Ids
+    attention_mask: Ids | None = None
+
+
+def has_absolute_positions(model: torch.nn.Module) -> bool:
+    """Whether a model looks up positions in a table, so that padding on the left gives a token another position.
+
+    A static fact, read once from the unwrapped model: a wrapped one (DataParallel, FSDP) has no config, or parts of one.
+    """
+    config: Any = model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    tokens = model.get_input_embeddings()  # type: ignore[operator]
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) and module is not tokens]
+    return positions > 0 and any(0 <= table.num_embeddings - positions <= _SPARE_POSITIONS for table in tables)
+
+
+def _on_host(values: Any) -> Ids:
+    ids: Ids = values.detach().cpu().numpy().astype(np.int64)
+    return ids
