@@ -236,6 +236,7 @@ def test_rows_without_values_are_named_with_the_command(train, cached, data, sto
     ranks, _ = train(CACHED, tmp_path, {**SHORT, "reflogp.store": store, "data.dataset": data["other"]}, check=False)
     assert [seen["error"] for seen in ranks] == ["MissingLogpsError", "RankFailedError"]
     assert all("2 of 16 rows of train (rows 0, 1) have no reference log-probs" in seen["words"] for seen in ranks)
+    assert report(tmp_path)["verdict"] == "unfinished"
     command = shlex.split(ranks[0]["words"].split("Score them: ")[1])
     assert command[:2] == ["reflogp", "score"]
     status, printed, _ = reflogp(*command[1:])

@@ -13,11 +13,12 @@ import torch
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 
 from reflogp_store import UsageError
+from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.audit.step_zero import differences
 from reflogp_trainer.no_reference import NoReferenceModel
 from reflogp_trainer.openrlhf.audit import Cadence, RunAudit
 from reflogp_trainer.openrlhf.reference import CachedReference
-from reflogp_trainer.ranks import together
+from reflogp_trainer.ranks import Rank, together
 from reflogp_trainer.source import ReferenceSource
 
 
@@ -69,6 +70,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         loaders = {"train": train_dataloader, "eval": eval_dataloader}
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         output_dir = Path(strategy.args.ckpt.output_dir)
+        begin_report(str(output_dir), Rank.here().rank)
         # Before the trainer opens a logger: a run that lacks values leaves no trace in one.
         cached = CachedReference(reference, datasets, output_dir, run_command)
         super().__init__(
