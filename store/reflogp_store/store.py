@@ -17,6 +17,7 @@ from reflogp_store.errors import (
     DamagedStoreError,
     ReferenceNotFoundError,
     StoreDamageWarning,
+    StoreNotFoundError,
     StoreUnavailableError,
     UsageError,
 )
@@ -48,13 +49,14 @@ class LogprobStore:
         """The reference models that the store holds, ordered by id; without those whose reference.json is damaged (a warning).
 
         Raises:
-            UsageError: there is no store at the URI, or something else is.
+            StoreNotFoundError: there is no store at the URI.
+            UsageError: something else is there.
             StoreUnavailableError: it cannot be read.
             StoreFormatError: a newer reflogp wrote it.
         """
         self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
-            raise UsageError(f"there is no store at {self.uri}")
+            raise StoreNotFoundError(f"there is no store at {self.uri}")
         try:
             entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
@@ -69,7 +71,7 @@ class LogprobStore:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
-            raise UsageError(f"there is no store at {self.uri}")
+            raise StoreNotFoundError(f"there is no store at {self.uri}")
         if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found

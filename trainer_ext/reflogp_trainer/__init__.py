@@ -1,6 +1,7 @@
 """Gives stored reference log-probs to trainers: no training GPU holds a reference model.
 
-Needs trl, datasets and accelerate. Never imports an engine or a server.
+Needs datasets, accelerate and transformers; trl where one of its trainers is asked for, so not with OpenRLHF. Never imports an
+engine or a server.
 """
 
 import importlib
@@ -8,7 +9,6 @@ from typing import Any
 
 from reflogp_trainer.audit import ReferenceAudit, StepZero
 from reflogp_trainer.cached import CachedReferenceMixin
-from reflogp_trainer.dpo import CachedDPOTrainer
 from reflogp_trainer.errors import (
     AuditError,
     BroughtColumnsError,
@@ -20,7 +20,6 @@ from reflogp_trainer.errors import (
     UnusableLogpsError,
 )
 from reflogp_trainer.join import JoinRecord, join_reference_logps
-from reflogp_trainer.kto import CachedKTOTrainer
 from reflogp_trainer.online import RemoteReference
 from reflogp_trainer.source import ReferenceSource
 
@@ -47,8 +46,11 @@ __all__ = [
     "join_reference_logps",
 ]
 
-#: Trainers whose parents take seconds to import, or are not in every TRL: imported when they are first asked for.
+#: TRL's trainers: their parents take seconds to import, and are not in every TRL, nor is TRL everywhere. Imported when they are
+#: first asked for.
 _LATER = {
+    "CachedDPOTrainer": "reflogp_trainer.dpo",
+    "CachedKTOTrainer": "reflogp_trainer.kto",
     "RemoteGRPOTrainer": "reflogp_trainer.online.grpo",
     "RemoteOnlineDPOTrainer": "reflogp_trainer.online.online_dpo",
     "RemoteRLOOTrainer": "reflogp_trainer.online.rloo",

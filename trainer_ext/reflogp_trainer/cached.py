@@ -95,7 +95,7 @@ class CachedReferenceMixin(_AnyTrainer):
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
         joins_later = streams or self._is_legacy
-        begin_report(args)
+        begin_report(args.output_dir, args.process_index)
         args = copy.copy(args)
         # TRL then reads the columns, and keeps no model to compute them. It refuses streams, which are joined below.
         args.precompute_ref_log_probs = not streams

@@ -170,7 +170,7 @@ def require(
     if len(unusable):
         raise UnusableLogpsError(
             f"{len(unusable)} of {len(dataset)} rows have reference log-probs that are damaged or not finite (rows "
-            f"{_some(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
+            f"{some_rows(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
             [int(row) for row in unusable],
         )
 
@@ -257,7 +257,7 @@ def _missing(
     command = values.command(source.model, data, settings)
     return MissingLogpsError(
         f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
-        f"{values.where.reference_id} in {values.where.store} (rows {_some(missing)}). "
+        f"{values.where.reference_id} in {values.where.store} (rows {some_rows(missing)}). "
         + (f"Score them: {command}" if command else "Join the file again from a store that has them")
         + (_OF_KL if KL_IDS in columns else ""),
         [int(row) for row in missing],
@@ -265,7 +265,8 @@ def _missing(
     )
 
 
-def _some(rows: npt.NDArray[np.int64]) -> str:
+def some_rows(rows: npt.NDArray[np.int64]) -> str:
+    """The first of these rows, for a message."""
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 
@@ -281,7 +282,7 @@ def _verify_brought(
     if len(different):
         raise BroughtColumnsError(
             f"the dataset brings its own {name}, and {len(different)} of {len(values)} rows are not the reference's (rows "
-            f"{_some(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
+            f"{some_rows(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
             f"(dataset.remove_columns({name!r})) to train on the reference's values",
             [int(row) for row in different],
         )

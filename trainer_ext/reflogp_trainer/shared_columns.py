@@ -27,7 +27,17 @@ def save_columns(columns: Columns) -> Path:
 
     Raises UsageError when the cache folder cannot be written.
     """
-    table = pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()})
+    return save_table(pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()}))
+
+
+def load_columns(file: Path) -> Columns:
+    """The columns of such a file, mapped into memory: arrays that share the file's pages with other processes."""
+    table = load_table(file)
+    return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
+
+
+def save_table(table: pa.Table) -> Path:
+    """Write a table and give the file's path; as `save_columns`."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -47,7 +57,6 @@ def save_columns(columns: Columns) -> Path:
     return file
 
 
-def load_columns(file: Path) -> Columns:
-    """The columns of such a file, mapped into memory: arrays that share the file's pages with other processes."""
-    table = Dataset.from_file(str(file)).data.table
-    return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
+def load_table(file: Path) -> pa.Table:
+    """The table of such a file, mapped into memory."""
+    return Dataset.from_file(str(file)).data.table

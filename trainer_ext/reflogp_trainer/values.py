@@ -58,6 +58,12 @@ class Values(Protocol):
     def answer(self, asked: Asked, settings: Settings) -> Join:
         """Look up what rows ask."""
 
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        """Token values of n keys, list<float32>; null for a miss and for damaged values.
+
+        Raises UsageError where the values are sums.
+        """
+
     def command(self, model: str | None, data: str, settings: Settings) -> str:
         """The command line that scores `data` into where these values are; empty for a file."""
 
@@ -93,6 +99,9 @@ class StoreValues:
 
     def answer(self, asked: Asked, settings: Settings) -> Join:
         return answer(asked, self._lookup, settings.ld_alpha)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        return self._lookup.find(keys).token_lists()
 
     def command(self, model: str | None, data: str, settings: Settings) -> str:
         return score_command(
@@ -153,6 +162,13 @@ class ServiceValues:
                 found = self.look_up(keys[part])
                 lengths[part], sums[part] = found.lengths, found.sums
         return _FoundByService(self, keys, lengths, sums)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        parts = [pa.array([], pa.list_(pa.float32()))]
+        for start in range(0, len(keys), _VALUES_AT_ONCE):
+            found = self.look_up(keys[start : start + _VALUES_AT_ONCE], values=True)
+            parts.append(pa.array(found.token_logps, pa.list_(pa.float32())))
+        return pa.concat_arrays(parts)
 
     def look_up(self, keys: pa.Array, values: bool = False) -> Lookup:
         return self.client.lookup(self.where.reference_id, keys, values=values, snapshot=self.where.snapshot)
@@ -258,6 +274,9 @@ class FileValues:
         logps = {ref: np.where(places >= 0, values, np.nan).astype(np.float32) for ref, (places, values) in sums.items()}
         finite = np.logical_and.reduce([np.isfinite(values) for values in logps.values()])
         return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        raise UsageError(f"{self.where.store} holds sums, and values of single tokens are needed: give the store")
 
     def command(self, model: str | None, data: str, settings: Settings) -> str:
         return ""

@@ -286,13 +286,8 @@ class ReferenceAudit(TrainerCallback):
         self.write()
         try:
             seen.require(what)
-            if self._tolerance is None and seen.reference_dtype not in ("unknown", seen.policy_dtype):
-                raise StepZeroError(
-                    f"the reference was scored in {seen.reference_dtype} and the policy computes in {seen.policy_dtype}: at "
-                    f"step 0 they differ by up to {seen.max_difference:.4g} nats that are not training. Score in "
-                    f"{seen.policy_dtype}, or pass step_zero_tolerance= to accept it",
-                    check,
-                )
+            if self._tolerance is None:
+                seen.require_one_dtype()
         except StepZeroError as error:
             self._found(check, [str(error)], error)
 

@@ -44,9 +44,9 @@ class GlobalMeans:
         problems = []
         for name, value in mine.items():
             values = [logged[name] for logged in everyone if name in logged]
-            apart = _apart(value, sum(values) / len(values))
-            self.worst = max(self.worst, apart)
-            if apart > _ROUNDING:
+            off = apart(value, sum(values) / len(values))
+            self.worst = max(self.worst, off)
+            if off > _ROUNDING:
                 problems.append(
                     f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} as the mean over all"
                 )
@@ -67,7 +67,7 @@ class GlobalMeans:
                 continue
             joined = sum(means[at] for means in per_process if means) / len(per_process)
             logged = logs[f"logps/{side}"] - logs[f"rewards/{side}"] / beta
-            if _apart(logged, joined) > _ROUNDING:
+            if apart(logged, joined) > _ROUNDING:
                 problems.append(
                     f"rewards/{side} and logps/{side} are those of a mean reference log-prob of {logged:.6g}, and the joined "
                     f"column's mean over all processes is {joined:.6g}"
@@ -79,8 +79,9 @@ def _is_shared(name: str, value: Any) -> bool:
     return isinstance(value, int | float) and not any(own in name for own in _OWN)
 
 
-def _apart(left: float, right: float) -> float:
+def apart(left: float, right: float) -> float:
+    """Relative difference of two metrics; infinite where one is not a number."""
     if math.isnan(left) and math.isnan(right):
         return 0.0
-    apart = abs(left - right) / max(1.0, abs(right))
-    return math.inf if math.isnan(apart) else apart
+    off = abs(left - right) / max(1.0, abs(right))
+    return math.inf if math.isnan(off) else off

@@ -13,7 +13,7 @@ from typing import Any
 AUDIT_FILE = "reflogp_audit.json"
 #: Verdict of a run that has not ended, or was stopped by something else than the audit.
 UNFINISHED = "unfinished"
-_PACKAGES = ("reflogp", "trl", "transformers", "accelerate", "torch")
+_PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "accelerate", "torch")
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
@@ -26,14 +26,14 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
     return partial.replace(folder / AUDIT_FILE)
 
 
-def begin_report(args: Any) -> None:
+def begin_report(output_dir: str, process: int) -> None:
     """Say of a run that is being built that it is not finished, so that an earlier one's verdict does not stand for it.
 
     Args:
-        args: the trainer's arguments.
+        process: this one's number; the first writes.
     """
-    if args.process_index == 0:
-        write_report(args.output_dir, {"verdict": UNFINISHED, "step_zero": read_report(args.output_dir).get("step_zero")})
+    if process == 0:
+        write_report(output_dir, {"verdict": UNFINISHED, "step_zero": read_report(output_dir).get("step_zero")})
 
 
 def read_report(output_dir: str) -> dict[str, Any]:

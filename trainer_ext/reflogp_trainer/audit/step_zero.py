@@ -59,6 +59,16 @@ class StepZero:
                 "step_zero",
             )
 
+    def require_one_dtype(self) -> None:
+        """Raise StepZeroError where the reference was scored in another dtype than the policy computes in."""
+        if self.reference_dtype not in ("unknown", self.policy_dtype):
+            raise StepZeroError(
+                f"the reference was scored in {self.reference_dtype} and the policy computes in {self.policy_dtype}: at "
+                f"step 0 they differ by up to {self.max_difference:.4g} nats that are not training. Score in "
+                f"{self.policy_dtype}, or pass step_zero_tolerance= to accept it",
+                "step_zero",
+            )
+
 
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
     """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences] of some sequences.

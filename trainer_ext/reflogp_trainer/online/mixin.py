@@ -83,7 +83,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         if getattr(args, "sync_ref_model", False):
             raise UsageError("sync_ref_model moves the reference while training, and a service's stays: leave it False")
         given.arguments["args"] = self._without_reference(copy.copy(args))
-        begin_report(args)
+        begin_report(args.output_dir, args.process_index)
         remote = RemoteReference(reference, reference_deadline)
         self.policy_starts_at_reference = policy_starts_at_reference
         with no_reference_model(type(self), policy_is_path=isinstance(given.arguments.get("model"), str)):

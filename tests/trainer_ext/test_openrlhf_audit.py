@@ -1,0 +1,149 @@
+"""RunAudit on runs that do what they should not: each of OpenRLHF's old failures, played by hand, is found."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp_trainer import AuditError, JoinRecord, StepZeroError
+from reflogp_trainer.openrlhf.audit import Cadence, RunAudit
+from reflogp_trainer.values import Settings, Where
+
+ACCUMULATION = 4
+
+
+class Run:
+    """The calls that CachedReferenceDPOTrainer makes, step by step, with whatever a test gets wrong.
+
+    Args:
+        logs_at, evaluates_at, saves_at: whether that happens at a step.
+    """
+
+    def __init__(
+        self, folder, model, logs_at=lambda step: True, evaluates_at=lambda step: step % 3 == 0, saves_at=lambda step: False
+    ):
+        join = JoinRecord(Where("store", "id", "float32", 1), Settings(), rows=1)
+        self.audit = RunAudit(folder, {"train": join}, "fail", None)
+        self.engine = SimpleNamespace(global_steps=0)
+        self.happens = {"log": logs_at, "evaluate": evaluates_at, "save": saves_at}
+        args = SimpleNamespace(
+            logger=SimpleNamespace(logging_steps=1),
+            eval=SimpleNamespace(steps=3),
+            ckpt=SimpleNamespace(save_steps=float("inf")),
+        )
+        self.trainer = SimpleNamespace(
+            evaluate=lambda: None,
+            strategy=SimpleNamespace(save_ckpt=lambda: None, save_model=lambda: None),
+            _wandb=None,
+            _tensorboard=SimpleNamespace(add_scalar=lambda name, value, step: None),
+        )
+        self.audit.begin(Cadence(args, ACCUMULATION, True, True, True), self.engine, model, first_step=0)
+
+    def step(self, number, engine_steps=1, micro_batches=ACCUMULATION, **logged):
+        for _ in range(micro_batches):
+            self.audit.saw_loss(torch.tensor(0.5), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        self.engine.global_steps += engine_steps
+        logs = {"loss": 0.5, "acc": 0.5, "chosen_reward": 0.5, "reject_reward": 0.5, "loss_mean": 0.25, "acc_mean": 1.0}
+        logs = self.audit.over_all_processes({**logs, **logged})
+        with self.audit.events(self.trainer, number):
+            if self.happens["log"](number):
+                self.trainer._tensorboard.add_scalar("train/loss", 0.5, number)
+            if self.happens["evaluate"](number):
+                self.trainer.evaluate()
+                self.trainer._tensorboard.add_scalar("eval/eval_loss", 0.5, number)
+            if self.happens["save"](number):
+                self.trainer.strategy.save_ckpt()
+        self.audit.step_ended(number)
+        return logs
+
+
+@pytest.fixture(scope="module")
+def model(reference_folder):
+    return AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    return lambda **what: Run(tmp_path, model, **what)
+
+
+def verdict(folder):
+    return json.loads((folder / "reflogp_audit.json").read_text())["verdict"]
+
+
+def test_a_run_that_does_as_it_should(run, tmp_path):
+    good = run()
+    assert verdict(tmp_path) == "unfinished"
+    for number in range(1, 7):
+        logs = good.step(number)
+        assert (logs["loss_mean"], logs["acc_mean"]) == (0.5, 0.5), "the first process' own means are replaced"
+    good.audit.end()
+    assert verdict(tmp_path) == "passed"
+    assert good.audit.as_dict()["metrics"]["worst_of_first_process"] == {"loss_mean": 0.25, "acc_mean": 0.5}
+
+
+def test_logs_that_are_too_rare(run, tmp_path):
+    """OpenRLHF 0.4.0: optimizer steps were counted, and logged where micro-batches would have been."""
+    rare = run(logs_at=lambda step: step % ACCUMULATION == 0)
+    for number in range(1, 9):
+        rare.step(number)
+    with pytest.raises(AuditError, match=r"no logging at step 1, 2, 3, 5, 6, …: the settings say .*logging_steps=1"):
+        rare.audit.end()
+    assert verdict(tmp_path) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({"evaluates_at": lambda step: step == 2}, "eval at step 2"),
+        ({"saves_at": lambda step: step == 2}, "save at step 2: the settings say save_strategy='no'"),
+    ],
+    ids=["evaluation", "checkpoint"],
+)
+def test_events_at_a_step_that_nobody_asked_for(what, words, run):
+    wrong = run(**what)
+    wrong.step(1)
+    with pytest.raises(AuditError, match=words):
+        wrong.step(2)
+
+
+def test_steps_that_are_no_optimizer_steps(run):
+    with pytest.raises(AuditError, match=r"global_step went from 0 to 2"):
+        run().step(2)
+    with pytest.raises(AuditError, match=r"the optimizer made 0 steps"):
+        run().step(1, engine_steps=0)
+    with pytest.raises(AuditError, match=r"5 micro-batches went into step 1"):
+        run().step(1, micro_batches=5)
+
+
+def test_a_metric_that_is_not_the_mean(run):
+    with pytest.raises(AuditError, match=r"chosen_reward is logged as 0\.7, and the mean over all processes is 0\.5"):
+        run().step(1, chosen_reward=0.7)
+
+
+def test_a_model_that_runs_in_the_references_part(run, model, reference_folder):
+    other = AutoModelForCausalLM.from_pretrained(reference_folder)
+    watched, ids = run(), torch.tensor([[5, 6, 7]])
+    with watched.audit.passes(1, "policy"):
+        model(ids)
+    with watched.audit.passes(0, "reference"):
+        other(ids)
+    with pytest.raises(AuditError, match=r"LlamaForCausalLM of .* ran 1 times in the reference's part of a step"):
+        watched.step(1)
+    watched = run()
+    with watched.audit.passes(0, "reference"):
+        model(ids)
+    with pytest.raises(AuditError, match=r"the policy made 1 passes in the reference's part of a step, not 0"):
+        watched.step(1)
+
+
+def test_a_first_batch_that_differs(run, model, tmp_path):
+    audit = run().audit
+    audit.saw_first_batch([4, 1e-4, 1e-5, 0.0], model)
+    with pytest.raises(StepZeroError, match=r"differ from the joined reference's by up to 0\.5 nats"):
+        audit.saw_first_batch([4, 0.5, 0.1, -1.2], model)
+    assert verdict(tmp_path) == "failed"
