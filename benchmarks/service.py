@@ -13,14 +13,13 @@ import argparse
 import asyncio
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,9 @@ from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs, tokeniz
 from reflogp_client import AsyncClient, Client, Job
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.engine import Sequence, TorchEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.service.serving import Service, running
 
 _COMMAND = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
 #: One online request: what a training step asks for.
@@ -81,20 +83,12 @@ def parse() -> argparse.Namespace:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, *more: str):  # type: ignore[no-untyped-def]
-    """A service with a store and state of its own; gives (url, process)."""
+def serving(folder: Path, model: Path, *more: str) -> Iterator[Service]:
+    """A service with a store and state of its own, ready to work."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    command = [*_COMMAND, "serve", "--port", "0", "--store", str(place / "store"), "--state", str(place / "state")]
-    process = subprocess.Popen([*command, "--model", f"ref={model}", *more], stderr=subprocess.PIPE, text=True)
-    try:
-        url = next(found[1] for line in process.stderr if (found := re.search(r"running on (http://[0-9.:]+)", line)))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        while "reflogp_workers_ready 1.0" not in httpx.get(f"{url}/metrics").text:
-            time.sleep(0.05)
-        yield url, process
-    finally:
-        process.terminate()
-        process.wait()
+    with running("--store", place / "store", "--state", place / "state", "--model", f"ref={model}", *more) as service:
+        service.worker_ready()
+        yield service
 
 
 def seconds_of(job: Job) -> float:
@@ -111,7 +105,7 @@ def job_beside_command(folder: Path, model: Path, data: Path, rounds: int) -> di
         summary = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         command.append(summary["tokens"] / summary["seconds"])
         engine_command.append(summary["tokens_per_second"])
-        with serving(folder, model) as (url, _), Client(url) as client:
+        with serving(folder, model) as service, Client(service.url) as client:
             done = client.watch(client.submit(data, "ref").id)
             job.append(done.summary["tokens"] / seconds_of(done))
             engine_job.append(done.summary["tokens_per_second"])
@@ -125,7 +119,7 @@ def job_beside_command(folder: Path, model: Path, data: Path, rounds: int) -> di
 
 def all_hits(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Sequences a second of a job whose sequences are all stored, from its beginning to its end."""
-    with serving(folder, model) as (url, _), Client(url) as client:
+    with serving(folder, model) as service, Client(service.url) as client:
         client.watch(client.submit(data, "ref").id)
         rates = []
         for number in range(2 * rounds + 1):
@@ -137,7 +131,7 @@ def all_hits(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, An
 
 def lookups(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Keys a second of /v1/lookup on loopback, 100,000 keys at a time, and with token values."""
-    with serving(folder, model) as (url, _), Client(url) as client:
+    with serving(folder, model) as service, Client(service.url) as client:
         client.watch(client.submit(data, "ref").id)
         keys = [bytes(row) for row in np.random.default_rng(0).integers(0, 256, (100_000, 16), np.uint8)]
         times = []
@@ -172,7 +166,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def online(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Time beyond the engine's of one caller's requests."""
-    with serving(folder, model, "--pin", "ref") as (url, _), Client(url) as client:
+    with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
         timed(client, 20, 0)
         beyond, _ = timed(client, 100 * rounds, 1000)
         return {"sequences": SEQUENCES, "tokens_each": TOKENS, "requests": len(beyond), **percentiles(beyond)}
@@ -204,8 +198,8 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
                 await asyncio.gather(*(caller(number) for number in range(8)))
                 return time.perf_counter() - start
 
-        with serving(folder, model, "--pin", "ref") as (url, _):
-            callers.append(len(sequences) * TOKENS / asyncio.run(ask(url)))
+        with serving(folder, model, "--pin", "ref") as service:
+            callers.append(len(sequences) * TOKENS / asyncio.run(ask(service.url)))
     rates = {"offline_tokens_per_second": statistics.median(offline), "callers_tokens_per_second": statistics.median(callers)}
     return {**rates, "ratio": rates["callers_tokens_per_second"] / rates["offline_tokens_per_second"]}
 
@@ -225,7 +219,7 @@ def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
 
 def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """How much later online requests are answered while a job runs, beside what one of its packs takes."""
-    with serving(folder, model, "--pin", "ref") as (url, _), Client(url) as client:
+    with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
         timed(client, 10, 0)
         _, alone = timed(client, 30 * rounds, 20_000)
         job = client.submit(data, "ref").id
@@ -252,10 +246,10 @@ def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dic
 
 def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
     """Memory of the service's own process with 500 idle connections, a slow reader, and 10,000 jobs in line."""
-    with serving(folder, model) as (url, process), httpx.Client(base_url=url) as http:
-        watched = psutil.Process(process.pid)
+    with serving(folder, model) as service, httpx.Client(base_url=service.url) as http:
+        watched = psutil.Process(service.process.pid)
         first = watched.memory_info().rss
-        host, port = url.removeprefix("http://").split(":")
+        host, port = service.url.removeprefix("http://").split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(500)]
         connected = watched.memory_info().rss
         http.put("/v1/uploads/rows.jsonl", content=data.read_bytes())

@@ -18,8 +18,8 @@ import pyarrow as pa
 from reflogp_client import wire
 from reflogp_client.errors import SequencesRefusedError
 from reflogp_store import UsageError
+from reflogp_store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp_store.keys import token_lists
-from reflogp_store.lookup import ARROW_STREAM
 
 #: n lists of token ids: Python lists, numpy arrays (one of two dimensions too) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
@@ -75,7 +75,7 @@ def score_call(
             "cache_read": str(cache_read).lower(),
             "cache_write": str(cache_write).lower(),
         },
-        wire.arrow_body(pa.table(columns)),
+        stream_bytes(pa.table(columns)),
         {"content-type": ARROW_STREAM},
         # A store keeps the first value of a key, so a repeat changes nothing; but after a timeout the service may still be
         # computing, and a repeat would add to what made it late.

@@ -29,8 +29,9 @@ from reflogp_client.errors import (
 )
 from reflogp_client.files import LocalFile
 from reflogp_store import UsageError
+from reflogp_store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp_store.keys import KEY_TYPE
-from reflogp_store.lookup import ARROW_STREAM, QUESTION
+from reflogp_store.lookup import QUESTION
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ def lookup_call(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
     if snapshot is not None:
         params["snapshot"] = snapshot
     table = pa.table([column], schema=QUESTION)
-    return Call("POST", "/v1/lookup", params, arrow_body(table), {"content-type": ARROW_STREAM})
+    return Call("POST", "/v1/lookup", params, stream_bytes(table), {"content-type": ARROW_STREAM})
 
 
 def lookup_of(response: httpx.Response) -> Lookup:
@@ -146,15 +147,6 @@ def lookup_of(response: httpx.Response) -> Lookup:
         return Lookup(lengths, sums, values, about["reference_id"], int(about["snapshot"]))
 
     return arrow_answer(response, read)
-
-
-def arrow_body(table: pa.Table) -> bytes:
-    """A table as an Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
 
 
 def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:

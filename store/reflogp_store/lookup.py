@@ -12,8 +12,6 @@ from reflogp_store.index import MISS
 from reflogp_store.keys import KEY_TYPE
 from reflogp_store.snapshot import Found, Snapshot
 
-#: Media type of an Arrow IPC stream (www.iana.org/assignments/media-types).
-ARROW_STREAM = "application/vnd.apache.arrow.stream"
 #: What is asked: keys. What is answered, in the keys' order, null for a miss; `token_logps` only where it is asked for.
 QUESTION = pa.schema([pa.field("key", KEY_TYPE, nullable=False)])
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])

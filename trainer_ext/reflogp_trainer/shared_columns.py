@@ -15,6 +15,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from reflogp_store import UsageError
+from reflogp_store.arrow_stream import stream_buffer
 from reflogp_store.digests import cache_dir
 
 Columns = dict[str, npt.NDArray[np.float32]]
@@ -38,10 +39,7 @@ def load_columns(file: Path) -> Columns:
 
 def save_table(table: pa.Table) -> Path:
     """Write a table and give the file's path; as `save_columns`."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    content = sink.getvalue()
+    content = stream_buffer(table)
     folder = cache_dir() / "joined"
     file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
     try:

@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect
 
 from reflogp_service.data.flatbuffer import field_at, place
 from reflogp_service.server.problems import Problem
-from reflogp_service.worker.wire import MASKED_SEQUENCES, SEQUENCES, stream_bytes, token_count
+from reflogp_service.worker.wire import MASKED_SEQUENCES, SEQUENCES, token_count
+from reflogp_store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp_store.keys import KEY_BYTES, KEY_TYPE
-from reflogp_store.lookup import ARROW_STREAM, QUESTION
+from reflogp_store.lookup import QUESTION
 from reflogp_store.schema import one_array
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
-from reflogp_service.worker.wire import MASKED_SEQUENCES, OUTCOMES, stream_bytes, table_of, token_count
+from reflogp_service.worker.wire import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
 from reflogp_store import ReferenceNotFoundError, sequence_keys
+from reflogp_store.arrow_stream import stream_bytes
 from reflogp_store.schema import one_array
 
 #: A request that was being computed when this many workers died is at fault.
@@ -63,7 +64,7 @@ class _Pending:
     deadline: float
     answer: asyncio.Future[tuple[dict[str, Any], bytes]]
     began: bool = False
-    deaths: int = field(default=0)
+    deaths: int = 0
 
 
 class OnlineScoring:

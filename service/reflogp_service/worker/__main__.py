@@ -33,8 +33,9 @@ from reflogp_service.worker.frames import encode, read_frame
 from reflogp_service.worker.job import JobPlace, JobStoppedError, Progress, run_job
 from reflogp_service.worker.late_writes import LateWrites
 from reflogp_service.worker.orders import JobOrder, ModelPlace, WorkerConfiguration
-from reflogp_service.worker.wire import outcomes_table, stream_bytes, table_of
+from reflogp_service.worker.wire import outcomes_table, table_of
 from reflogp_store import LogprobStore, Reference, ReflogpError, describe_reference, resolve_model
+from reflogp_store.arrow_stream import stream_bytes
 
 logger = logging.getLogger("reflogp.worker")
 

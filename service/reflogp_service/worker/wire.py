@@ -24,14 +24,6 @@ def token_count(sequences: pa.Table) -> int:
     return sum(len(one_array(sequences[name]).flatten()) for name in SEQUENCES.names)
 
 
-def stream_bytes(table: pa.Table) -> bytes:
-    """A table as an Arrow IPC stream."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes())
-
-
 def table_of(body: bytes) -> pa.Table:
     """The table of an Arrow IPC stream."""
     return pa.ipc.open_stream(body).read_all()

@@ -13,8 +13,9 @@ from reflogp_service.server.auth import requires
 from reflogp_service.server.bodies import arrow_response, body_schemas, json_model, keys_of, media_type, read_body
 from reflogp_service.server.context import Context
 from reflogp_service.server.problems import Problem, documented
+from reflogp_store.arrow_stream import ARROW_STREAM
 from reflogp_store.keys import KEY_TYPE
-from reflogp_store.lookup import ARROW_STREAM, answer_table
+from reflogp_store.lookup import answer_table
 
 
 class ReferenceInfo(BaseModel):

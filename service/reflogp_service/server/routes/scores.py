@@ -24,7 +24,7 @@ from reflogp_service.server.context import Context
 from reflogp_service.server.online import Scored
 from reflogp_service.server.problems import documented
 from reflogp_service.worker.wire import SEQUENCES
-from reflogp_store.lookup import ARROW_STREAM
+from reflogp_store.arrow_stream import ARROW_STREAM
 
 _TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 #: nginx's status for a caller who has gone; nobody sees it but the metrics.
