@@ -250,7 +250,7 @@ class TestSchedule:
 
 
 class TestFailure:
-    def test_a_service_that_restarts_pauses_the_run(self, settings, models, tmp_path):
+    def test_a_service_that_restarts_pauses_the_run(self, settings, models, tmp_path, caplog):
         """Killed in the middle of a run, and started again on its port seconds later."""
         settings |= {"trainer": "online_dpo", "args": {"max_steps": 6}}
         expected = train(build(settings))
@@ -278,15 +278,18 @@ class TestFailure:
             [service.stop() for service in later]
         assert differences(seen, expected)["micro-batches' losses"] <= 1e-6
         assert seen["audit"]["verdict"] == "passed"
-        assert seen["audit"]["remote"]["waited_seconds"] > 1.5
+        waited = seen["audit"]["remote"]["waited_seconds"]
+        assert waited > 1.5
+        assert waited < 6 or "the step waits" in caplog.text
 
     def test_a_service_that_stays_away_ends_the_run_at_the_deadline(self, settings, models, tmp_path):
         service = own_service(tmp_path, models["ref"])
         trainer = build({**settings, "source": service.url, "more": {"reference_deadline": 2.0}})
         service.kill()
         began = time.monotonic()
-        with pytest.raises((ServiceUnreachableError, DeadlineExceededError)):
+        with pytest.raises((ServiceUnreachableError, DeadlineExceededError)) as caught:
             trainer.train()
+        assert "goes on from its last checkpoint" in caught.value.__notes__[0]
         assert 1.0 < time.monotonic() - began < 30
         assert json.loads((Path(trainer.args.output_dir) / "reflogp_audit.json").read_text())["verdict"] == "unfinished"
 
@@ -424,6 +427,20 @@ class TestOwnLoop:
             assert every[row].numpy() == pytest.approx(expected[1:], abs=1e-4)
             if first < 11 and row != 4:
                 assert some[row].numpy() == pytest.approx(expected[11:], abs=1e-4)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"completion_tokens": 0}, "give 1 to 4"),
+            ({"completion_tokens": 9}, "give 1 to 4"),
+            ({"attention_mask": torch.ones(2, 3)}, "the shape"),
+            ({"temperature": 0.0}, "above 0"),
+        ],
+    )
+    def test_arguments_that_do_not_fit(self, changes, words, service):
+        reference = RemoteReference(ReferenceSource(service.url, reference="ref"))
+        with pytest.raises(UsageError, match=words):
+            reference.per_token_logps(torch.full((2, 4), 7), **changes)
 
     def test_it_says_that_it_is_no_model(self, service):
         reference = RemoteReference(ReferenceSource(service.url, reference="ref"))

@@ -85,12 +85,12 @@ def together_for_long(what: str, work: Callable[[], T]) -> T:
         return settled_together(what, thread.submit(work))
 
 
-def settled_together(what: str, future: Future[T]) -> T:
-    """As `together_for_long`, for work that is under way on every process."""
-    if Rank.here().count == 1:
-        return future.result()
+def settled_together(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
+    """As `together_for_long`, for work that is under way on every process; `on_wait` is called while this one's takes long."""
     while True:
         wait([future], timeout=_BEAT)
+        if on_wait is not None and not future.done():
+            on_wait()
         if all(gather(future.done())):
             return _agreed(what, future)
 

@@ -63,7 +63,7 @@ def forward_padded(
     for row, sequence in enumerate(batch):
         input_ids[row, : lengths[row]] = torch.from_numpy(sequence.ids())
         own = sequence.attention_mask
-        mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.asarray(own, np.int64))
+        mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.array(own, np.int64))
         predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
     targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
     padding = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}

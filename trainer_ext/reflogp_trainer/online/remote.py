@@ -6,6 +6,7 @@ the remote trainers, and by loops of one's own.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reflogp_client import RequestRefusedError, SequencesRefusedError
+from reflogp_client import (
+    DeadlineExceededError,
+    RequestRefusedError,
+    SequencesRefusedError,
+    ServiceBusyError,
+    ServiceUnreachableError,
+)
 from reflogp_store import UsageError
 from reflogp_trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp_trainer.no_reference import NoReferenceModel
@@ -26,8 +33,12 @@ from reflogp_trainer.ranks import gather, settled_together, together
 from reflogp_trainer.source import ReferenceSource
 from reflogp_trainer.values import ServiceValues
 
+logger = logging.getLogger(__name__)
+
 Logps = npt.NDArray[np.float32]
 
+#: Seconds between two warnings that a step waits.
+_WORDS_SECONDS = 30.0
 #: Sequences of one request; a service's own bound is 4,096 unless its settings say otherwise.
 _SEQUENCES_AT_ONCE = 1024
 
@@ -120,6 +131,7 @@ class RemoteReference(NoReferenceModel):
             row's first token where all are asked for.
 
         Raises:
+            UsageError: shapes that do not fit, or a temperature that is none.
             UnusableLogpsError: rows that the service cannot score.
             ReferenceChangedError: the service has another reference now.
             ServiceError: no answer before the deadline.
@@ -127,9 +139,17 @@ class RemoteReference(NoReferenceModel):
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
+        if mask.shape != input_ids.shape:
+            raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(input_ids.shape)}")
+        if completion_tokens is not None and not 0 < completion_tokens <= width:
+            raise UsageError(
+                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all"
+            )
+        if not temperature > 0:
+            raise UsageError(f"temperature {temperature}: must be above 0")
         batch = PaddedBatch.of(input_ids, mask, completion_tokens or width, temperature=temperature)
         values = self.collect(batch)
-        return torch.from_numpy(values if completion_tokens else values[:, 1:]).to(input_ids.device)
+        return torch.from_numpy(values[:, 1:] if completion_tokens is None else values).to(input_ids.device)
 
     def require_numerics(self, dtype: str, float32_head: bool) -> None:
         """Raises UsageError unless the service computes as the policy does.
@@ -146,8 +166,8 @@ class RemoteReference(NoReferenceModel):
         raise UsageError(
             f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, and the "
             f"policy computes in {dtype} with a head in {head}: they would differ from the first step on. Have "
-            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), or pass '
-            "step_zero_tolerance= to accept it"
+            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), load the policy '
+            f'with dtype="{has.dtype}", or pass step_zero_tolerance= to accept it'
         )
 
     def begin(self, batch: PaddedBatch) -> None:
@@ -160,11 +180,24 @@ class RemoteReference(NoReferenceModel):
         if pending is None or not pending.batch.same_as(batch):
             pending = _Pending(batch, lambda: self._ask(batch))
         came = time.monotonic()
-        values = settled_together("asking the service for reference log-probs", pending.future)
+        values = settled_together("asking the service for reference log-probs", pending.future, self._say_that_it_waits(came))
         self.traffic.batches += 1
         self.traffic.seconds += pending.ended - pending.began
         self.traffic.waited_seconds += max(0.0, pending.ended - came)
         return values
+
+    def _say_that_it_waits(self, since: float) -> Callable[[], None]:
+        said = since
+
+        def say() -> None:
+            nonlocal said
+            now = time.monotonic()
+            if said == since or now - said >= _WORDS_SECONDS:
+                said = now
+                waited = f"{now - since:.0f} of {self._deadline:.0f} seconds"
+                logger.warning("%s has no log-probs for this batch yet; the step waits, %s so far", self.where.store, waited)
+
+        return say
 
     def _ask(self, batch: PaddedBatch) -> Logps:
         until = time.monotonic() + self._deadline
@@ -190,6 +223,9 @@ class RemoteReference(NoReferenceModel):
         except SequencesRefusedError as error:
             rows = [part[position].row for position in error.problems]
             raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
+        except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
+            error.add_note(f"No answer in {self._deadline:.0f} seconds (the deadline). A run goes on from its last checkpoint.")
+            raise
         except RequestRefusedError as error:
             if error.status == 404:
                 raise ReferenceChangedError(
