@@ -1,10 +1,12 @@
-"""What this machine is called, in results and in their files' names."""
+"""What this machine is called, in results and in their files' names; where results are written."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 
 def cpu_and_cores() -> str:
@@ -18,3 +20,11 @@ def cpu_and_cores() -> str:
 def file_name(machine: str) -> str:
     """`machine` as the stem of a file's name."""
     return "".join(ch if ch.isalnum() else "-" for ch in machine.lower()).strip("-")
+
+
+def write_results(folder: str, benchmark: str, results: dict[str, Any]) -> None:
+    """Write `<folder>/<benchmark>-<machine>.json`, and say where."""
+    file = Path(folder) / f"{benchmark}-{file_name(results['machine'])}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {file}")

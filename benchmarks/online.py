@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import cpu_and_cores, file_name
+from machine import cpu_and_cores, write_results
 from sides import SHAPES, make_model, make_tokenizer, read_pairs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -65,10 +65,7 @@ def main() -> None:
                 step = {side: seen["step_seconds"] for side, seen in results[trainer].items()}
                 results[trainer]["remote_over_trl"] = round(step["remote"] / step["trl"], 3)
                 print(json.dumps({trainer: results[trainer]}), flush=True)
-    file = Path(options.out) / f"online-{file_name(results['machine'])}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {file}")
+    write_results(options.out, "online", results)
 
 
 def parse() -> argparse.Namespace:

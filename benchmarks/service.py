@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 import psutil
 import torch
-from machine import cpu_and_cores, file_name
+from machine import cpu_and_cores, write_results
 from scoring import SHIPPED
 from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs, tokenize
 
@@ -65,9 +65,7 @@ def main() -> None:
                 results[name] = step(folder, model, data, options.rounds)
                 print(json.dumps({name: results[name]}), flush=True)
     if not options.only:
-        out = Path(options.out) / f"service-{file_name(results['machine'])}.json"
-        out.write_text(json.dumps(results, indent=1) + "\n")
-        print(out)
+        write_results(options.out, "service", results)
 
 
 def parse() -> argparse.Namespace:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from machine import cpu_and_cores, file_name
+from machine import cpu_and_cores, write_results
 
 from reflogp_store import LogprobStore, LogprobTable, Reference, compact, join_logps, sequence_keys
 from reflogp_store.schema import shard_table
@@ -62,10 +62,7 @@ def main() -> None:
             step(at, "join_for_a_trainer", "join_for_a_trainer", folder, rows)
         results["trl_warm_start"] = {}
         step(results["trl_warm_start"], "trl", "trl_warm_start", pairs, options.pairs)
-    file = Path(options.out) / f"store-{file_name(results['machine'])}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {file}")
+    write_results(options.out, "store", results)
 
 
 def parse() -> argparse.Namespace:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from machine import cpu_and_cores, file_name
+from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, read_pairs
 
 from reflogp_store import LogprobStore, describe_reference
@@ -51,10 +51,7 @@ def main() -> None:
         if options.rows:
             results["warm_start"] = warm_start(folder, options)
         results["memory"] = memory(folder / "memory", options)
-    file = Path(options.out) / f"trainer-{file_name(results['machine'])}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {file}")
+    write_results(options.out, "trainer", results)
 
 
 def parse() -> argparse.Namespace:
