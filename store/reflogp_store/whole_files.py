@@ -28,6 +28,8 @@ def appears_whole(target: Path) -> Iterator[Path]:
         if partial.exists():
             partial.replace(target)
     except OSError as error:
+        if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
+            raise  # of another file, which the block read
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # it is not there, or neither is its folder
