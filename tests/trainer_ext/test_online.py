@@ -405,6 +405,15 @@ class TestAudit:
             one.reward_funcs, one.reward_processing_classes = [judge], [tokenizer]
         assert train(trainer)["audit"]["verdict"] == "passed"
 
+    def test_a_batch_without_a_completion_in_the_loss_is_not_taken_for_a_comparison(self, settings):
+        """One token a completion, none of them an end: every row is masked out."""
+        settings["args"] = {"max_steps": 1, "mask_truncated_completions": True, "max_completion_length": 1}
+        trainer = build(settings)
+        trainer.eos_token_ids = []
+        audit = train(trainer)["audit"]
+        assert audit["verdict"] == "passed" and audit["step_zero"] is None
+        assert "no completion" in audit["not_run"]["step_zero"]
+
 
 class TestOwnLoop:
     def test_values_of_padded_batches(self, service, models):

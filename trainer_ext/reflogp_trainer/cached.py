@@ -16,12 +16,12 @@ from datasets import IterableDataset
 
 from reflogp_store import UsageError
 from reflogp_store.joins import Join
-from reflogp_trainer.audit import ReferenceAudit
+from reflogp_trainer.audit import ReferenceAudit, watching
 from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.distributed_join import join_everywhere, open_everywhere
 from reflogp_trainer.join import JoinRecord, join_stream, with_columns
 from reflogp_trainer.layouts import layout_of
-from reflogp_trainer.no_reference import NoReferenceModel, no_reference_model
+from reflogp_trainer.no_reference import NoReferenceModel, no_reference_model, refuse_reference_model
 from reflogp_trainer.own_model import compute_missing
 from reflogp_trainer.ranks import together
 from reflogp_trainer.shared_columns import Columns
@@ -81,8 +81,7 @@ class CachedReferenceMixin(_AnyTrainer):
                 f'{name} needs to know where the reference log-probs are: reference=ReferenceSource("./logps", '
                 'model="./sft-model", dtype="bfloat16"), the store, the model and the dtype that `reflogp score` was given'
             )
-        if ref_model is not None:
-            raise UsageError(f"{name} takes reference=, not ref_model=: no reference model is ever loaded")
+        refuse_reference_model(name, ref_model)
         if args is None:
             raise UsageError(f"{name} needs args= (a DPOConfig or KTOConfig)")
         if getattr(args, "sync_ref_model", False):
@@ -104,7 +103,7 @@ class CachedReferenceMixin(_AnyTrainer):
         if joins_later:
             self._join_after_construction()
         self.ref_model = NoReferenceModel()
-        self.audit = self._audit(audit, step_zero_tolerance)
+        self.audit = watching(self, audit, step_zero_tolerance)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """TRL's hook: the tokenised, filtered dataset in, the same with reference columns out."""
@@ -193,13 +192,6 @@ class CachedReferenceMixin(_AnyTrainer):
         audit: ReferenceAudit | None = getattr(self, "audit", None)
         if audit is not None:
             audit.write()
-
-    def _audit(self, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
-        if audit is False:
-            return None
-        if not isinstance(audit, ReferenceAudit):
-            audit = ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
-        return audit.attach(self)
 
 
 def _each(datasets: Any) -> list[Any]:

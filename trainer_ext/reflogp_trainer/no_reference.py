@@ -1,6 +1,6 @@
 """Keeps TRL from loading, copying or hashing a reference model while a trainer is built, and proves that none is used after.
 
-Knows which names of a TRL trainer's module do that. Called by the cached trainers.
+Knows which names of a TRL trainer's module do that. Called by the cached and the remote trainers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
+
+from reflogp_store import UsageError
 
 
 class NoReferenceModel:
@@ -28,6 +30,12 @@ class NoReferenceModel:
 
     def __bool__(self) -> bool:
         return False
+
+
+def refuse_reference_model(trainer: str, ref_model: Any) -> None:
+    """Raise UsageError where a trainer that takes values is given a model."""
+    if ref_model is not None:
+        raise UsageError(f"{trainer} takes reference=, not ref_model=: no reference model is ever loaded")
 
 
 @contextmanager

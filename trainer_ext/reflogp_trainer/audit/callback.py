@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from reflogp_store import UsageError
 from reflogp_trainer.audit.forwards import ForwardCount
 from reflogp_trainer.audit.metrics import GlobalMeans
-from reflogp_trainer.audit.report import UNFINISHED, read_report, write_report
+from reflogp_trainer.audit.report import read_report, verdict, write_report
 from reflogp_trainer.audit.schedule import Schedule
 from reflogp_trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp_trainer.audit.step_zero import StepZero, compared, differences
@@ -26,7 +26,6 @@ from reflogp_trainer.no_reference import NoReferenceModel
 from reflogp_trainer.online import RemoteReference
 from reflogp_trainer.own_model import computes_references
 from reflogp_trainer.ranks import gather, together
-from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +254,10 @@ class ReferenceAudit(TrainerCallback):
             seen: computes the `differences` of this process.
         """
         found = gather(together("the step-0 gate", seen))
+        if not any(sequences for sequences, *_ in found):
+            self._not_run["step_zero"] = "no completion of the first batches is in the loss"
+            return
+        self._not_run.pop("step_zero", None)
         self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))
         self._judge(self.step_zero, "the first batch", "step_zero")
 
@@ -276,18 +279,14 @@ class ReferenceAudit(TrainerCallback):
         if self._remote is not None:
             places = [self._remote.where]
         reference = places[0].reference_dtype if places else "unknown"
-        computes = computes_in(policy, self._trainer.args)
-        allowed = self._tolerance
-        if allowed is None:
-            allowed = tolerance(coarser(reference, computes), is_moe(getattr(policy, "config", None)))
-        return compared(seen, allowed, reference, computes)
+        return compared(seen, self._tolerance, reference, policy, self._trainer.args)
 
     def _judge(self, seen: StepZero, what: str, check: Check) -> None:
         self.write()
         try:
             seen.require(what)
             if self._tolerance is None:
-                seen.require_one_dtype()
+                seen.require_one_dtype(check)
         except StepZeroError as error:
             self._found(check, [str(error)], error)
 
@@ -352,9 +351,8 @@ class ReferenceAudit(TrainerCallback):
         """The report. A resumed run keeps what its first start saw of step 0."""
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
-        found = ("failed" if self.on_finding == "fail" else "warned") if self.findings else ""
         return {
-            "verdict": found or ("passed" if self._finished else UNFINISHED),
+            "verdict": verdict(self.findings, self.on_finding, self._finished),
             "findings": self.findings,
             "checks": sorted(self.checks),
             "not_run": self._not_run,
@@ -377,3 +375,12 @@ class ReferenceAudit(TrainerCallback):
         )
         state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
         return f"reflogp audit: {state} ({joined or 'no joins'})"
+
+
+def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
+    """What watches a trainer that takes `audit=`: that one, one with the defaults, or, for False, none."""
+    if audit is False:
+        return None
+    if not isinstance(audit, ReferenceAudit):
+        audit = ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
+    return audit.attach(trainer)

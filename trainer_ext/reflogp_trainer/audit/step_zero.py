@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from reflogp_trainer.errors import StepZeroError
+from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
 _CAUSES = (
     "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if that is meant); values "
@@ -59,14 +60,14 @@ class StepZero:
                 "step_zero",
             )
 
-    def require_one_dtype(self) -> None:
-        """Raise StepZeroError where the reference was scored in another dtype than the policy computes in."""
+    def require_one_dtype(self, check: str = "step_zero") -> None:
+        """Raise StepZeroError, of this check, where the reference was scored in another dtype than the policy computes in."""
         if self.reference_dtype not in ("unknown", self.policy_dtype):
             raise StepZeroError(
                 f"the reference was scored in {self.reference_dtype} and the policy computes in {self.policy_dtype}: at "
                 f"step 0 they differ by up to {self.max_difference:.4g} nats that are not training. Score in "
                 f"{self.policy_dtype}, or pass step_zero_tolerance= to accept it",
-                "step_zero",
+                check,
             )
 
 
@@ -79,21 +80,34 @@ def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Ten
         tokens: completion tokens of each, (n,).
     """
     delta = policy.double().cpu() - reference.double().cpu()
+    if not len(delta):
+        return [0, 0.0, 0.0, 0.0]
     scaled = delta.abs() / tokens.cpu().clamp(min=1).double().sqrt()
     if not torch.isfinite(delta).all():
         return [len(delta), float("nan"), float("nan"), float("nan")]
     return [len(delta), float(delta.abs().max()), float(scaled.max()), float(delta.sum())]
 
 
-def compared(parts: list[list[float]], tolerance: float, reference_dtype: str, policy_dtype: str) -> StepZero:
-    """The `differences` of all parts, of every process, in one."""
+def compared(
+    parts: list[list[float]], allowed: float | None, reference_dtype: str, policy: torch.nn.Module, args: Any
+) -> StepZero:
+    """The `differences` of all parts, of every process, in one.
+
+    Args:
+        allowed: nats per root token; None picks the tolerance for the dtypes and the kind of model.
+        policy: unwrapped.
+        args: the trainer's arguments, which may name a mixed precision; None for none.
+    """
+    policy_dtype = computes_in(policy, args)
+    if allowed is None:
+        allowed = tolerance(coarser(reference_dtype, policy_dtype), is_moe(getattr(policy, "config", None)))
     seen = torch.tensor(parts, dtype=torch.float64)
     return StepZero(
         sequences=int(seen[:, 0].sum()),
         max_difference=float(seen[:, 1].max()),
         max_per_root_token=float(seen[:, 2].max()),
         mean_difference=float(seen[:, 3].sum() / max(1.0, float(seen[:, 0].sum()))),
-        tolerance=tolerance,
+        tolerance=allowed,
         reference_dtype=reference_dtype,
         policy_dtype=policy_dtype,
     )

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from reflogp_store import UsageError
-from reflogp_trainer.audit import ReferenceAudit
+from reflogp_trainer.audit import ReferenceAudit, watching
 from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.audit.step_zero import differences
-from reflogp_trainer.no_reference import no_reference_model
+from reflogp_trainer.no_reference import no_reference_model, refuse_reference_model
 from reflogp_trainer.online.padded import PaddedBatch, has_absolute_positions
 from reflogp_trainer.online.remote import RemoteReference
 from reflogp_trainer.source import ReferenceSource
@@ -78,8 +78,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         args = given.arguments.get("args")
         if args is None:
             raise UsageError(f"{name} needs args= (the config of TRL's trainer)")
-        if given.arguments.get("ref_model") is not None:
-            raise UsageError(f"{name} takes reference=, not ref_model=: no reference model is ever loaded")
+        refuse_reference_model(name, given.arguments.get("ref_model"))
         if getattr(args, "sync_ref_model", False):
             raise UsageError("sync_ref_model moves the reference while training, and a service's stays: leave it False")
         given.arguments["args"] = self._without_reference(copy.copy(args))
@@ -94,10 +93,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         if step_zero_tolerance is None:
             remote.require_numerics(computes_in(policy, args), bool(getattr(args, "cast_lm_head_to_fp32", False)))
         self.ref_model = remote
-        self.audit: ReferenceAudit | None = None
-        if audit is not False:
-            watcher = audit if isinstance(audit, ReferenceAudit) else ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
-            self.audit = watcher.attach(self)
+        self.audit = watching(self, audit, step_zero_tolerance)
 
     def _without_reference(self, args: Any) -> Any:
         """The config, a copy, as one under which TRL's constructor makes no reference model."""

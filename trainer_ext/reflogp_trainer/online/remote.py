@@ -7,6 +7,7 @@ the remote trainers, and by loops of one's own.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -187,12 +188,12 @@ class RemoteReference(NoReferenceModel):
         return values
 
     def _say_that_it_waits(self, since: float) -> Callable[[], None]:
-        said = since
+        said = -math.inf
 
         def say() -> None:
             nonlocal said
             now = time.monotonic()
-            if said == since or now - said >= _WORDS_SECONDS:
+            if now - said >= _WORDS_SECONDS:
                 said = now
                 waited = f"{now - since:.0f} of {self._deadline:.0f} seconds"
                 logger.warning("%s has no log-probs for this batch yet; the step waits, %s so far", self.where.store, waited)

@@ -18,13 +18,12 @@ import torch
 
 from reflogp_trainer.audit.forwards import ForwardCount
 from reflogp_trainer.audit.metrics import apart
-from reflogp_trainer.audit.report import UNFINISHED, read_report, write_report
+from reflogp_trainer.audit.report import read_report, verdict, write_report
 from reflogp_trainer.audit.schedule import Schedule
 from reflogp_trainer.audit.step_zero import StepZero, compared
 from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
 from reflogp_trainer.join import JoinRecord
 from reflogp_trainer.ranks import Rank, gather
-from reflogp_trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +40,8 @@ class RunAudit:
 
     forwards: the policy makes one pass for each micro-batch, and the reference's part of a step none, of any model.
     step_zero: before the first step, the policy's log-probs of the first batch are the stored ones, within rounding.
-    metrics: what is logged of a step is the mean over all processes. `loss_mean` and `acc_mean`, which OpenRLHF takes from the
-        first
-    process alone, are replaced by the mean over all; how far they were off is in the report.
+    metrics: what is logged of a step is the mean over all processes. `loss_mean` and `acc_mean`, which OpenRLHF takes from
+        the first process alone, are replaced by the mean over all; how far they were off is in the report.
     schedule: global_step grows by one per optimizer step; logs, evaluations and checkpoints come exactly when the settings say.
 
     Args:
@@ -111,11 +109,7 @@ class RunAudit:
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
         """`step_zero.differences` of this process' first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
-        computes = computes_in(policy, None)
-        allowed = self._tolerance
-        if allowed is None:
-            allowed = tolerance(coarser(reference, computes), is_moe(policy.config))
-        self.step_zero = compared(gather(seen), allowed, reference, computes)
+        self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         try:
             self.step_zero.require("the first batch")
             if self._tolerance is None:
@@ -246,9 +240,8 @@ class RunAudit:
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
         """The report. A resumed run keeps what its first start saw of step 0."""
-        found = ("failed" if self._on_finding == "fail" else "warned") if self.findings else ""
         return {
-            "verdict": found or ("passed" if self._finished else UNFINISHED),
+            "verdict": verdict(self.findings, self._on_finding, self._finished),
             "findings": self.findings,
             "checks": list(CHECKS),
             "not_run": self._not_run,

@@ -12,10 +12,9 @@ from typing import Any, Literal
 import torch
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 
-from reflogp_store import UsageError
 from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.audit.step_zero import differences
-from reflogp_trainer.no_reference import NoReferenceModel
+from reflogp_trainer.no_reference import NoReferenceModel, refuse_reference_model
 from reflogp_trainer.openrlhf.audit import Cadence, RunAudit
 from reflogp_trainer.openrlhf.reference import CachedReference
 from reflogp_trainer.ranks import Rank, together
@@ -65,8 +64,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         on_finding: Literal["fail", "warn"] = "fail",
         **kwargs: Any,
     ) -> None:
-        if ref_model is not None and not isinstance(ref_model, NoReferenceModel):
-            raise UsageError("CachedReferenceDPOTrainer takes reference=, not ref_model=: no reference model is ever loaded")
+        if not isinstance(ref_model, NoReferenceModel):  # the launcher's slot is one
+            refuse_reference_model("CachedReferenceDPOTrainer", ref_model)
         loaders = {"train": train_dataloader, "eval": eval_dataloader}
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         output_dir = Path(strategy.args.ckpt.output_dir)
