@@ -40,8 +40,10 @@ class Checkpoint:
     adapter: Adapter | None = None
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
     """The local folder of a model: a path as it is, a hub id through the hub's cache (downloaded where needed).
+
+    Without `weights` a hub model's config and tokenizer are enough.
 
     Raises:
         UsageError: neither a folder nor a hub id that can be had.
@@ -60,7 +62,7 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
         raise UsageError(
             f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install huggingface_hub"
         ) from error
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -16,6 +16,7 @@ def score_command(
     truncation_mode: str = "keep_start",
     split: str = "train",
     revision: str | None = None,
+    form: str | None = None,
 ) -> str:
     """`reflogp score` with these arguments; options at their defaults are left out."""
     options = [
@@ -24,6 +25,7 @@ def score_command(
         ("--truncation-mode", truncation_mode if truncation_mode != "keep_start" else None),
         ("--split", split if split != "train" else None),
         ("--revision", revision),
+        ("--format", form),
     ]
     words = ["reflogp", "score", model, data, "--store", store, "--dtype", dtype]
     words += [str(word) for option in options if option[1] is not None for word in option]

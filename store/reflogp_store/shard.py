@@ -127,16 +127,16 @@ class Shard:
             for index in range(file.num_row_groups):
                 yield file.read_row_group(index)
 
-    def token_logps(self, rows: npt.NDArray[np.int32]) -> pa.ListArray:
-        """Token values of some rows, given in ascending order. Reads only the row groups that hold them."""
+    def values(self, column: str, rows: npt.NDArray[np.int32]) -> pa.Array:
+        """A column's values in some rows, given in ascending order. Reads only the row groups that hold them."""
         starts = np.array([group.start for group in self.groups])
         wanted = np.searchsorted(starts, rows, "right") - 1
         used, place = np.unique(wanted, return_inverse=True)
         with self._open() as file:
-            lists = one_array(file.read_row_groups(used.tolist(), columns=["token_logps"])["token_logps"])
+            read = one_array(file.read_row_groups(used.tolist(), columns=[column])[column])
         sizes = np.array([self.groups[index].rows for index in used])
         before = np.cumsum(sizes) - sizes
-        return lists.take(pa.array(rows - starts[wanted] + before[place]))
+        return read.take(pa.array(rows - starts[wanted] + before[place]))
 
     def digest(self) -> str:
         """As `shard_digest`, of the file as it is now."""

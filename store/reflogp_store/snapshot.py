@@ -8,15 +8,17 @@ them. Never writes. Called by the scorer (hits and misses), by joins and by comm
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from reflogp_store import storage
@@ -257,8 +259,16 @@ class Found:
             sums[rows] = list_sums(lists, lengths[rows])
         return sums
 
-    def _values(self, wanted: Int64s) -> Iterator[tuple[Int64s, pa.ListArray]]:
-        """(which keys, their token values in that order), some row groups of one shard at a time."""
+    def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
+        """How the values of some keys (by place) were made: one object for each set of rows that were made alike.
+
+        In no order; misses and damaged shards have none.
+        """
+        for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
+            yield from map(json.loads, pc.unique(texts).to_pylist())
+
+    def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
+        """(which keys, a column's values in that order), some row groups of one shard at a time."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -266,6 +276,6 @@ class Found:
                 if len(keys):
                     number = int(file[keys[0]])
                     try:
-                        yield keys, self._snapshot._shards[number].token_logps(row[keys])
+                        yield keys, self._snapshot._shards[number].values(column, row[keys])
                     except ShardDamageError as error:
                         self._snapshot._note_damage(number, error)
