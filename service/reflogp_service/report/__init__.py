@@ -1,0 +1,1 @@
+"""`reflogp report`: a page about a scored dataset, from its tokens and stored values alone. Loads no model."""

@@ -1,0 +1,64 @@
+"""`reflogp doctor`: what is there is ok, what is missing has a command, what is broken fails."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.service.serving import running
+
+
+def findings(out: str) -> dict[str, list[dict]]:
+    """What was found, by what it is about."""
+    found: dict[str, list[dict]] = {}
+    for entry in json.loads(out.splitlines()[-1])["findings"]:
+        found.setdefault(entry["what"], []).append(entry)
+    return found
+
+
+def test_a_whole_installation_with_a_model_and_a_store(reflogp, reference_folder, pairs_file, tmp_path):
+    store = tmp_path / "store"
+    code, out, _ = reflogp("doctor", "--model", reference_folder, "--store", store, "--json")
+    assert code == 0
+    found = findings(out)
+    assert found["service"][0]["state"] == found["trainer"][0]["state"] == found["reflogp"][0]["state"] == "ok"
+    assert "LlamaForCausalLM" in found["model"][0]["said"]
+    assert found["store"][0]["state"] == "note", "it is not there yet"
+    assert not store.exists()
+    assert reflogp("score", reference_folder, pairs_file, "--store", store, "--dtype", "float32")[0] == 0
+    code, out, _ = reflogp("doctor", "--store", store)
+    assert code == 0
+    assert "1 references" in out and "nothing is broken" in out
+
+
+def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path, monkeypatch):
+    cut = shutil.copytree(reference_folder, tmp_path / "cut")
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[:-10])
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("REFLOGP_VLLM_PYTHON", "/no/such/python")
+    where = ["--model", cut, "--store", tmp_path / "file", "--url", "http://127.0.0.1:9"]
+    code, out, _ = reflogp("doctor", *where, "--json")
+    assert code == 1
+    found = findings(out)
+    for what, words in {"model": "truncated", "store": "is a file", "vllm": "/no/such/python"}.items():
+        assert found[what][0]["state"] == "broken"
+        assert words in found[what][0]["said"]
+    assert any("cannot be reached" in entry["said"] for entry in found["service"])
+    assert all(entry["help"] for entries in found.values() for entry in entries if entry["state"] == "broken")
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_service_is_asked_with_the_token(reflogp, tmp_path, token):
+    secret = reflogp("token", "doctor")
+    lines = [line for line in secret[2].splitlines() if line.startswith(("[[", "name", "sha256", "scopes"))]
+    settings = tmp_path / "serve.toml"
+    settings.write_text("\n".join([f'store = "{tmp_path / "store"}"', *lines]))
+    with running("--config", settings) as service:
+        given = ["--token", token] if token else []
+        code, out, _ = reflogp("doctor", "--url", service.url, *given)
+        assert code == 1
+        assert ("does not take the token" if token else "asks for a token") in out
+        code, out, _ = reflogp("doctor", "--url", service.url, "--token", secret[1].strip())
+        assert code == 0
+        assert "takes the token" in out

@@ -1,0 +1,530 @@
+"""The report of a scored dataset: its numbers against other ways to get them, its page in a real browser."""
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
+from reflogp_service.report.outliers import robust_z_by_length
+from reflogp_service.report.similarity import shared_starts, similarities, similarity
+from reflogp_service.report.sketches import NEAR, RUN_TOKENS, Sketches
+from reflogp_service.report.truncation import Lengths, cut, cuts, enough_for
+from reflogp_service.report.visible import token_texts, visible
+from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from reflogp_store.keys import list_lengths, token_lists
+from reflogp_store.schema import shard_table
+from reflogp_store.windows import windows
+from tests.conftest import REPOSITORY, write_rows
+from tests.service.test_pages import IMAGE, SCRIPT, chromium, opened  # noqa: F401 (a fixture)
+
+DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
+PNGS = ["logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png"]
+
+
+@pytest.fixture
+def run(reflogp, reference_folder, tmp_path):
+    """run(command, data, *options) with the reference model in float32 and the store tmp_path/store."""
+
+    def run(command, data, *options, model=reference_folder):
+        return reflogp(command, model, data, "--store", tmp_path / "store", "--dtype", "float32", *options)
+
+    return run
+
+
+@pytest.fixture
+def report(run, tmp_path):
+    """report(data, *options) -> (exit code, summary, page) of a report in tmp_path/report."""
+
+    def report(data, *options, **more):
+        code, out, err = run("report", data, "-o", tmp_path / "report", "--json", *options, **more)
+        assert code in (DONE, MISSES), err
+        return code, json.loads(out.strip().splitlines()[-1]), (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+    return report
+
+
+@pytest.fixture
+def stored(reference_folder, tmp_path):
+    """stored(rows of token ids, values) puts log-probs of their sequences into tmp_path/store, as if they had been scored."""
+
+    def stored(rows, values=None, seed=0):
+        numbers = np.random.default_rng(seed)
+        table = LogprobStore(str(tmp_path / "store")).create_table(describe_reference(str(reference_folder), "float32"))
+        for name in [name for name in rows[0] if name.endswith("_ids") and name != "prompt_ids"]:
+            prompts, completions = token_lists([row["prompt_ids"] for row in rows]), token_lists([row[name] for row in rows])
+            lengths = list_lengths(completions)
+            made = [(-numbers.exponential(1.0, length)).astype(np.float32) for length in lengths]
+            for at, given in (values or {}).get(name, {}).items():
+                made[at] = np.array(given, np.float32)
+            logps = pa.array(made, pa.list_(pa.float32()))
+            table.append(
+                shard_table(sequence_keys(prompts, completions), list_lengths(prompts), lengths, logps, {"engine": "test"})
+            )
+
+    return stored
+
+
+def random_pairs(count, seed=0, vocabulary=900):
+    """Pairs of token ids without anything in common."""
+    numbers = random.Random(seed)
+
+    def ids(least, most):
+        return [numbers.randrange(5, vocabulary) for _ in range(numbers.randint(least, most))]
+
+    return [{"prompt_ids": ids(8, 40), "chosen_ids": ids(12, 60), "rejected_ids": ids(12, 60)} for _ in range(count)]
+
+
+# Numbers, against another way to get them
+
+
+@pytest.mark.parametrize("options", [(), ("--max-length", 120), ("--max-length", 120, "--truncation-mode", "keep_end")])
+def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, reference_folder, pairs_file, tmp_path, options):
+    assert run("score", pairs_file, *options)[0] == DONE
+    code, summary, page = report(pairs_file, *options)
+    assert code == DONE
+    tokenizer = load_tokenizer(str(reference_folder))
+    [rows] = [window.table.to_pylist() for window in tokenize_dataset(RowSource(str(pairs_file)), tokenizer)]
+    reference = describe_reference(str(reference_folder), "float32")
+    snapshot = LogprobStore(str(tmp_path / "store")).table(reference.reference_id).snapshot()
+    sums, means, dropped = [], [], 0
+    for row in rows:
+        whole = [(row["prompt_ids"], row[side]) for side in ("chosen_ids", "rejected_ids")]
+        if "keep_end" in options:  # a window that begins in the completion has its first token as context
+            ends = [((p + c)[-120:], min(len(c), 120)) for p, c in whole]
+            whole = [(end[: max(1, len(end) - kept)], end[max(1, len(end) - kept) :]) for end, kept in ends]
+        elif options and len(row["prompt_ids"]) >= 120:
+            dropped += 1
+            continue
+        values = snapshot.token_logps(sequence_keys([p for p, _ in whole], [c for _, c in whole]))
+        if options and "keep_end" not in options:
+            values = [v[: 120 - len(row["prompt_ids"])] for v in values]
+        sums.append([v.astype(float).sum() for v in values])
+        means.append([v.astype(float).mean() for v in values])
+    assert summary["with_values"] == len(sums) == 40 - dropped
+    assert summary["dropped_rows"] == dropped
+    assert summary["coverage"] == 1.0
+    assert summary["accuracy"] == np.mean([chosen > rejected for chosen, rejected in sums])
+    assert summary["accuracy_per_token"] == np.mean([chosen > rejected for chosen, rejected in means])
+    margins = [chosen - rejected for chosen, rejected in sums]
+    assert f"<dd>{np.median(margins):+.2f}</dd>".replace("-", "−") in page
+    assert summary["files"] == ["index.html", *PNGS]
+    for name in PNGS:
+        assert (tmp_path / "report" / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def cut_by_hand(prompt, completions, max_length, mode):
+    """(dropped, touched, completion tokens lost, the same afterwards) of one example, on token lists (TRL's collator)."""
+    if mode == "keep_start" and len(prompt) >= max_length:
+        return True, False, 0, False
+    touched, lost, rest = False, 0, []
+    for completion in completions:
+        whole = [(token, "p") for token in prompt] + [(token, "c") for token in completion]
+        kept = whole[:max_length] if mode == "keep_start" else whole[-max_length:]
+        touched |= len(kept) < len(whole)
+        lost += len(completion) - sum(kind == "c" for _, kind in kept)
+        rest.append(kept)
+    return False, touched, lost, touched and len(rest) == 2 and rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_truncation_is_what_cutting_token_lists_gives(mode):
+    rows = random_pairs(200, vocabulary=8)
+    for row in rows[::3]:
+        row["rejected_ids"] = [*row["chosen_ids"][:-1], 99]
+    examples = [(row["prompt_ids"], (row["chosen_ids"], row["rejected_ids"])) for row in rows]
+    columns = [token_lists([row[name] for row in rows]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    lengths = Lengths(list_lengths(columns[0]), [list_lengths(c) for c in columns[1:]], shared_starts(columns[1], columns[2]))
+    for max_length in (1, 9, 20, 33, 47, 64, 80, 99, 100, 500):
+        by_hand = [cut_by_hand(prompt, completions, max_length, mode) for prompt, completions in examples]
+        found = cut(lengths, max_length, mode)
+        dropped = [len(c) + len(r) for (_, (c, r)), hand in zip(examples, by_hand, strict=True) if hand[0]]
+        assert (found.dropped, found.dropped_tokens) == (len(dropped), sum(dropped))
+        assert (found.touched, found.lost) == (sum(h[1] for h in by_hand), sum(h[2] for h in by_hand))
+        assert found.same == (sum(h[3] for h in by_hand) if mode == "keep_start" else None)
+        views = [windows(columns[0], column, max_length, mode) for column in columns[1:]]
+        assert found.dropped == views[0].dropped.sum()
+        if mode == "keep_start":
+            values = sum(view.needed[~view.dropped].sum() for view in views)
+            assert values == found.tokens - found.lost - found.dropped_tokens
+    assert [one.max_length for one in cuts(lengths, 70, mode)] == [70, 128]
+    enough = enough_for(lengths, 0.99)
+    assert cut(lengths, enough, mode).touched <= 2 < cut(lengths, enough - 1, mode).touched + 1
+
+
+def test_similarity_is_the_longest_common_subsequence():
+    def by_table(left, right):
+        table = np.zeros((len(left) + 1, len(right) + 1), int)
+        for i, a in enumerate(left, 1):
+            for j, b in enumerate(right, 1):
+                table[i, j] = table[i - 1, j - 1] + 1 if a == b else max(table[i - 1, j], table[i, j - 1])
+        return 2 * table[-1, -1] / (len(left) + len(right))
+
+    numbers = random.Random(3)
+    lists = [[numbers.randrange(4) for _ in range(numbers.randint(1, 90))] for _ in range(60)]
+    rights = [list(ids) for ids in lists[:30]] + lists[:30]
+    for ids in rights[:30]:
+        ids[numbers.randrange(len(ids))] = 7
+    rights[4] = []
+    for left, right in zip(lists, rights, strict=True):
+        assert similarity(left, right) == pytest.approx(by_table(left, right))
+    found = similarities(token_lists(lists), token_lists(rights), 0.9)
+    truth = [by_table(left, right) for left, right in zip(lists, rights, strict=True)]
+    assert found == pytest.approx([value if value >= 0.9 else 0.0 for value in truth])
+    assert sum(value > 0 for value in found) > 5
+    shared = shared_starts(token_lists(lists), token_lists(rights))
+    assert shared.tolist() == [
+        next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+        for left, right in zip(lists, rights, strict=True)
+    ]
+    assert similarity([], []) == 1.0
+
+
+def test_near_repeats_are_those_that_share_most_runs_of_tokens():
+    rows = random_pairs(300)
+    start = list(range(200))  # a system prompt, longer than all the rest
+    numbers = random.Random(5)
+    near = {}
+    for later, earlier in ((250, 7), (260, 8), (270, 9), (280, 250)):
+        rows[later] = {name: list(ids) for name, ids in rows[earlier].items()}
+        rows[later]["chosen_ids"][5] = 901
+        near[later] = earlier
+    for at in range(100, 110):  # the same completions under prompts that differ, and prompts that are the same
+        rows[at] = {**rows[10], "prompt_ids": [numbers.randrange(900) for _ in range(30)]}
+        rows[at + 10] = {**rows[at + 10], "prompt_ids": rows[11]["prompt_ids"]}
+    sketches = Sketches()
+    for part in (rows[:40], rows[40:]):
+        sketches.add(
+            token_lists([start + row["prompt_ids"] for row in part]),
+            [token_lists([row[name] for row in part]) for name in ("chosen_ids", "rejected_ids")],
+        )
+    found = sketches.near(np.zeros(len(rows), bool))
+
+    def runs(ids):
+        return {tuple((ids + [None] * RUN_TOKENS)[i : i + RUN_TOKENS]) for i in range(len(ids))}
+
+    for pair in found:
+        sides = [runs(rows[at]["chosen_ids"]) | runs(rows[at]["rejected_ids"]) for at in (pair.first, pair.second)]
+        truth = len(sides[0] & sides[1]) / len(sides[0] | sides[1])
+        assert pair.completions == pytest.approx(truth, abs=0.2)
+        assert pair.least >= NEAR
+    assert {pair.second for pair in found} == near.keys()
+    repeats = np.zeros(len(rows), bool)
+    repeats[250] = True
+    assert 250 not in {place for pair in sketches.near(repeats) for place in (pair.first, pair.second)}
+
+
+def test_repeats_swaps_and_pairs_without_a_difference_are_counted(report, stored, tmp_path):
+    rows = random_pairs(120)
+    swapped = {**rows[3], "chosen_ids": rows[3]["rejected_ids"], "rejected_ids": rows[3]["chosen_ids"]}
+    nearly = {**rows[6], "chosen_ids": [*rows[6]["chosen_ids"][:-1], 7]}
+    alike = {**rows[9], "rejected_ids": [*rows[9]["chosen_ids"], 11]}
+    rows += [rows[4], rows[5], rows[5], swapped, nearly, {**rows[8], "rejected_ids": rows[8]["chosen_ids"]}, alike]
+    stored(rows)
+    _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
+    assert (summary["exact_duplicates"], summary["contrary"], summary["identical"]) == (3, 2, 1)
+    assert (summary["near_duplicates"], summary["alike"]) == (1, 1)
+    assert "3 of 127 pairs (2.3%) repeat an earlier one token for token" in page
+    assert "Rows 6 and 124" in page and "Row 126" in page
+
+
+def test_what_stands_out_is_found_and_shown(report, stored, tmp_path):
+    rows = random_pairs(400)
+    size = {name: [len(row[name]) for row in rows] for name in ("chosen_ids", "rejected_ids")}
+    chosen = {17: [-12.0] * size["chosen_ids"][17], 18: [-0.001] * size["chosen_ids"][18]}
+    chosen[19] = [-0.1] * (size["chosen_ids"][19] - 1) + [-30.0]
+    chosen[20] = [-2.5] * size["chosen_ids"][20]
+    rejected = {20: [-0.2] * size["rejected_ids"][20]}
+    stored(rows, {"chosen_ids": chosen, "rejected_ids": rejected})
+    _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
+    for kind, row in (
+        ("very unlikely completions", 17),
+        ("very likely completions", 18),
+        ("rejected far above chosen", 20),
+        ("one token decides", 19),
+    ):
+        assert summary["outliers"][kind] >= 1
+        section = page.partition(f"<h3>{kind.capitalize()}")[2].partition("<h3>")[0]
+        assert f"Row {row} " in section, kind
+    assert 'title="−30.00 nats"' in page
+
+
+def test_short_completions_do_not_hide_long_ones():
+    numbers = np.random.default_rng(0)
+    tokens = np.array([2] * 300 + [400] * 300)
+    means = np.array([-numbers.exponential(1.0, count).mean() for count in tokens])
+    means[500] = -1.6
+    z = robust_z_by_length(means, tokens)
+    assert z.argmin() == 500 and z[500] < -3.5
+    assert (robust_z_by_length(means[:3], tokens[:3]) < 3.5).all()
+
+
+# What has no values
+
+
+def test_misses_and_bad_rows_are_counted_and_the_command_scores_them(run, report, reflogp, pairs_file, pair_rows, tmp_path):
+    assert run("score", pairs_file)[0] == DONE
+    rows = [*pair_rows[:41], *pair_rows[200:203]]
+    rows.insert(2, {**pair_rows[5], "chosen": None})
+    data = write_rows(tmp_path / "more.jsonl", rows)
+    with data.open("a") as file:
+        file.write('{"prompt": \n')
+    code, summary, page = report(data)
+    assert code == MISSES
+    assert (summary["rows"], summary["bad_rows"], summary["bad_row_numbers"]) == (46, 2, [2, 45])
+    assert summary["with_values"] + summary["missing"] == summary["examples"] == 44
+    assert summary["missing_row_numbers"][-3:] == [42, 43, 44]
+    assert summary["coverage"] == summary["with_values"] / 46
+    assert "chosen is null or missing" in page and "not JSON" in page
+    [command] = [finding["command"] for finding in summary["findings"] if finding["command"]]
+    assert command in page.replace("&#39;", "'")
+    assert reflogp(*command.split()[1:])[0] == MISSES  # the bad rows stay
+    code, summary, _ = report(data)
+    assert (code, summary["missing"], summary["bad_rows"]) == (MISSES, 0, 2)
+
+
+def test_nothing_of_the_dataset_is_scored(run, report, reflogp, pairs_file, pair_rows, tmp_path):
+    code, _, err = run("report", pairs_file, "-o", tmp_path / "report")
+    assert code == USAGE and "no store" in err
+    run("score", write_rows(tmp_path / "one.jsonl", pair_rows[250:251]))
+    code, summary, page = report(pairs_file)
+    assert (code, summary["with_values"], summary["missing"], summary["accuracy"]) == (MISSES, 0, 40, None)
+    assert summary["files"] == ["index.html", "truncation.png"]
+    assert "40 of 40 rows (100%) have no values in this snapshot" in page
+
+
+def test_an_empty_dataset_and_one_without_a_usable_row(run, pairs_file, tmp_path):
+    run("score", pairs_file)
+    (tmp_path / "empty.jsonl").write_text("")
+    bad = write_rows(tmp_path / "bad.jsonl", [{"prompt": "a", "chosen": None, "rejected": "b"}])
+    for data, says in ((tmp_path / "empty.jsonl", "no readable row"), (bad, "no row that can be used")):
+        code, _, err = run("report", data, "-o", tmp_path / "report")
+        assert code == USAGE and says in err
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_empty_completion_is_a_bad_row_and_an_empty_prompt_is_named(report, stored, tmp_path):
+    rows = random_pairs(6)
+    stored(rows)
+    rows[1]["rejected_ids"] = []
+    rows[2]["prompt_ids"] = []
+    code, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
+    assert (code, summary["bad_row_numbers"], summary["missing_row_numbers"]) == (MISSES, [1], [2])
+    assert "a completion is empty" in page and "an empty prompt" in page
+
+
+# Formats
+
+
+def test_kto_rows_by_label(report, stored, tmp_path):
+    rows = [{"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"]} for row in random_pairs(60)]
+    values = {at: [-0.1 - at / 1000] * len(rows[at]["completion_ids"]) for at in range(20)}
+    stored(rows, {"completion_ids": values})
+    labelled = [{**row, "label": at < 20} for at, row in enumerate(rows)]
+    labelled += [{**rows[0], "label": False}, {**rows[1], "label": "True"}, {**rows[2], "label": None}]
+    code, summary, page = report(write_rows(tmp_path / "kto.jsonl", labelled))
+    assert code == DONE and summary["accuracy"] is None
+    assert (summary["exact_duplicates"], summary["contrary"]) == (1, 2)
+    said = " ".join(finding["text"] for finding in summary["findings"])
+    assert "1 rows have no label" in said
+    assert "21 completions are desirable, 41 are not" in said
+    assert f"desirable_weight from {41 / 21:.2f} to {1.33 * 41 / 21:.2f}" in said
+    means = {at: -0.1 - at / 1000 for at in range(20)}
+    good, bad = [*means.values(), means[1]], [-0.1]  # the undesirable ones but the first lie below all of the desirable
+    higher = sum((g > b) + 0.5 * (g == b) for g in good for b in bad) + len(good) * 40
+    assert f"in {math.floor(1000 * higher / (21 * 41)) / 10:.1f}% of all comparisons" in said
+    assert "margins.png" not in summary["files"] and ">undesirable</span>" in page
+
+
+def test_pairs_as_kto_rows(run, report, pairs_file):
+    assert run("score", pairs_file, "--format", "kto")[0] == DONE
+    code, summary, _ = report(pairs_file, "--format", "kto")
+    assert (code, summary["rows"], summary["examples"], summary["with_values"]) == (DONE, 40, 80, 80)
+    assert "40 completions are desirable, 40 are not" in " ".join(finding["text"] for finding in summary["findings"])
+
+
+def test_real_kto_text(run, report, tmp_path, pair_rows):
+    rows = [{"prompt": r["prompt"], "completion": r[side], "label": side == "chosen"} for r in pair_rows[:8] for side in r][:24]
+    rows = [row for row in rows if row["completion"] is not row["prompt"]]
+    data = write_rows(tmp_path / "kto.jsonl", rows)
+    assert run("score", data)[0] == DONE
+    code, summary, _ = report(data)
+    assert (code, summary["with_values"]) == (DONE, len(rows))
+
+
+# Text that is shown
+
+
+def test_every_token_is_visible_and_in_its_place(tokenizer):
+    text = "a\u202eb\u200b\t\u00a0x   y 漢字 🙂\n<|eos|>é"
+    ids = tokenizer(text)["input_ids"]
+    texts = token_texts(ids, tokenizer)
+    assert sum(text.tokens for text in texts) == len(ids)
+    joined = "".join(text.text for text in texts)
+    assert "⟨U+202E⟩" in joined and "⟨U+200B⟩" in joined and "⇥" in joined and "⟨U+00A0⟩" in joined
+    assert "漢字" in joined and "🙂" in joined and "↵" in joined and "é" in joined
+    assert [text.special for text in texts if text.text == "<|eos|>"] == [True]
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b\x00-\x08]", joined)
+    assert visible("   ") == "···"
+    assert [(text.text, text.special) for text in token_texts([7, 2**31, 999_999], tokenizer)][1:] == [
+        ("⟨id 2147483648⟩", True),
+        ("⟨id 999999⟩", True),
+    ]
+
+
+@pytest.fixture
+def hostile(report, stored, reference_folder, tokenizer, tmp_path):
+    """The page of a dataset that is made to break one, and its folder."""
+    folder = tmp_path / "hostile"
+    shutil.copytree(reference_folder, folder)
+    own = load_tokenizer(str(folder))
+    own.add_tokens(["W" * 3000, f"</style>{SCRIPT}", "<a href='http://evil.example/'>", "</i></div></details>"])
+    own.save_pretrained(folder)
+    marked = [f"{SCRIPT}{IMAGE}</style>{SCRIPT}", "\u202eright to left\u2066", "W" * 3000, "\ufdfa" * 40, "\x00\x1b[31m"]
+    marked += ["<svg onload=alert(3)>", "{{7*7}}{% raw %}", "x" * 4000, "e" + "\u0301" * 300, "]]><!--", "مرحبا بالعالم"]
+    texts = [own("\n".join(marked[at::4]), add_special_tokens=False)["input_ids"] for at in range(4)]
+    rows = random_pairs(60)
+    values = {"chosen_ids": {}}
+    for at, ids in enumerate(texts):
+        rows[at] = {"prompt_ids": ids, "chosen_ids": [*ids, 999_999], "rejected_ids": [*ids, *ids, 3_000_000_000]}
+        values["chosen_ids"][at] = [-25.0] * (len(ids) + 1)
+        rows.append({**rows[at], "chosen_ids": [*ids, 3]})
+    rows.append({"prompt_ids": [1], "chosen_ids": SCRIPT, "rejected_ids": [2]})
+    stored(rows[:-1], values)
+    name = f"<img src=x onerror=alert(9)>\u202e{'long' * 40}.jsonl"
+    code, summary, page = report(write_rows(tmp_path / name, rows), model=folder)
+    assert (code, summary["bad_rows"]) == (MISSES, 1)
+    assert summary["outliers"] and summary["near_duplicates"]
+    return tmp_path / "report" / "index.html", page
+
+
+def harmless(browser, file, scheme, width):
+    """Open everything that the page has, and look for what a dataset could have done."""
+    with opened(browser, color_scheme=scheme, viewport={"width": width, "height": 740}, has_touch=width < 400) as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(file.as_uri())
+        page.evaluate("document.querySelectorAll('details').forEach(part => { part.open = true })")
+        assert asked == [file.as_uri()]
+        made = "script, img, iframe, object, link, a, form, input, base, [onload], [onerror], [style]"
+        assert page.locator(made).count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        text = page.locator("main").inner_text()
+        for mark in (SCRIPT, IMAGE, "⟨U+202E⟩", "⟨U+001B⟩", "⟨id 999999⟩", "{{7*7}}", "مرحبا", "</style>"):
+            assert mark in text, mark
+        assert not re.search("[\u202a-\u202e\u2066-\u2069]", text)
+        assert page.evaluate(CONTRAST) >= 4.5
+
+
+def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, hostile):  # noqa: F811
+    file, page = hostile
+    for scheme, width in (("dark", 360), ("light", 360), ("light", 1200)):
+        harmless(chromium, file, scheme, width)
+    assert page.count("<style>") == page.count("</style>") == 1 and "<script" not in page
+    assert not re.search(r"\b(src|href|srcset|style|on[a-z]+)=", re.sub(r">[^<]*<", "><", page))
+    assert "url(" not in page and "@import" not in page
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy.startswith("default-src &#39;none&#39;; style-src &#39;sha256-") and "unsafe" not in policy
+    assert not [name for name in file.parent.iterdir() if name.name not in {"index.html", *PNGS}]
+
+
+#: The least contrast of a token's text on its own background, in a page.
+CONTRAST = """() => {
+  const parts = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+  const under = element => {
+    const colour = parts(getComputedStyle(element).backgroundColor);
+    return colour.length < 4 || colour[3] > 0 ? colour : under(element.parentElement);
+  };
+  return Math.min(...[...document.querySelectorAll('.tokens i, .legend i')].map(element => {
+    const [a, b] = [light(parts(getComputedStyle(element).color)), light(under(element))].sort((x, y) => y - x);
+    return (a + .05) / (b + .05);
+  }));
+}"""
+
+
+# The folder
+
+
+def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
+    rows = random_pairs(12)
+    data = write_rows(tmp_path / "d.jsonl", rows)
+    stored(rows)
+    report(data)
+    kto = write_rows(
+        tmp_path / "k.jsonl", [{"prompt_ids": r["prompt_ids"], "completion_ids": r["chosen_ids"], "label": True} for r in rows]
+    )
+    _, summary, _ = report(kto)
+    assert sorted(file.name for file in (tmp_path / "report").iterdir()) == sorted(summary["files"])
+    (tmp_path / "report" / "notes.txt").write_text("mine")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()}
+    code, _, err = run("report", data, "-o", tmp_path / "report")
+    assert code == USAGE and "notes.txt" in err
+    assert {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()} == before
+    other = tmp_path / "site"
+    other.mkdir()
+    (other / "index.html").write_text("<p>mine")
+    for folder, says in ((other, "index.html"), (data, "is a file")):
+        code, _, err = run("report", data, "-o", folder)
+        assert code == USAGE and says in err
+    assert (other / "index.html").read_text() == "<p>mine"
+
+
+def test_bad_usage(run, pairs_file, stored, tmp_path):
+    stored(random_pairs(2))
+    for options, says in ((["--format", "sft"], "--format"), (["--truncation-mode", "middle"], "keep_start")):
+        code, _, err = run("report", pairs_file, "-o", tmp_path / "r", *options)
+        assert code == USAGE and says in err
+    code, _, err = run("report", pairs_file, "-o", tmp_path / "r", "--snapshot", 99)
+    assert code == FAILED and "no snapshot 99" in err
+    assert not (tmp_path / "r").exists()
+
+
+# Cost
+
+#: Reports on each file; says how many megabytes the process has taken at most, so far.
+MEASURE = """
+import resource, sys
+from reflogp_client.cli import main
+model, store, *files = sys.argv[1:]
+for file in files:
+    sys.argv = ["reflogp", "report", model, file, "--store", store, "-o", file + ".report", "--dtype", "float32"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+"""
+
+
+def test_memory_grows_by_a_few_hundred_bytes_a_row(reference_folder, stored, tmp_path):
+    """Eight times the rows in one dataset: what is kept of each is far less than its tokens."""
+    rows = random_pairs(8_000)
+    stored(rows)
+    files = [write_rows(tmp_path / f"{count}.jsonl", rows[:count]) for count in (1_000, 8_000)]
+    command = [sys.executable, "-c", MEASURE, reference_folder, tmp_path / "store", *files]
+    ran = subprocess.run([*map(str, command)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == DONE, ran.stderr
+    few, many = map(int, ran.stderr.split())
+    assert many - few < 40, (few, many)  # 256 bytes of sketch a row and some buffers; the rows as Python lists take 60
+
+
+def test_shown_rows_are_few_whatever_the_dataset(report, stored, tmp_path):
+    rows = random_pairs(300)
+    for at in range(100, 300):
+        rows[at] = {**rows[at % 100], "chosen_ids": [*rows[at % 100]["chosen_ids"][:-1], at]}
+    stored(rows)
+    _, summary, page = report(write_rows(tmp_path / "d.jsonl", rows))
+    assert summary["near_duplicates"] > 100
+    assert Counter(re.findall('<details class="example">', page)).total() <= 24
+    assert len(page) < 1_500_000
