@@ -3,6 +3,7 @@
 ReflogpError (reflogp_store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape
 ├── TokenizerError           a tokenizer lacks what the data needs
+├── OtherEngineError         a store has values of an engine that was not wanted
 └── EngineError              the engine cannot load a model or score with it
     └── InvalidSequencesError   some sequences cannot be scored; the others were
 """
@@ -20,6 +21,10 @@ class DatasetError(UsageError):
 
 class TokenizerError(ReflogpError):
     """A tokenizer lacks what the data needs: an EOS token, a chat template."""
+
+
+class OtherEngineError(ReflogpError):
+    """A store has values of another engine than the one that is wanted alone."""
 
 
 class EngineError(ReflogpError):

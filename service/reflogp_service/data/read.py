@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -35,6 +36,8 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
+#: What `dataset_suffix` takes, in words, behind "ends in" or "end in".
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A list of rows ends where they have so many bytes together.
@@ -74,6 +77,7 @@ class RowSource:
         self.split = split
         self._bounds = bounds
         self._dataset: Any = None
+        self._numbers: frozenset[int] | None = None
         path = Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
@@ -91,7 +95,14 @@ class RowSource:
 
     def __iter__(self) -> Iterator[Row]:
         for number, (columns, problem, size) in enumerate(self._rows()):
-            yield Row(number, columns, problem, size)
+            if self._numbers is None or number in self._numbers:
+                yield Row(number, columns, problem, size)
+
+    def only(self, numbers: Iterable[int]) -> RowSource:
+        """The same dataset, of which these rows alone are given, with their numbers; `count` and `schema` stay the whole's."""
+        some = copy(self)
+        some._numbers = frozenset(numbers)
+        return some
 
     def count(self) -> int:
         """Rows in all, readable or not. Lines of text are counted by reading them, everything else by its metadata."""

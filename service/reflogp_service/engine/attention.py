@@ -216,6 +216,12 @@ def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
     return by_branch
 
 
+def installed_kernels() -> list[str]:
+    """Names of the kernels that `choose_kernel` can take for some layer on a CUDA device, the fastest first."""
+    optional = {"torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
+    return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
+
+
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
     """One attention call per branch; any device, dtype and variant."""
     query, key, value = call.query, call.key, call.value

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from reflogp_service.engine.attention import PackLayout, packed
@@ -19,7 +18,6 @@ from reflogp_service.engine.head import Head
 from reflogp_service.engine.packing import Pack
 from reflogp_service.engine.sequences import Sequence
 
-Logps = npt.NDArray[np.float32]
 Path = Literal["packed", "padded", "single"]
 
 

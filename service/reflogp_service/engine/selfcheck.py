@@ -67,7 +67,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
     own_attention = model.config._attn_implementation
     sequences = _sequences(loaded.vocab_size, min(limits, default=None))
     plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
-    tolerance = TOLERANCE[loaded.dtype] * max(1.0, float(np.sqrt(np.mean(plain**2))) / _TYPICAL_LOGP)
+    tolerance = tolerance_of(loaded.dtype, plain)
     rejected: dict[str, str] = {}
     found: tuple[Path, float] = ("single", 0.0)
     kernels = [str(own_attention)]
@@ -102,6 +102,11 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
             rejected["compiled"] = problem
             warnings.warn(f"{type(model).__name__} is scored without compiled layers, which is slower: {problem}", stacklevel=2)
     return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled)
+
+
+def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
+    """Largest root mean square difference, nats per token, between two right ways to compute these log-probs."""
+    return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
 
 
 def _try_compiled(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from reflogp_service.errors import InvalidSequencesError
+
 #: Token ids of one side of a sequence: a list, a numpy array or an Arrow scalar's values.
 Ids = Any
+#: token_logps: float32, one per completion token.
+Logps = npt.NDArray[np.float32]
+#: A sequence's values, or why there are none.
+Outcome = Logps | str
+NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +70,24 @@ def _problem_of_mask(sequence: Sequence) -> str | None:
     if not mask.any():
         return "its attention_mask hides every token"
     return None
+
+
+def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
+    """The values of `count` sequences, in their order.
+
+    Args:
+        problems: index -> why there are none, of those that were not tried.
+        outcomes: of the others, in any order.
+
+    Raises:
+        InvalidSequencesError: some have none; its `results` hold the others' values.
+    """
+    results: list[Any] = [None] * count
+    for index, outcome in outcomes:
+        if isinstance(outcome, str):
+            problems[index] = outcome
+        else:
+            results[index] = outcome
+    if problems:
+        raise InvalidSequencesError(problems, results)
+    return results

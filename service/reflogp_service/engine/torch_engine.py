@@ -25,16 +25,11 @@ from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
-from reflogp_service.engine.sequences import Sequence, problem_of
-from reflogp_service.errors import EngineError, InvalidSequencesError
-
-Logps = npt.NDArray[np.float32]
-#: A sequence's values, or why there are none.
-Outcome = Logps | str
+from reflogp_service.engine.sequences import NOT_FINITE, Logps, Outcome, Sequence, in_order, problem_of
+from reflogp_service.errors import EngineError
 
 #: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
 _WINDOW = 8_192
-_NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
 class TorchEngine:
@@ -107,15 +102,7 @@ class TorchEngine:
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
         problems = self.problems(sequences)
-        results: list[Any] = [None] * len(sequences)
-        for index, outcome in self.stream(sequences, skip=problems, temperature=temperature):
-            if isinstance(outcome, str):
-                problems[index] = outcome
-            else:
-                results[index] = outcome
-        if problems:
-            raise InvalidSequencesError(problems, results)
-        return results
+        return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
         """Index -> why this model cannot score that sequence; empty when it can score all."""
@@ -195,6 +182,9 @@ class TorchEngine:
     def peak_flops_per_second(self) -> float:
         """Matrix product rate of this device in this dtype, measured once."""
         return matmul_flops_per_second(self.device, self._loaded.dtype)
+
+    def close(self) -> None:
+        """Nothing: it started nothing, and its memory goes with the object."""
 
     def provenance(self) -> dict[str, Any]:
         """How this engine makes values; stored beside them."""
@@ -296,7 +286,7 @@ class _Flying:
         landed: list[tuple[int, Outcome]] = []
         for index, where in self.unit.members:
             logps = values[where]
-            landed.append((indices[index], logps if np.isfinite(logps).all() else _NOT_FINITE))
+            landed.append((indices[index], logps if np.isfinite(logps).all() else NOT_FINITE))
         return landed
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from fastapi import FastAPI
 
 from reflogp_service.server import problems
@@ -24,6 +25,7 @@ from reflogp_service.server.middleware import HeadBounds, LoopbackNames, Timed
 from reflogp_service.server.online import OnlineScoring
 from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.precompute import Precompute
+from reflogp_service.server.processes import Start, start_here
 from reflogp_service.server.routes.health import health_router
 from reflogp_service.server.routes.jobs import jobs_router
 from reflogp_service.server.routes.lookups import lookups_router
@@ -65,7 +67,11 @@ def create_app(settings: ServerSettings) -> FastAPI:
         at_online = await online.on_death(worker, reason)
         await precompute.on_death(worker, reason, blame=not at_online)
 
-    pool = Pool(_configurations(settings, shelf, folder), on_frame, on_death, settings.max_worker_bytes)
+    devices, start, end = _workers(settings, shelf, folder)
+    most = settings.max_worker_bytes
+    if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
+        most = psutil.virtual_memory().total * 9 // 10
+    pool = Pool(_configurations(settings, shelf, folder, devices), start, on_frame, on_death, most)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,6 +81,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         yield
         precompute.drain()
         await pool.close()
+        end()
         ledger.close()
         lock.close()
 
@@ -94,12 +101,28 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path) -> list[WorkerConfiguration]:
-    """One worker for each device; none where there is no model to load."""
+def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list[str], Start, Callable[[], None]]:
+    """The device of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
+    if settings.executor == "local" or not shelf.named():
+        return settings.devices if shelf.named() else [], start_here, lambda: None
+    try:
+        from reflogp_service.on_ray.processes import ray_workers
+    except ImportError as error:
+        raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
+    workers = ray_workers(settings.ray_address, settings.devices[0], settings.ray_workers, shelf.store.uri, folder)
+    return [workers.choice.device] * workers.count, workers.start, workers.close
+
+
+def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, devices: list[str]) -> list[WorkerConfiguration]:
+    """One worker for each device."""
     named = shelf.named()
-    models = {reference.reference_id: ModelPlace(**settings.references[name].model_dump()) for name, reference in named.items()}
+    models: dict[str, ModelPlace] = {}
+    for name, reference in named.items():
+        place = settings.references[name].place()
+        if models.setdefault(reference.reference_id, place).engine != place.engine:
+            raise UsageError(f"references.{name} is the model and numerics of another name, with another engine: keep one")
     first = WorkerConfiguration(
-        device=settings.devices[0],
+        device="auto",
         token_budget=settings.token_budget,
         models=models,
         capacity=settings.max_loaded,
@@ -113,7 +136,7 @@ def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path) -> lis
         dataset_bytes=settings.max_dataset_bytes,
         group_bytes=settings.max_group_bytes,
     )
-    return [replace(first, device=device) for device in settings.devices] if models else []
+    return [replace(first, device=device) for device in devices]
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -32,7 +32,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from reflogp_service.data.read import dataset_suffix
+from reflogp_service.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp_service.errors import DatasetError
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
@@ -201,9 +201,7 @@ def _suffix(uri: _Uri) -> str:
     """The suffix that says the format. Raises ValueError where there is none."""
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(
-            "its path does not end in .jsonl, .json, .csv, .parquet or .arrow (text may end in .gz or .zst behind)"
-        )
+        raise ValueError(f"its path does not end in {SUFFIXES_IN_WORDS}")
     return suffix
 
 

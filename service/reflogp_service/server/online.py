@@ -23,7 +23,7 @@ from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
 from reflogp_service.worker.wire import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
-from reflogp_store import ReferenceNotFoundError, sequence_keys
+from reflogp_store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp_store.arrow_stream import stream_bytes
 from reflogp_store.schema import one_array
 
@@ -113,12 +113,15 @@ class OnlineScoring:
             deadline_seconds: nobody waits longer.
 
         Raises:
+            UsageError: a temperature that the reference's engine does not know.
             Problem: 404, 429 with Retry-After, 503 while no worker can answer, 504 when the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._shelf.model_of(reference)
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
+        if temperature != 1.0 and not self._shelf.takes_temperatures(model.reference_id):
+            raise UsageError(f"temperature {temperature}: vLLM, which computes {reference!r} here, knows 1 only")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names

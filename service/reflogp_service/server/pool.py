@@ -1,25 +1,22 @@
 """Worker processes: started, fed with frames, watched, started again when they end.
 
-Knows processes and frames. Does not know what the frames mean beyond `ready`, `loaded` and `dying`; that is the listeners'.
-Everything here runs in the event loop.
+Knows frames, and processes as `processes` has them, wherever they run. Does not know what the frames mean beyond `ready`,
+`loaded` and `dying`; that is the listeners'. Everything here runs in the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
-import psutil
-
-from reflogp_service.worker.frames import encode, receive_frame
+from reflogp_service.server.processes import Start, WorkerProcess, memory_of
+from reflogp_service.worker.frames import encode
 from reflogp_service.worker.orders import WorkerConfiguration
+from reflogp_store import ReflogpError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class WorkerHandle:
         self.last_error = ""
         self.failed_starts = 0
         self.killed_for = ""
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: WorkerProcess | None = None
         self._backlog: list[bytes] = []
 
     @property
@@ -63,35 +60,24 @@ class WorkerHandle:
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
         """Send a frame, or keep it for the next process where there is none now."""
         data = encode(message, body)
-        if self.process is None or self.process.stdin is None or self.process.stdin.is_closing():
+        if self.process is None or not self.process.send(data):
             self._backlog.append(data)
-            return
-        self.process.stdin.write(data)
 
     def kill(self, why: str) -> None:
         """End the process at once; it is started again."""
         self.killed_for = why
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+        if self.process is not None:
+            self.process.kill()
 
-    async def start(self) -> asyncio.subprocess.Process:
+    async def start(self, start: Start) -> WorkerProcess:
         self.killed_for = ""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "reflogp_service.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 20,
-        )
+        process = await start()
         self.process = process
         self.last_error = ""
-        assert process.stdin is not None
-        process.stdin.write(encode({"op": "configure", "configuration": asdict(self.configuration)}))
+        process.send(encode({"op": "configure", "configuration": asdict(self.configuration)}))
         backlog, self._backlog = self._backlog, []
         for data in backlog:
-            process.stdin.write(data)
+            process.send(data)
         return process
 
 
@@ -104,23 +90,25 @@ class Pool:
 
     Args:
         configurations: one per worker.
+        start: starts a worker's process.
         on_frame: gets every frame, in order per worker.
         on_death: told when a worker's process has ended unasked, and why.
-        max_worker_bytes: a worker whose memory is beyond is killed before the system kills another process; None for 9/10 of
-            the machine's.
+        max_worker_bytes: a worker whose memory is beyond is killed before the system kills another process; None for no bound.
     """
 
     def __init__(
         self,
         configurations: list[WorkerConfiguration],
+        start: Start,
         on_frame: Frames,
         on_death: Deaths,
-        max_worker_bytes: int | None = None,
+        max_worker_bytes: int | None,
     ) -> None:
         self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
+        self._start = start
         self._on_frame = on_frame
         self._on_death = on_death
-        self._max_worker_bytes = max_worker_bytes or psutil.virtual_memory().total * 9 // 10
+        self._max_worker_bytes = max_worker_bytes
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -136,6 +124,9 @@ class Pool:
             if worker.process is not None:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # no task where the service never began
+            if worker.process is None:  # it waits for a place, or to be started again
+                task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
             for worker in self.workers if late else []:
@@ -147,26 +138,36 @@ class Pool:
 
     async def _supervise(self, worker: WorkerHandle) -> None:
         while not self._closing:
-            process = await worker.start()
-            logger.info("worker %d started, pid %d", worker.number, process.pid)
-            assert process.stdout is not None
             try:
-                while (frame := await receive_frame(process.stdout)) is not None:
-                    await self._take(worker, *frame)
-            except Exception:  # a defect of ours must not leave the service without a worker
-                logger.exception("a frame of worker %d could not be handled", worker.number)
-                worker.kill("its frames could not be handled")
-            status = await process.wait()
+                reason = await self._live(worker)
+            except ReflogpError as error:
+                reason = f"it could not be started: {error}"
+            except Exception as error:  # a defect of ours must not leave the service without a worker
+                logger.exception("worker %d could not be kept", worker.number)
+                reason = f"{type(error).__name__}: {error}"
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
             if self._closing:
                 return
             worker.deaths += 1
             worker.failed_starts = 0 if was_ready else worker.failed_starts + 1
-            reason = _reason(status, worker)
+            worker.last_error = reason
             logger.warning("worker %d ended: %s", worker.number, reason)
             await self._on_death(worker, reason)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
+
+    async def _live(self, worker: WorkerHandle) -> str:
+        """A worker's life; why it ended."""
+        process = await worker.start(self._start)
+        logger.info("worker %d started, %s", worker.number, process.name)
+        try:
+            while (frame := await process.receive()) is not None:
+                await self._take(worker, *frame)
+        except Exception:  # a defect of ours must not leave the service without a worker
+            logger.exception("a frame of worker %d could not be handled", worker.number)
+            worker.kill("its frames could not be handled")
+        reason = await process.wait()
+        return worker.killed_for or worker.last_error or reason
 
     async def _take(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         match message["op"]:
@@ -181,32 +182,12 @@ class Pool:
     async def _watch_memory(self) -> None:
         while True:
             for worker in self.workers:
-                worker.memory_bytes = memory_of(worker.process.pid) if worker.process is not None else 0
-                if worker.memory_bytes > self._max_worker_bytes:
+                worker.memory_bytes = await worker.process.memory() if worker.process is not None else 0
+                if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
                     worker.kill(f"it took {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
             await asyncio.sleep(_MEMORY_SECONDS)
-
-
-def memory_of(pid: int) -> int:
-    """Resident bytes of a process; 0 when it is gone."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 def own_memory() -> int:
     """Resident bytes of this process."""
     return memory_of(os.getpid())
-
-
-def _reason(status: int, worker: WorkerHandle) -> str:
-    """Why a process ended, in words."""
-    if worker.killed_for:
-        return worker.killed_for
-    if worker.last_error:
-        return worker.last_error
-    if status < 0:
-        name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
-        return f"killed by {name}" + (" (out of memory, perhaps)" if -status == signal.SIGKILL else "")
-    return f"it ended with status {status}; its last words are in the service's log"

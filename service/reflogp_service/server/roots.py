@@ -17,7 +17,7 @@ import stat
 from collections import deque
 from pathlib import Path, PurePosixPath
 
-from reflogp_service.data.read import dataset_suffix
+from reflogp_service.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
 from reflogp_store.digests import file_digests
@@ -27,7 +27,7 @@ MOST_ENTRIES = 10_000
 #: Links in one path, as the kernel has it.
 _MOST_LINKS = 40
 _UPLOAD = "send the dataset as an upload: PUT /v1/uploads/NAME"
-_SUFFIXES = "files end in .jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that"
+_SUFFIXES = f"files end in {SUFFIXES_IN_WORDS}"
 
 
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:

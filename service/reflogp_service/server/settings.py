@@ -25,12 +25,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from reflogp_service.engines import EngineName
+from reflogp_service.vllm.options import check_options
+from reflogp_service.worker.orders import ModelPlace
 from reflogp_store.errors import UsageError
 from reflogp_store.storage import normalize_uri
 
 #: read: look up and look at; score: compute; admin: everything.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
+
+
+_OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_claim")
 
 
 class ReferenceSettings(BaseModel):
@@ -42,6 +48,37 @@ class ReferenceSettings(BaseModel):
     lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     trust_remote_code: bool = Field(False, description="Run modelling code that the checkpoint brings.")
+    engine: EngineName = Field("torch", description="What computes: torch, vllm, or remote (a `vllm serve` that runs).")
+    vllm_python: str | None = Field(None, description="vllm: Python of its environment. Default: REFLOGP_VLLM_PYTHON.")
+    tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the model is spread over.")
+    vllm_options: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments (docs/engines.md).")
+    url: str | None = Field(None, pattern="^https?://", description="remote: the server; its key is in VLLM_API_KEY.")
+    served_model: str | None = Field(None, description="remote: its name for the model. Default: the only one it serves.")
+    concurrency: int = Field(64, ge=1, description="remote: requests under way at a time.")
+    patience_seconds: float = Field(300.0, gt=0, description="remote: how long a server that does not answer is waited for.")
+    check_claim: bool = Field(True, description="remote: compare its values with those of the weights before they are kept.")
+
+    @model_validator(mode="after")
+    def _options_fit_the_engine(self) -> ReferenceSettings:
+        owners = {"vllm": ("vllm_python", "tensor_parallel", "vllm_options"), "remote": _OF_REMOTE}
+        for owner, names in owners.items():
+            given = sorted(self.model_fields_set.intersection(names))
+            if given and self.engine != owner:
+                raise ValueError(f"{given[0]} is a setting of engine {owner}, and this is {self.engine}")
+        if self.engine == "remote" and self.url is None:
+            raise ValueError("engine remote needs a url")
+        try:
+            check_options(self.vllm_options)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def place(self) -> ModelPlace:
+        """The same for a worker."""
+        of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
+        fields = self.model_dump()
+        choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
+        return ModelPlace(**{name: fields[name] for name in of_the_model}, engine=choice)
 
 
 class TokenSettings(BaseModel):
@@ -76,11 +113,23 @@ class ServerSettings(BaseSettings):
     access_log: bool = Field(False, description="A log line for each request, too; /metrics counts and times them anyway.")
     # workers
     devices: list[str] = Field(["auto"], min_length=1, description="One worker process for each: auto, cpu, cuda:0, cuda:1, …")
+    executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
+    ray_address: str | None = Field(
+        None, description="auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this machine alone."
+    )
+    ray_workers: int | None = Field(
+        None,
+        ge=1,
+        description="Workers on Ray. Default: one for each GPU of the cluster, or CPU where it has none.",
+    )
     token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
     max_loaded: int = Field(1, ge=1, description="References that a worker holds in memory; others wait for room.")
     pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
     max_worker_bytes: int | None = Field(
-        None, gt=0, description="A worker that takes more memory is killed and started again. Default: 9/10 of the machine's."
+        None,
+        gt=0,
+        description="A worker that takes more memory is killed and started again. Default: 9/10 of the machine's; on"
+        " Ray, Ray's own limit.",
     )
     # jobs
     max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
@@ -119,6 +168,14 @@ class ServerSettings(BaseSettings):
     def _pinned_is_known(self) -> ServerSettings:
         if self.pinned is not None and self.pinned not in self.references:
             raise ValueError(f"pinned {self.pinned!r} is none of the references")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_places_workers(self) -> ServerSettings:
+        if self.executor == "ray" and len(self.devices) > 1:
+            raise ValueError("with executor ray give one of devices (auto, cpu or cuda), and how many as ray_workers")
+        if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
+            raise ValueError('ray_address and ray_workers go with executor "ray"')
         return self
 
     def state_folder(self) -> Path:

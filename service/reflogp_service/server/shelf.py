@@ -52,6 +52,7 @@ class Shelf:
             name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
             for name, entry in settings.references.items()
         }
+        self._engines = {name: entry.engine for name, entry in settings.references.items()}
         self._tables: dict[str, LogprobTable] = {}
         self._lock = Lock()
 
@@ -86,6 +87,12 @@ class Shelf:
     def named(self) -> dict[str, Reference]:
         """References that have a name and a model, by name."""
         return dict(self._named)
+
+    def takes_temperatures(self, reference_id: str) -> bool:
+        """Whether a model's engine can divide the logits by something."""
+        return any(
+            reference.reference_id == reference_id and self._engines[name] == "torch" for name, reference in self._named.items()
+        )
 
     def table(self, name_or_id: str) -> LogprobTable:
         """The table of a reference.

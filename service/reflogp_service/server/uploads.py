@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from anyio import to_thread
 
-from reflogp_service.data.read import dataset_suffix
+from reflogp_service.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.models import NAME_PATTERN, Upload
 from reflogp_service.server.problems import Problem
@@ -209,7 +209,7 @@ def _suffix_of(name: str) -> str:
         raise Problem(
             422,
             "the name does not say the file's type",
-            "end it in .jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that",
+            f"end it in {SUFFIXES_IN_WORDS}",
         )
     return suffix
 

@@ -25,8 +25,9 @@ import numpy as np
 
 from reflogp_service.data.bounds import ReadBounds
 from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine import Sequence
 from reflogp_service.engine.load import choose_device
+from reflogp_service.engines import EngineChoice, PassEngine
 from reflogp_service.worker.engine_loop import Answer, DisplacedError, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
 from reflogp_service.worker.frames import encode, read_frame
@@ -210,17 +211,11 @@ class Worker:
             self._references[reference_id] = found
         return self._references[reference_id]
 
-    def _load(self, reference_id: str) -> TorchEngine:
-        place, budget = self._models(reference_id), self._configuration.token_budget
-        reference = self._reference(reference_id)
-        return TorchEngine(
-            str(resolve_model(place.model, place.revision)),
-            reference.dtype,
-            self._configuration.device,
-            budget,  # type: ignore[arg-type]
-            lm_head_dtype=reference.lm_head_dtype,
-            trust_remote_code=place.trust_remote_code,
-        )
+    def _load(self, reference_id: str) -> PassEngine:
+        place = self._models(reference_id)
+        configuration = self._configuration
+        choice = EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **place.engine)
+        return choice.make(str(resolve_model(place.model, place.revision)), self._reference(reference_id))
 
     def _tokenizer(self, folder: str, trust_remote_code: bool) -> Any:
         if folder not in self._tokenizers:

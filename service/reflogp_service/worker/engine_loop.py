@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.torch_engine import Outcome
+from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engines import PassEngine
 from reflogp_service.worker.engines import Engines
 from reflogp_store import ReflogpError
 
@@ -65,7 +65,7 @@ class Answer:
     """What became of an online request: outcomes, or an error for all of it."""
 
     request: OnlineRequest
-    engine: TorchEngine | None
+    engine: PassEngine | None
     engine_seconds: float = 0.0
     queue_seconds: float = 0.0
     error: str | None = None
@@ -80,7 +80,7 @@ class _Work:
     skip: Collection[int]
     before: Callable[[list[int]], None]
     out: queue.SimpleQueue[Landed | BaseException | None] = field(default_factory=queue.SimpleQueue)
-    engine: TorchEngine | None = None
+    engine: PassEngine | None = None
     passes: Iterator[Landed] | None = None
     abandoned: bool = False
 
@@ -147,7 +147,7 @@ class EngineLoop:
         """
         return self._follow(_Work(reference_id, sequences, skip, before), check)
 
-    def engine(self, reference_id: str, check: Callable[[], None]) -> TorchEngine:
+    def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
         """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `passes`."""
         work = _Work(reference_id, [], (), lambda _: None)
         for _ in self._follow(work, check):

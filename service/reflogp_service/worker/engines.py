@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from reflogp_service.engine import TorchEngine
+from reflogp_service.engines import PassEngine
 from reflogp_service.errors import EngineError
 
 
@@ -26,17 +26,17 @@ class Engines:
     """
 
     def __init__(
-        self, make: Callable[[str], TorchEngine], capacity: int, pinned: str | None, on_change: Callable[[list[str]], None]
+        self, make: Callable[[str], PassEngine], capacity: int, pinned: str | None, on_change: Callable[[list[str]], None]
     ) -> None:
         self._make = make
         self._capacity = capacity
         self._pinned = pinned
         self._on_change = on_change
-        self._loaded: dict[str, TorchEngine] = {}  # the least recently used first
+        self._loaded: dict[str, PassEngine] = {}  # the least recently used first
         self._loaded_at: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
 
-    def get(self, reference_id: str) -> TorchEngine:
+    def get(self, reference_id: str) -> PassEngine:
         """The engine of a reference, loaded if it is not yet. When memory runs out while loading, others make room."""
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
@@ -72,7 +72,7 @@ class Engines:
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
 
     def _unload(self, reference_id: str) -> None:
-        del self._loaded[reference_id]
+        self._loaded.pop(reference_id).close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

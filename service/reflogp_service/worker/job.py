@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from reflogp_service.data.bounds import ReadBounds
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenized import TokenizedDataset, forget_oldest, kept_name
+from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_service.worker.engine_loop import EngineLoop
 from reflogp_service.worker.job_engine import JobEngine
@@ -169,11 +170,10 @@ def run_job(
         dataset,
         place.store,
         reference,
-        make_engine,
+        Here(make_engine, commit_seconds=place.commit_seconds),
         max_length=order.max_length,
         truncation_mode=order.truncation_mode,
         watcher=progress,
-        commit_seconds=place.commit_seconds,
     )
     snapshot = place.store.table(reference.reference_id).snapshot()
     write_result(

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.torch_engine import Outcome
+from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engines import PassEngine
 from reflogp_service.worker.engine_loop import EngineLoop
 from reflogp_store import sequence_keys
 
@@ -32,7 +32,7 @@ class JobEngine:
     def __init__(
         self,
         loop: EngineLoop,
-        engine: TorchEngine,
+        engine: PassEngine,
         reference_id: str,
         suspects: Collection[str],
         poison: dict[str, str],
@@ -48,7 +48,7 @@ class JobEngine:
         self._check = check
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """As TorchEngine.problems, and the known poison."""
+        """As Engine.problems, and the known poison."""
         found = self._engine.problems(sequences)
         if self._poison:
             keys = _keys(sequences)
@@ -56,7 +56,7 @@ class JobEngine:
         return found
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """As TorchEngine.stream."""
+        """As Engine.stream."""
         keys = _keys(sequences)
         suspects = [at for at, key in enumerate(keys) if key in self._suspects and at not in skip]
         for group in _halves(suspects):
@@ -69,8 +69,11 @@ class JobEngine:
     def flops(self, sequence: Sequence) -> float:
         return self._engine.flops(sequence)
 
-    def peak_flops_per_second(self) -> float:
+    def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
+
+    def close(self) -> None:
+        """Nothing: the engine is the loop's."""
 
     def _group(self, sequences: list[Sequence], keys: list[str], skip: Collection[int]) -> Iterator[tuple[int, Outcome]]:
         if len(skip) == len(sequences):

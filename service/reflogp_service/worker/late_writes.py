@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from reflogp_service.commits import Commits
 from reflogp_service.engine import Sequence
-from reflogp_store import LogprobStore, LogprobTable, Reference, ReflogpError, sequence_keys
-from reflogp_store.compaction import compact_if_many, small_shards_allowed
-from reflogp_store.schema import shard_table
+from reflogp_store import LogprobStore, Reference, ReflogpError, sequence_keys
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class LateWrites:
     def __init__(self, store: LogprobStore, reference_of: Callable[[str], Reference]) -> None:
         self._store = store
         self._reference_of = reference_of
-        self._tables: dict[str, LogprobTable] = {}
+        self._commits: dict[str, Commits] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
         self._closing = False
@@ -77,16 +75,11 @@ class LateWrites:
     def _commit(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        if reference_id not in self._tables:
-            self._tables[reference_id] = self._store.create_table(self._reference_of(reference_id))
-        prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence, _ in scored]
-        completions = [np.asarray(sequence.completion_ids, np.int64) for sequence, _ in scored]
-        rows = shard_table(
-            sequence_keys(prompts, completions),
-            np.array([len(prompt) for prompt in prompts], np.int32),
-            np.array([len(completion) for completion in completions], np.int32),
-            pa.array([logps for _, logps in scored], pa.list_(pa.float32())),
-            provenance,
-        )
-        self._tables[reference_id].append(rows)
-        compact_if_many(self._tables[reference_id], small_shards_allowed())
+        if reference_id not in self._commits:
+            self._commits[reference_id] = Commits(self._store.create_table(self._reference_of(reference_id)))
+        sequences = [sequence for sequence, _ in scored]
+        prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
+        completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
+        lengths = np.array([len(completion) for completion in completions], np.int32)
+        keys = sequence_keys(prompts, completions)
+        self._commits[reference_id].commit(keys, sequences, lengths, [logps for _, logps in scored], provenance)

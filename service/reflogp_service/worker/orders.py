@@ -6,17 +6,22 @@ Knows names only; imports neither torch nor fastapi, since both sides use it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a reference's model is, and its numerics."""
+    """Where a reference's model is, its numerics, and what computes: fields of EngineChoice, but those of the worker."""
 
     model: str
     dtype: str
     lm_head_dtype: str | None
     revision: str | None
-    trust_remote_code: bool
+    engine: dict[str, Any]
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return bool(self.engine["trust_remote_code"])
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class WorkerConfiguration:
     """
 
     device: str
-    token_budget: int | str
+    token_budget: int | Literal["auto"]
     models: dict[str, ModelPlace]
     capacity: int
     pinned: str | None

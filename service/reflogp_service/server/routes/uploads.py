@@ -7,6 +7,7 @@ from typing import Annotated
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
 
+from reflogp_service.data.read import SUFFIXES_IN_WORDS
 from reflogp_service.server.auth import requires
 from reflogp_service.server.bodies import stream_chunks
 from reflogp_service.server.context import Context
@@ -15,9 +16,7 @@ from reflogp_service.server.problems import documented
 
 _UploadName = Annotated[
     str,
-    Path(
-        pattern=NAME_PATTERN, description="Ends in .jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind."
-    ),
+    Path(pattern=NAME_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}."),
 ]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN)]
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}

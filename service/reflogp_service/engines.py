@@ -1,0 +1,150 @@
+"""What scoring needs of an engine, and the choice of one as data: made on the command line or by a service, loaded elsewhere.
+
+Knows each engine's name and settings. Loads an engine's own libraries only when that engine is made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from reflogp_service.engine import Outcome, Sequence
+from reflogp_store import Reference, UsageError
+
+EngineName = Literal["torch", "vllm", "remote"]
+
+
+class Engine(Protocol):
+    """What scoring a dataset needs of an engine."""
+
+    def problems(self, sequences: list[Sequence]) -> dict[int, str]:
+        """Index -> why this engine cannot score that sequence."""
+
+    def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
+        """(index, outcome) of every sequence but the skipped ones, in any order, as they come."""
+
+    def provenance(self) -> dict[str, Any]:
+        """How this engine makes values; stored beside them."""
+
+    def flops(self, sequence: Sequence) -> float:
+        """Floating point operations of one plain forward over this sequence, head only where it predicts."""
+
+    def peak_flops_per_second(self) -> float | None:
+        """Matrix product rate of the device, or None where this engine cannot measure it."""
+
+    def close(self) -> None:
+        """End what the engine started: processes, threads, connections. Nothing is asked of it afterwards."""
+
+
+class PassEngine(Engine, Protocol):
+    """An engine that takes turns: what a service's worker needs.
+
+    Attributes:
+        token_budget: about how many tokens of several requests are worth merging.
+    """
+
+    token_budget: int
+
+    def passes(
+        self,
+        sequences: list[Sequence],
+        skip: Collection[int] = (),
+        temperature: float = 1.0,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> Iterator[list[tuple[int, Outcome]]]:
+        """As `stream`, in passes: the caller may do something else between two; `before` is told each one's indices."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine that is not loaded yet. Of plain values only: it travels to workers as JSON.
+
+    Attributes:
+        name: what computes: torch here, vllm in a process of its own environment, remote a `vllm serve` that runs already.
+        device: of torch: "auto", "cpu", "cuda", "cuda:1", …
+        token_budget: of torch: tokens of one pass, or "auto".
+        trust_remote_code: run modelling code that the checkpoint brings.
+        vllm_python: interpreter of vLLM's environment; None takes REFLOGP_VLLM_PYTHON, or this one.
+        tensor_parallel: of vllm: GPUs that one model is spread over.
+        vllm_options: of vllm: further arguments, of vllm.options.ALLOWED.
+        url, served_model, concurrency, patience_seconds: of remote, as ServerPlace; its key is read from VLLM_API_KEY.
+        check_claim: of remote: compare its values with those of the weights at hand before it is believed.
+    """
+
+    name: EngineName = "torch"
+    device: str = "auto"
+    token_budget: int | Literal["auto"] = "auto"
+    trust_remote_code: bool = False
+    vllm_python: str | None = None
+    tensor_parallel: int = 1
+    vllm_options: dict[str, Any] = field(default_factory=dict)
+    url: str | None = None
+    served_model: str | None = None
+    concurrency: int = 64
+    patience_seconds: float = 300.0
+    check_claim: bool = True
+
+    def gpus(self) -> int:
+        """GPUs that one engine takes, where the device is settled: the group of a tensor-parallel one."""
+        if self.device == "cpu" or self.name == "remote":
+            return 0
+        return self.tensor_parallel if self.name == "vllm" else 1
+
+    def make(self, model: str, reference: Reference) -> PassEngine:
+        """The engine, loaded.
+
+        Args:
+            model: local folder of the model.
+            reference: the model under the numerics that are wanted.
+
+        Raises:
+            UsageError, CheckpointError, EngineError: it cannot be loaded.
+        """
+        match self.name:
+            case "torch":
+                return self._torch(model, reference)
+            case "vllm":
+                return self._vllm(model, reference)
+            case "remote":
+                return self._remote(model, reference)
+
+    def _torch(self, model: str, reference: Reference) -> PassEngine:
+        from reflogp_service.engine import TorchEngine
+
+        return TorchEngine(
+            model,
+            reference.dtype,
+            self.device,
+            self.token_budget,
+            lm_head_dtype=reference.lm_head_dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _vllm(self, model: str, reference: Reference) -> PassEngine:
+        from reflogp_service.vllm.child import VllmProcess
+        from reflogp_service.vllm.engine import VllmEngine
+        from reflogp_service.vllm.options import vllm_options
+
+        python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
+        loading = vllm_options(model, reference, self.tensor_parallel, self.trust_remote_code, self.vllm_options)
+        return VllmEngine(VllmProcess(python, loading), reference)
+
+    def _remote(self, model: str, reference: Reference) -> PassEngine:
+        from reflogp_service.vllm.engine import VllmEngine
+        from reflogp_service.vllm.server import ServerPlace, VllmServer
+
+        if self.url is None:
+            raise UsageError("the remote engine needs the URL of a vllm serve: give --url")
+        place = ServerPlace(
+            self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
+        )
+        engine = VllmEngine(VllmServer(place), reference)
+        engine.claim = {"reference": "claimed"}
+        if self.check_claim:
+            from reflogp_service.vllm.claim import check_claim
+
+            engine.claim = check_claim(engine, model, reference, self.device, self.trust_remote_code)
+        return engine

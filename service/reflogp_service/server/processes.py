@@ -1,0 +1,112 @@
+"""A worker's process: what the pool needs of one, and one on this machine.
+
+Knows pipes and exit statuses. Does not know what the frames mean. Made for `pool`; one elsewhere is in `on_ray.processes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import psutil
+
+from reflogp_service.worker.frames import Frame, receive_frame
+
+#: How a worker is started, and the longest frame head that is read at once.
+COMMAND = (sys.executable, "-m", "reflogp_service.worker")
+BUFFER = 1 << 20
+
+
+class WorkerProcess(Protocol):
+    """A worker that runs.
+
+    Attributes:
+        name: for the log.
+    """
+
+    name: str
+
+    def send(self, data: bytes) -> bool:
+        """Send bytes of frames; False when it takes no more."""
+
+    async def receive(self) -> Frame | None:
+        """Its next frame; None when it has ended."""
+
+    async def wait(self) -> str:
+        """Why it ended, in words, once it has."""
+
+    async def memory(self) -> int:
+        """Its resident bytes; 0 when that cannot be told."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+#: Starts a worker; raises ReflogpError when that cannot be done.
+Start = Callable[[], Awaitable[WorkerProcess]]
+
+
+class LocalProcess:
+    """A WorkerProcess on this machine."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.name = f"pid {process.pid}"
+        self._process = process
+
+    def send(self, data: bytes) -> bool:
+        """As WorkerProcess.send."""
+        stdin = self._process.stdin
+        if stdin is None or stdin.is_closing():
+            return False
+        stdin.write(data)
+        return True
+
+    async def receive(self) -> Frame | None:
+        """As WorkerProcess.receive."""
+        assert self._process.stdout is not None
+        return await receive_frame(self._process.stdout)
+
+    async def wait(self) -> str:
+        """As WorkerProcess.wait."""
+        return reason_of(await self._process.wait(), "the service's log")
+
+    async def memory(self) -> int:
+        """As WorkerProcess.memory."""
+        return memory_of(self._process.pid)
+
+    def kill(self) -> None:
+        """As WorkerProcess.kill."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+async def start_here() -> WorkerProcess:
+    """Start a worker on this machine."""
+    return LocalProcess(await start_process())
+
+
+async def start_process() -> asyncio.subprocess.Process:
+    """The process itself, with pipes."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER)
+
+
+def memory_of(pid: int) -> int:
+    """Resident bytes of a process; 0 when it is gone."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def reason_of(status: int, log: str) -> str:
+    """Why a process ended, in words; `log` has what it said itself."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
+        return f"killed by {name}" + (" (out of memory, perhaps)" if -status == signal.SIGKILL else "")
+    return f"it ended with status {status}; its last words are in {log}"

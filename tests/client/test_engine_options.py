@@ -1,0 +1,58 @@
+"""`reflogp score --engine …`: which options go together, what a store's other engines mean, what a reference is."""
+
+import json
+
+import pytest
+
+from reflogp_store import describe_reference
+
+
+@pytest.fixture
+def command(reference_folder, pairs_file, tmp_path):
+    return ["score", reference_folder, pairs_file, "--store", tmp_path / "store", "--dtype", "float32"]
+
+
+def test_values_of_another_engine_are_hits_unless_one_engine_is_wanted(reflogp, command):
+    assert reflogp(*command)[0] == 0
+    nowhere = ["--engine", "remote", "--url", "http://127.0.0.1:9"]  # nothing is missing, so nothing is asked
+    code, out, err = reflogp(*command, *nowhere, "--json")
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["hits"] == 80
+    code, _, err = reflogp(*command, *nowhere, "--strict-engine")
+    assert code == 1
+    assert "torch made" in err and "those of remote only" in err
+    assert reflogp(*command, "--strict-engine")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--engine", "remote"], "needs --url"),
+        (["--url", "http://x:8000"], "--url is an option of --engine remote, and this is torch"),
+        (["--tensor-parallel", 2], "--tensor-parallel is an option of --engine vllm, and this is torch"),
+        (["--engine", "vllm", "--token-budget", 512], "--token-budget is an option of --engine torch, and this is vllm"),
+        (["--engine", "vllm", "--vllm-option", "seed=1"], "vLLM option seed cannot be set"),
+        (["--trust-claim"], "--trust-claim is an option of --engine remote"),
+        (["--engine", "remote", "--url", "http://x:8000", "--ray"], "needs no --ray"),
+        (["--engine", "remote", "--url", "http://x:8000", "--claim", "ab" * 16], "there is no such file of"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(reflogp, command, options, complaint):
+    code, _, err = reflogp(*command, *options)
+    assert code == 2
+    assert complaint in err
+
+
+def test_a_reference_is_printed_as_a_store_writes_it(reflogp, reference_folder, command, tmp_path):
+    assert reflogp(*command)[0] == 0
+    code, out, _ = reflogp("reference", reference_folder, "--dtype", "float32")
+    assert code == 0
+    reference_id = describe_reference(str(reference_folder), "float32").reference_id
+    written = tmp_path / "store" / reference_id / "reference.json"
+    assert json.loads(out) == json.loads(written.read_text())
+
+
+def test_a_claim_that_is_no_reference_is_named(reflogp, command, pairs_file):
+    code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", pairs_file)
+    assert code == 2
+    assert "not a file of `reflogp reference`" in err

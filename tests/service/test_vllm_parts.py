@@ -1,0 +1,235 @@
+"""What the vLLM and remote engines decide without vLLM: who may read its cache, how a server is asked, whom a crash is due to.
+
+tests/vllm has the same against a real vLLM.
+"""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.errors import EngineError
+from reflogp_service.server.settings import read_settings
+from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
+from reflogp_service.vllm.engine import VllmEngine
+from reflogp_service.vllm.options import parse_options, vllm_options
+from reflogp_service.vllm.prefix_cache import may_read_cache, sharing_order
+from reflogp_service.vllm.server_api import question, values
+from reflogp_store import UsageError, describe_reference
+from tests.service.test_engine import random_sequences
+
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def hit(sequence, others, block):
+    """Tokens that vLLM can find in its cache: whole blocks in common with some other sequence, but never all of this one."""
+    ids = sequence.ids().tolist()
+    common = [0]
+    for other in others:
+        theirs = other.ids().tolist()
+        common.append(
+            next((i for i, (a, b) in enumerate(zip(ids, theirs, strict=False)) if a != b), min(len(ids), len(theirs)))
+        )
+    return min(max(common), len(ids) - 1) // block * block
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=12), st.integers(1, 5))
+def test_no_reader_can_hit_into_its_completion(pairs, block):
+    sequences = [Sequence(prompt, completion) for prompt, completion in pairs]
+    order = sharing_order(sequences)
+    assert sorted(order) == list(range(len(sequences)))
+    ordered = [sequences[at] for at in order]
+    for at, (sequence, reads) in enumerate(zip(ordered, may_read_cache(ordered, block), strict=True)):
+        others = ordered[:at] + ordered[at + 1 :]
+        possible = hit(sequence, others, block) <= len(sequence.prompt_ids) - 1
+        assert possible or not reads, "a reader loses a value"
+        if hit(sequence, others, 1) < len(sequence.ids()) - 1:  # equal ones apart, it is no stricter than needed
+            assert reads == possible
+
+
+def test_the_order_is_the_dictionarys_whatever_the_ids():
+    sequences = [Sequence([256], [1]), Sequence([1], [0]), Sequence([1, 256], [0]), Sequence([1, 2], [70_000])]
+    assert sharing_order(sequences) == [1, 3, 2, 0]
+
+
+def packed(logps):
+    out = io.BytesIO()
+    np.save(out, np.array(logps, np.float32)[:, None])
+    return base64.b64encode(out.getvalue()).decode()
+
+
+REQUEST = Request(np.array([5, 6, 7, 8]), 2, True)
+
+
+def test_each_form_of_an_answer_is_read():
+    all_tokens = [None, {"6": {"logprob": -1.0}}, {"7": {"logprob": -2.5}}, {"8": {"logprob": -9999.0}, "3": {"logprob": -1}}]
+    assert values("token_ids", {"prompt_token_id_logprobs": packed([-0.5, -2.0])}, REQUEST).tolist() == [-0.5, -2.0]
+    for form, answer in (
+        ("prompt", {"prompt_logprobs": all_tokens}),
+        ("completions", {"choices": [{"prompt_logprobs": all_tokens}]}),
+    ):
+        found = values(form, answer, REQUEST)
+        assert found.tolist() == [-2.5, -np.inf], "what JSON cannot say is minus infinity again"
+        assert not believable(found, 0, Sequence([5, 6], [7, 8]))
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("token_ids", {"prompt_token_id_logprobs": None}),
+        ("token_ids", {"prompt_token_id_logprobs": packed([-0.5])}),
+        ("token_ids", {"prompt_token_id_logprobs": "not base64"}),
+        ("prompt", {"prompt_logprobs": None}),
+        ("prompt", {"prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}),
+        ("prompt", {"prompt_logprobs": [None, {}, {}, {}]}),
+        ("completions", {"choices": []}),
+        ("completions", {"error": "full"}),
+    ],
+)
+def test_an_answer_that_lacks_a_value_is_none(form, answer):
+    assert values(form, answer, REQUEST) is None
+    assert "gave no log-probs" in problem_of_answer(None)
+
+
+def test_what_a_server_is_asked():
+    path, body = question("token_ids", "sft", REQUEST, "salt")
+    wanted = {"prompt_logprob_token_ids": [[7], [8]], "prompt_logprob_start": 1, "skip_reading_prefix_cache": False}
+    assert path == "/inference/v1/generate"
+    assert wanted.items() <= body["sampling_params"].items()
+    assert (body["token_ids"], body["cache_salt"]) == ([5, 6, 7, 8], "salt")
+    path, body = question("prompt", "sft", REQUEST, "salt")
+    assert body["sampling_params"]["skip_reading_prefix_cache"] is True, "this form cannot tell what a hit cost"
+    path, body = question("completions", "sft", REQUEST, "salt")
+    assert (path, body["prompt"], body["prompt_logprobs"]) == ("/v1/completions", [5, 6, 7, 8], 0)
+    json.dumps(body)
+
+
+def test_only_log_probs_are_believed():
+    sequence = Sequence([5, 6], [7, 8])
+    good = np.array([-1.0, -2.0], np.float32)
+    assert believable(good, 1, sequence)
+    assert not believable(good, 2, sequence), "the cache holds no value of the first completion token"
+    for bad in (None, good[:1], np.array([-1, np.nan], np.float32), np.array([-1, 1e31], np.float32)):
+        assert not believable(bad, 0, sequence)
+
+
+class Fragile:
+    """A Transport to the torch engine that ends where some sequences are in a question, as a process that dies does."""
+
+    max_tokens, token_budget, reads_cache, block_size = 2048, 400, False, None
+
+    def __init__(self, model, deadly):
+        self._engine = TorchEngine(model, "float32", compile_layers=False)
+        self._deadly = deadly
+        self.ended = False
+        self.deaths = 0
+
+    def ask(self, requests, salt):
+        sequences = [Sequence(r.ids[: r.prompt_len], r.ids[r.prompt_len :]) for r in requests]
+        if self.ended or any(self._deadly(sequence) for sequence in sequences):
+            self.ended = True
+            return self._end()
+        return (Answer(at, logps, 0) for at, logps in self._engine.stream(sequences))
+
+    def _end(self):
+        raise VllmEndedError
+        yield
+
+    def revive(self):
+        was, self.ended = self.ended, False
+        self.deaths += was
+        return was
+
+    def provenance(self):
+        return {"engine": "fragile"}
+
+    def close(self):
+        """Nothing to let go of."""
+
+
+def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(reference_folder):
+    sequences = random_sequences(60)
+    poison = 37
+    transport = Fragile(str(reference_folder), lambda s: s.ids().tolist() == sequences[poison].ids().tolist())
+    engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
+    found = dict(engine.stream(sequences))
+    assert "ended 2 times while it scored this alone" in found.pop(poison)
+    assert len(found) == 59
+    expected = TorchEngine(str(reference_folder), "float32", compile_layers=False).score(sequences)
+    assert all(np.abs(found[at] - expected[at]).max() <= 1e-5 for at in found)
+    assert transport.deaths == engine.restarts <= 12
+
+
+def test_a_vllm_that_always_ends_is_given_up(reference_folder):
+    engine = VllmEngine(Fragile(str(reference_folder), lambda _: True), describe_reference(str(reference_folder), "float32"))
+    with pytest.raises(EngineError, match="gave no value in between"):
+        engine.score(random_sequences(20))
+
+
+def test_two_readers_of_one_engine_do_not_end_each_others_process(reference_folder):
+    """A job's stream that stands still while an online request finds the process ended must not start it a second time."""
+    sequences = random_sequences(40)
+    transport = Fragile(str(reference_folder), lambda _: False)
+    engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
+    job = engine.passes(sequences)
+    values = dict(next(job))
+    transport.ended = True
+    assert len(engine.score(sequences[:3])) == 3
+    for landed in job:
+        values.update(landed)
+    assert len(values) == 40
+    assert transport.deaths == 1
+
+
+def test_options_are_read_and_those_that_change_values_refused():
+    read = parse_options(["gpu_memory_utilization=0.8", "enforce_eager=true", "attention_backend=FLASHINFER"])
+    assert read == {"gpu_memory_utilization": 0.8, "enforce_eager": True, "attention_backend": "FLASHINFER"}
+    for entry in ("quantization=fp8", "hf_overrides={}", "speculative_config={}", "no-equals"):
+        with pytest.raises(UsageError):
+            parse_options([entry])
+
+
+@pytest.mark.parametrize(
+    ("rope", "outcome"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, EngineError),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 512}, 512),
+        ({"rope_type": "default", "rope_theta": 10_000.0}, -1),
+    ],
+)
+def test_rotary_embeddings_that_vllm_fixes_once(reference_folder, tmp_path, rope, outcome):
+    import shutil
+
+    folder = shutil.copytree(reference_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    reference = describe_reference(str(folder), "bfloat16", lm_head_dtype="float32")
+    if outcome is EngineError:
+        with pytest.raises(EngineError, match="--engine torch"):
+            vllm_options(str(folder), reference, 1, False, {})
+        return
+    options = vllm_options(str(folder), reference, 2, False, {"max_num_seqs": 8}).options
+    assert options["max_model_len"] == outcome
+    assert options["hf_overrides"] == {"head_dtype": "float32"}
+    assert (options["tensor_parallel_size"], options["max_num_seqs"]) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ({"engine": "remote"}, "needs a url"),
+        ({"tensor_parallel": 2}, "tensor_parallel is a setting of engine vllm"),
+        ({"engine": "vllm", "url": "http://x"}, "url is a setting of engine remote"),
+        ({"engine": "vllm", "vllm_options": {"seed": 1}}, "vLLM option seed cannot be set"),
+    ],
+)
+def test_a_services_settings_fit_the_engine(tmp_path, reference, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        read_settings(store=str(tmp_path), references={"sft": {"model": "/m", **reference}})

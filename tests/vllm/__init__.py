@@ -1,0 +1,1 @@
+"""Tests with a real vLLM in its own environment: `make test-vllm`."""
