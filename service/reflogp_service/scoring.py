@@ -1,4 +1,4 @@
-"""The main path: dataset file -> tokens -> keys -> minus what the snapshot has -> engine -> one shard, one commit.
+"""The main path: dataset file -> tokens -> keys -> minus what the snapshot has -> a scorer, which computes and commits.
 
 Reads top to bottom in `score_dataset`. Knows every part's interface and no part's inside. Called by the command line and by
 the service's workers.
@@ -7,40 +7,25 @@ the service's workers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp_service.data.tokenize import TokenizedRows
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine.sequences import Sequence
+from reflogp_service.errors import OtherEngineError
+from reflogp_service.misses import Miss, Scorer
 from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
-from reflogp_store.compaction import compact_if_many, small_shards_allowed
 from reflogp_store.joins import completion_columns
-from reflogp_store.schema import shard_table
+from reflogp_store.snapshot import Found
 from reflogp_store.windows import check_truncation, windows
 
-#: A commit at least this often, in sequences and in seconds: what a crash can lose.
-COMMIT_SEQUENCES = 4096
-COMMIT_SECONDS = 30.0
 #: Row numbers that a summary names in full; the rest is counted.
 NAMED_ROWS = 100
-
-
-class Engine(Protocol):
-    """What scoring needs of an engine; reflogp_service.engine.TorchEngine is one."""
-
-    def problems(self, sequences: list[Sequence]) -> dict[int, str]: ...
-    def stream(self, sequences: list[Sequence], skip: Any = ()) -> Iterator[tuple[int, npt.NDArray[np.float32] | str]]: ...
-    def provenance(self) -> dict[str, Any]: ...
-    def flops(self, sequence: Sequence) -> float: ...
-    def peak_flops_per_second(self) -> float: ...
 
 
 class Watcher(Protocol):
@@ -77,12 +62,14 @@ class ScoreSummary:
         sequences: sequences of usable rows.
         hits: of these, ones that the store had before the run.
         duplicates: ones that came up earlier in the same run.
-        scored: ones that the engine computed.
-        failed: ones that it could not.
+        scored: ones that were computed.
+        failed: ones that could not be.
         tokens: prompt and completion tokens of the scored ones.
-        seconds: wall time of the run; `scoring_seconds` is the engine's part of it.
+        seconds: wall time of the run; `scoring_seconds` is the part in which something was computed.
         tokens_per_second: tokens over scoring_seconds.
-        model_flops_utilization: useful arithmetic over a matrix product's rate on this device; None where nothing ran.
+        model_flops_utilization: useful arithmetic over the matrix product's rate of all devices; None where nothing ran, or the
+            engine cannot tell.
+        workers: engines that computed, the most at a time; 0 where nothing ran.
         reference_id, snapshot, store: where the values are.
         provenance: how they were made; None where nothing ran.
     """
@@ -102,6 +89,7 @@ class ScoreSummary:
     scoring_seconds: float = 0.0
     tokens_per_second: float = 0.0
     model_flops_utilization: float | None = None
+    workers: int = 0
     reference_id: str = ""
     snapshot: int = 0
     store: str = ""
@@ -115,30 +103,30 @@ def score_dataset(
     dataset: TokenizedDataset,
     store: LogprobStore,
     reference: Reference,
-    make_engine: Callable[[], Engine],
+    scorer: Scorer,
     *,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     watcher: Watcher | None = None,
-    commit_sequences: int = COMMIT_SEQUENCES,
-    commit_seconds: float = COMMIT_SECONDS,
+    strict_engine: str | None = None,
 ) -> ScoreSummary:
     """Score what the store lacks of a dataset.
 
     Args:
         dataset: what to score.
         store: where values go.
-        reference: the model that `make_engine` loads.
-        make_engine: called on the first miss; a run of hits loads no model.
+        reference: the model that the scorer computes with.
+        scorer: computes and commits; asked for nothing where nothing is missing.
         max_length: score no token past this position (keep_start), or only the last so many (keep_end).
         truncation_mode: "keep_start" or "keep_end".
         watcher: told of progress and of bad rows.
-        commit_sequences, commit_seconds: commit when either is reached.
+        strict_engine: stop where the store has values of another engine than this for a row.
 
     Returns:
-        What was done. An interrupt (KeyboardInterrupt) or an engine's error commits what is computed and passes on.
+        What was done. An interrupt (KeyboardInterrupt) or an engine's error keeps what is committed and passes on.
 
     Raises:
+        OtherEngineError: a row's values are another engine's than `strict_engine`; what is committed by then stays.
         UsageError and its kin for input that cannot be used; StoreError when the store cannot be written.
     """
     check_truncation(max_length, truncation_mode)
@@ -147,59 +135,54 @@ def score_dataset(
     before = table.snapshot()
     before.require_whole()  # what a damaged shard held could be stored a second time, differently
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
-    run = _Run(table, before, make_engine, summary, watcher, commit_sequences, commit_seconds)
+    run = _Run(table, before, scorer, summary, watcher, strict_engine)
+    scorer.open(table)
     for window in dataset:
-        if watcher and not summary.rows:
-            watcher.begin(dataset.count() * max(1, len(window.table.column_names) - 2))  # all but row and prompt_ids
-        if watcher:
-            watcher.read(window.last_row + 1)
+        if not summary.rows:
+            run.begin(dataset.count(), window)
         run.take(window, max_length, truncation_mode)
-    run.flush()
+    run.finish()
     summary.seconds = time.monotonic() - started
     run.close()
     return summary
 
 
-@dataclass
-class _Pending:
-    """A sequence to score, and the rows that wait for it."""
-
-    key: bytes
-    sequence: Sequence
-    completion_len: int
-    rows: list[int]
-
-
 class _Run:
-    """State of one scoring run: what waits for the engine, what waits for a commit, what was counted."""
+    """State of one scoring run: what waits for values, and what was counted. The scorer tells it."""
 
     def __init__(
         self,
         table: LogprobTable,
         before: Snapshot,
-        make_engine: Callable[[], Engine],
+        scorer: Scorer,
         summary: ScoreSummary,
         watcher: Watcher | None,
-        commit_sequences: int,
-        commit_seconds: float,
+        strict_engine: str | None,
     ) -> None:
         self._table = table
         self._before = before
         self._now = before
-        self._make_engine = make_engine
-        self._engine: Engine | None = None
+        self._scorer = scorer
         self._summary = summary
         self._watcher = watcher
-        self._commit_sequences = commit_sequences
-        self._commit_seconds = commit_seconds
-        self._pending: dict[bytes, _Pending] = {}
+        self._strict_engine = strict_engine
+        self._rows = self._sides = 0
+        self._collected: dict[bytes, Miss] = {}  # for the scorer
+        self._handed: dict[bytes, Miss] = {}  # the scorer has them, or `_now` is older than their values
+        self._fresh: list[Miss] = []  # scored since `_now`
         self._bad: set[int] = set()
-        self._flops = 0.0
-        self._small_shards = small_shards_allowed()
+
+    def begin(self, rows: int, first: TokenizedRows) -> None:
+        """So many rows are expected, and look like these."""
+        self._rows, self._sides = rows, max(1, len(first.table.column_names) - 2)  # all but row and prompt_ids
+        if self._watcher:
+            self._watcher.begin(self._rows * self._sides)
 
     def take(self, window: TokenizedRows, max_length: int | None, truncation_mode: str) -> None:
-        """Count a window's rows and put its misses in line."""
+        """Count a window's rows and hand its misses on."""
         self._summary.rows = window.last_row + 1
+        if self._watcher:
+            self._watcher.read(self._summary.rows)
         for row, problem in window.problems.items():
             self._bad_row(row, problem)
         columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
@@ -217,98 +200,94 @@ class _Run:
             self._summary.empty_prompts += 1
             if self._watcher:
                 self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")
+        self._look_again()
         for view in views:
             keys = view.keys()
-            hit_before = self._before.stored_lengths(keys) >= view.needed
+            stored = self._before.find(keys)
+            hit_before = stored.lengths >= view.needed
             hit_now = self._now.stored_lengths(keys) >= view.needed
             usable = np.flatnonzero(~dropped & (view.needed > 0))  # an empty side counts 0, the other is still needed
+            if self._strict_engine is not None:
+                _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
             self._summary.sequences += len(usable)
             self._summary.hits += int(hit_before[usable].sum())
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
             self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
                 self._wait(keys[at].as_py(), view, int(at), int(rows[at]))
-        if len(self._pending) >= self._commit_sequences:
-            self.flush()
+        if len(self._collected) >= self._scorer.batch:
+            self._hand_on()
 
-    def flush(self) -> None:
-        """Score and commit everything in line."""
-        if not self._pending:
-            return
-        pending, self._pending = list(self._pending.values()), {}
-        if self._engine is None:
-            self._engine = self._make_engine()
-            self._summary.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-        sequences = [p.sequence for p in pending]
-        problems = self._engine.problems(sequences)
-        done: list[tuple[_Pending, npt.NDArray[np.float32]]] = []
-        committed_at = time.monotonic()
-        try:
-            stream = self._engine.stream(sequences, skip=problems)
-            while (item := self._timed_next(stream)) is not None:
-                index, logps = item
-                if isinstance(logps, str):
-                    problems[index] = logps
-                    continue
-                done.append((pending[index], logps))
-                self._summary.scored += 1
-                self._summary.tokens += len(sequences[index])
-                self._flops += self._engine.flops(sequences[index])
-                self._advance(1, len(sequences[index]))
-                if len(done) >= self._commit_sequences or time.monotonic() - committed_at > self._commit_seconds:
-                    self._commit(done)
-                    done, committed_at = [], time.monotonic()
-        finally:
-            self._commit(done)
-        for index, problem in problems.items():
-            self._summary.failed += 1
-            for row in pending[index].rows:
-                self._bad_row(row, problem)
+    def finish(self) -> None:
+        """Return when everything has values, or a problem."""
+        self._rows = self._summary.rows  # no more will come
+        self._hand_on()
+        self._scorer.finish(self)
 
     def close(self) -> None:
         """Finish the summary's rates."""
+        work = self._scorer.work()
         summary = self._summary
-        if self._engine is not None and summary.scoring_seconds > 0:
-            summary.tokens_per_second = summary.tokens / summary.scoring_seconds
-            peak = self._engine.peak_flops_per_second()
-            summary.model_flops_utilization = self._flops / summary.scoring_seconds / peak
+        summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
+        if work.seconds > 0:
+            summary.tokens_per_second = summary.tokens / work.seconds
+            if work.peak is not None:
+                summary.model_flops_utilization = work.flops / work.seconds / work.peak
+
+    def scored(self, miss: Miss) -> None:
+        """As Told.scored."""
+        self._fresh.append(miss)
+        self._summary.scored += 1
+        self._summary.tokens += len(miss.sequence)
+        self._advance(1, len(miss.sequence))
+
+    def failed(self, miss: Miss, problem: str) -> None:
+        """As Told.failed."""
+        self._summary.failed += 1
+        self._forget(miss)
+        for row in miss.rows:
+            self._bad_row(row, problem)
+
+    def committed(self, snapshot: int) -> None:
+        """As Told.committed."""
+        self._summary.snapshot = max(self._summary.snapshot, snapshot)
+        if self._watcher:
+            self._watcher.committed(snapshot)
 
     def _wait(self, key: bytes, view: Any, at: int, row: int) -> None:
         needed = int(view.needed[at])
-        waiting = self._pending.get(key)
-        if waiting is not None:
+        collected = self._collected.get(key)
+        known = collected or self._handed.get(key)
+        enough = known is not None and len(known.sequence.completion_ids) >= needed
+        if known is not None and (enough or collected is not None):
             self._summary.duplicates += 1
             self._advance(1, 0)
-            waiting.rows.append(row)
-            if len(waiting.sequence.completion_ids) >= needed:
+            known.rows.append(row)
+            if enough:
                 return
         completion = view.completion_ids[at].values.to_numpy()
         sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed])
-        rows = waiting.rows if waiting is not None else [row]
-        self._pending[key] = _Pending(key, sequence, len(completion), rows)
+        self._collected[key] = Miss(key, sequence, len(completion), collected.rows if collected else [row])
 
-    def _timed_next(self, stream: Iterator[Any]) -> Any:
-        start = time.monotonic()
-        try:
-            return next(stream, None)
-        finally:
-            self._summary.scoring_seconds += time.monotonic() - start
-
-    def _commit(self, done: list[tuple[_Pending, npt.NDArray[np.float32]]]) -> None:
-        if not done:
+    def _hand_on(self) -> None:
+        if not self._collected:
             return
-        rows = shard_table(
-            pa.array([p.key for p, _ in done], pa.binary()),
-            np.array([len(p.sequence.prompt_ids) for p, _ in done], np.int32),
-            np.array([p.completion_len for p, _ in done], np.int32),
-            pa.array([logps for _, logps in done], pa.list_(pa.float32())),
-            self._summary.provenance or {},
-        )
-        self._summary.snapshot = self._table.append(rows).snapshot
-        compact_if_many(self._table, self._small_shards)
+        misses, self._collected = list(self._collected.values()), {}
+        self._handed.update((miss.key, miss) for miss in misses)
+        self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
+
+    def _look_again(self) -> None:
+        """Let the snapshot answer for what was scored, and forget it here."""
+        if not self._fresh:
+            return
         self._now = self._table.snapshot()
-        if self._watcher:
-            self._watcher.committed(self._summary.snapshot)
+        for miss in self._fresh:
+            self._forget(miss)
+        self._fresh = []
+
+    def _forget(self, miss: Miss) -> None:
+        if self._handed.get(miss.key) is miss:  # a longer one may be in its place
+            del self._handed[miss.key]
 
     def _advance(self, sequences: int, tokens: int) -> None:
         if self._watcher and sequences:
@@ -323,3 +302,13 @@ class _Run:
             self._summary.bad_row_numbers.append(row)
         if self._watcher:
             self._watcher.bad_row(row, problem)
+
+
+def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
+    """Raise OtherEngineError where values of these places were not made by `engine`."""
+    others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
+    if others:
+        raise OtherEngineError(
+            f"the store has values of this dataset that {', '.join(sorted(others))} made, and --strict-engine wants those of "
+            f"{engine} only: give a store of its own, or leave --strict-engine out (engines differ by rounding)"
+        )

@@ -1,0 +1,90 @@
+"""Scoring on Ray with several workers against one worker without Ray: `make bench`.
+
+Both sides score the same pairs into a new store each time and are rated by their scoring seconds, models loaded
+before. One worker is one process with one thread, as a Ray worker is on a CPU (with GPUs: one GPU). Rounds alternate.
+
+    python benchmarks/workers.py [--shape 20M] [--rows 300] [--rounds 3] [--workers 2] [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import cpu_and_cores, write_results
+from scoring import SHIPPED
+from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs
+
+#: Of the command line, in a process of its own, with one thread.
+_REFLOGP = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def main() -> None:
+    options = parse()
+    quiet()
+    sides = {"one worker, no Ray": [], f"Ray, {options.workers} workers": ["--ray", "--ray-workers", str(options.workers)]}
+    summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = read_pairs(Path(options.data), options.rows)
+        model, data = Path(scratch, "model"), Path(scratch, "pairs.jsonl")
+        make_tokenizer(rows).save_pretrained(model)
+        parameters = make_model(model, options.shape)
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for round_ in range(options.rounds):
+            for name, flags in sides.items():
+                store = Path(scratch, f"store {len(flags)} {round_}")
+                found = score(model, data, store, flags)
+                summaries[name].append(found)
+                rate = f"{found['tokens_per_second']:,.0f} tokens/s, {found['seconds']:.0f} s in all"
+                print(f"  round {round_ + 1}: {name}: {rate}", flush=True)
+    medians = {name: statistics.median(found["tokens_per_second"] for found in runs) for name, runs in summaries.items()}
+    one, many = medians.values()
+    results = {
+        "machine": cpu_and_cores(),
+        "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, float32",
+        "data": Path(options.data).name,
+        "sequences_scored": summaries["one worker, no Ray"][0]["scored"],
+        "rounds": options.rounds,
+        "tokens_per_second": medians,
+        "runs": {name: [found["tokens_per_second"] for found in runs] for name, runs in summaries.items()},
+        "seconds_in_all": {name: [found["seconds"] for found in runs] for name, runs in summaries.items()},
+        "ratio": many / one,
+        "ratios_of_rounds": [
+            there["tokens_per_second"] / here["tokens_per_second"] for here, there in zip(*summaries.values(), strict=True)
+        ],
+    }
+    print(f"{many:,.0f} against {one:,.0f} tokens/s: {many / one:.2f} times")
+    write_results(options.out, "workers", results)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=str(SHIPPED), help="preference pairs as JSON lines")
+    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--shape", choices=SHAPES, default="20M")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", default="benchmarks/results")
+    return parser.parse_args()
+
+
+def score(model: Path, data: Path, store: Path, flags: list[str]) -> dict[str, Any]:
+    """The summary of one run of the command line."""
+    command = [*_REFLOGP, "score", *flags, str(model), str(data), "--store", str(store), "--dtype", "float32", "--json"]
+    done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return summary
+
+
+if __name__ == "__main__":
+    main()

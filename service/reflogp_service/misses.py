@@ -1,0 +1,92 @@
+"""What a scoring run hands on: sequences that the store lacks, to something that scores and commits them, here or elsewhere.
+
+Knows the words that a run and a scorer have in common. Knows neither engines nor datasets. Used by `scoring` and every scorer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from reflogp_service.engine.sequences import Sequence
+from reflogp_store import LogprobTable
+
+
+@dataclass(eq=False, slots=True)
+class Miss:
+    """A sequence to score, and the rows that wait for it.
+
+    Attributes:
+        key: of the whole sequence.
+        sequence: as it is scored: its completion may be cut.
+        completion_len: tokens of the whole completion.
+        rows: numbers of the rows that need it; grows until the miss is done.
+    """
+
+    key: bytes
+    sequence: Sequence
+    completion_len: int
+    rows: list[int]
+
+
+class Told(Protocol):
+    """Told what becomes of misses."""
+
+    def scored(self, miss: Miss) -> None:
+        """Its values are computed; they are in the store with the next `committed`."""
+
+    def failed(self, miss: Miss, problem: str) -> None:
+        """It has no values, and why."""
+
+    def committed(self, snapshot: int) -> None:
+        """What was scored by now is in the store, as of that snapshot."""
+
+
+@dataclass
+class Work:
+    """What scoring took.
+
+    Attributes:
+        seconds: in which something was computed.
+        flops: useful operations.
+        peak: operations a second that all devices together reach; None where nothing ran or an engine cannot tell.
+        provenance: how values were made; None where nothing ran.
+        workers: engines that were at it; the most at a time.
+    """
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    peak: float | None = None
+    provenance: dict[str, Any] | None = field(default=None)
+    workers: int = 0
+
+
+class Scorer(Protocol):
+    """Scores misses and commits their values.
+
+    Attributes:
+        batch: misses that are worth collecting before they are handed on.
+    """
+
+    batch: int
+
+    def open(self, table: LogprobTable) -> None:
+        """Told once, before anything else, where values go."""
+
+    def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
+        """Take misses in. Returns when there is room for more; what is not `told` by then, a later call tells.
+
+        Args:
+            misses: each key once among what is not told yet, unless a longer part of its completion is needed.
+            to_come: about how many more sequences the run has to look at.
+            told: told here, in this thread.
+
+        Raises:
+            ReflogpError: it cannot go on. What was computed is committed.
+        """
+
+    def finish(self, told: Told) -> None:
+        """Return when all misses are told. Raises as `score`."""
+
+    def work(self) -> Work:
+        """What was done."""

@@ -1,0 +1,106 @@
+"""What waits for a worker: misses in the order of their prompts, cut into units, and the units of workers that died.
+
+Knows how large a unit is and how one that kills is found. Does not know ray. Used by `scorer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from reflogp_service.commits import COMMIT_SECONDS
+from reflogp_service.misses import Miss
+
+#: Sequences of the first units, before it is known how fast they go, and of a unit at the least.
+LEAST = 8
+#: Seconds of scoring in a unit at the least, so that commits take a small share of the time.
+_LEAST_SECONDS = 2.0
+#: Units of what is left that each worker gets, about: more make commits, fewer make workers wait for the last one.
+_PARTS = 4
+
+
+@dataclass(eq=False)
+class Unit:
+    """Misses that one worker scores and commits at once.
+
+    Attributes:
+        again: a worker that had it was lost, so that some of it may be stored.
+        deaths: of workers at it, counted where it is a single sequence.
+    """
+
+    misses: list[Miss]
+    again: bool = False
+    deaths: int = 0
+
+
+class Line:
+    """Misses in line."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by prompt
+        self._again: deque[Unit] = deque()
+        self._grouped = 0
+
+    def __len__(self) -> int:
+        return self._grouped + sum(len(unit.misses) for unit in self._again)
+
+    def put(self, misses: list[Miss]) -> None:
+        """Put misses in line, each beside those of its prompt."""
+        for miss in misses:
+            prompt = hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
+            self._groups.setdefault(prompt, deque()).append(miss)
+        self._grouped += len(misses)
+
+    def take(self, size: int) -> Unit:
+        """The next unit; of about `size` sequences, and no prompt's are parted that would fit one."""
+        if self._again:
+            return self._again.popleft()
+        chosen: list[Miss] = []
+        while self._groups:
+            prompt, group = next(iter(self._groups.items()))
+            if chosen and len(chosen) + len(group) > size:
+                break
+            chosen += [group.popleft() for _ in range(min(len(group), size))]
+            if not group:
+                del self._groups[prompt]
+            if len(chosen) >= size:
+                break
+        self._grouped -= len(chosen)
+        return Unit(chosen)
+
+    def put_back(self, unit: Unit) -> None:
+        """A unit whose worker was lost before it came to it goes next."""
+        unit.again = True
+        self._again.appendleft(unit)
+
+    def died_at(self, unit: Unit) -> Miss | None:
+        """A unit that a worker died at goes next, in halves; a single sequence once more, and then it is given back."""
+        if len(unit.misses) == 1:
+            unit.deaths += 1
+            if unit.deaths > 1:
+                return unit.misses[0]
+            self.put_back(unit)
+            return None
+        middle = (len(unit.misses) + 1) // 2
+        self._again.extendleft(Unit(half, again=True) for half in (unit.misses[middle:], unit.misses[:middle]))
+        return None
+
+
+def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
+    """Sequences of the next unit: a share of what is left, and no more than a worker scores between two commits.
+
+    Args:
+        left: sequences that no worker has yet, about.
+        workers: that share them.
+        per_second: sequences that a worker scores in a second; None before the first unit.
+        most: sequences of one commit.
+    """
+    if per_second is None:
+        return min(most, LEAST)
+    share = math.ceil(left / (_PARTS * workers))
+    least, longest = (int(per_second * seconds) for seconds in (_LEAST_SECONDS, COMMIT_SECONDS))
+    return min(most, max(LEAST, least, min(share, longest)))

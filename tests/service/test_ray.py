@@ -1,0 +1,294 @@
+"""Scoring on a real Ray cluster: two nodes (raylets) of one CPU on this machine; workers and nodes that are really killed."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import numpy as np
+import psutil
+import pytest
+
+from reflogp_client import Client
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.engine import Sequence
+from reflogp_service.engines import EngineChoice
+from reflogp_service.errors import EngineError
+from reflogp_service.here import Here
+from reflogp_service.misses import Miss
+from reflogp_service.on_ray.cluster import connected
+from reflogp_service.on_ray.line import LEAST, Line, unit_size
+from reflogp_service.on_ray.scorer import OnRay
+from reflogp_service.on_ray.shared import require_seen
+from reflogp_service.scoring import score_dataset
+from reflogp_store import LogprobStore, UsageError, describe_reference
+from tests.conftest import write_rows
+from tests.service.deadly import POISON, deadly_model
+from tests.service.serving import running
+from tests.service.test_jobs import settings_file, token_rows, wait_for
+
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head and a second node. REFLOGP_CACHE_DIR and PYTHONPATH reach the workers through their raylets."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster.second = cluster.add_node(**NODE)
+    with connected(cluster.address):
+        yield cluster
+    cluster.shutdown()
+
+
+class Watching:
+    """A watcher that calls `at_commit` once, at the commit of that number."""
+
+    def __init__(self, number=0, at_commit=None):
+        self.bad, self.done, self.commits, self._number, self._at_commit = {}, 0, 0, number, at_commit
+
+    def begin(self, sequences):
+        self.total = sequences
+
+    def read(self, rows):
+        self.rows = rows
+
+    def advance(self, sequences, tokens):
+        self.done += sequences
+
+    def bad_row(self, row, problem):
+        self.bad[row] = problem
+
+    def note(self, row, remark):
+        pass
+
+    def committed(self, snapshot):
+        self.commits += 1
+        if self.commits == self._number:
+            self._at_commit()
+
+
+@pytest.fixture
+def score(reference_folder, tmp_path):
+    """score(file, store, on_ray=…) -> summary; a token budget small enough that a run takes a while."""
+
+    def run(file, store="store", *, on_ray=True, model=None, watcher=None, form=None, workers=2, code=False, **options):
+        folder = str(model or reference_folder)
+        reference = describe_reference(folder, "float32")
+        choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
+        if not on_ray:
+            return score_dataset(
+                dataset, LogprobStore(tmp_path / store), reference, Here(lambda: choice.make(folder, reference))
+            )
+        scorer = OnRay(folder, None, reference, choice, workers)
+        try:
+            return score_dataset(dataset, LogprobStore(tmp_path / store), reference, scorer, watcher=watcher, **options)
+        finally:
+            scorer.close()
+
+    return run
+
+
+def rows_of(store, reference_id):
+    """key -> (prompt_len, completion_len, values) of everything that a store holds."""
+    import pyarrow.dataset as ds
+
+    table = LogprobStore(store).table(reference_id)
+    rows = ds.dataset([f"{table.uri}/{path}" for path in table.shards()]).to_table()
+    assert len(rows) == table.totals()[1]
+    columns = (rows[name].to_pylist() for name in ("key", "prompt_len", "completion_len", "token_logps"))
+    return {key: (p, c, np.array(values)) for key, p, c, values in zip(*columns, strict=True)}
+
+
+def actors(name):
+    """Processes of the actors of a class that are alive."""
+    return [
+        process for process in psutil.process_iter(["cmdline"]) if f"ray::{name}" in " ".join(process.info["cmdline"] or [])
+    ]
+
+
+def same_rows(left, right):
+    assert left.keys() == right.keys()
+    for key, (prompt_len, completion_len, values) in left.items():
+        assert (prompt_len, completion_len) == right[key][:2]
+        assert np.abs(values - right[key][2]).max() <= 1e-5
+
+
+def test_the_same_rows_as_without_ray_and_the_same_bad_ones(cluster, score, tmp_path):
+    rows = token_rows(250, seed=1)
+    for at, row in enumerate(rows):
+        row["prompt_ids"] = rows[at % 40]["prompt_ids"] * 2
+    rows[1]["chosen_ids"] = []
+    rows[2]["rejected_ids"] = rows[60]["rejected_ids"] = [1, 100_000]
+    rows[2]["prompt_ids"] = rows[60]["prompt_ids"]
+    rows[240:] = rows[:10]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    watching = Watching()
+    here, there = score(file, "here", on_ray=False), score(file, "there", watcher=watching)
+    counts = ("rows", "sequences", "duplicates", "scored", "failed", "tokens", "hits", "bad_rows")
+    assert [getattr(here, name) for name in counts] == [getattr(there, name) for name in counts]
+    assert set(here.bad_row_numbers) == set(there.bad_row_numbers) == set(watching.bad) == {1, 2, 60, 241, 242}
+    assert "empty" in watching.bad[1] and "vocabulary" in watching.bad[60]
+    assert there.workers == 2 and there.tokens_per_second > 0 and 0 < there.model_flops_utilization < 2
+    assert there.provenance == here.provenance
+    assert watching.done == there.sequences - there.failed and watching.commits > 1
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", there.reference_id))
+    again = score(file, "there")
+    assert (again.scored, again.failed, again.bad_rows) == (0, 1, 5)
+
+
+def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
+
+    def kill():
+        actors("ScoringWorker")[0].send_signal(signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match="was lost: its process was killed"):
+        summary = score(file, "there", watcher=Watching(3, kill))
+    assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
+    here = score(file, "here", on_ray=False)
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(cluster, score, tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "deadly")
+    rows = token_rows(2, seed=3)
+    rows[1]["rejected_ids"][4:8] = POISON
+    watching = Watching()
+    with pytest.warns(UserWarning, match="was lost"):
+        summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
+    assert watching.bad.keys() == {1}
+    assert "killed its worker twice (its process was killed" in watching.bad[1]
+    assert (summary.scored, summary.failed) == (3, 1)
+
+
+def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path):
+    reference = describe_reference(str(reference_folder), "float32")
+    scorer = OnRay(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
+    dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
+    with closing(scorer), pytest.raises(EngineError, match=r"each asks for 1 GPU.* has 0 GPUs and 2 CPUs in 2 nodes"):
+        score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, scorer)
+    with pytest.raises(UsageError, match="each worker is given its own GPU"):
+        OnRay(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))
+
+
+def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_path, reference_folder):
+    """As the workers see it: the model's folder changes, or the store's is gone, after the run has begun."""
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6))
+    model = shutil.copytree(reference_folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+
+    def change(rows):
+        (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+
+    watching = Watching()
+    watching.read = change
+    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is another model there"):
+        score(file, model=model, watcher=watching)
+    watching.read = lambda rows: shutil.rmtree(model)
+    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
+        score(file, model=model, watcher=watching)
+    with pytest.raises(EngineError, match="must lie on a filesystem that all nodes share"):
+        require_seen(str(tmp_path / "elsewhere" / "probe"))
+
+
+def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1200, seed=7))
+    numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
+    rest = [reference_folder, file, "--store", tmp_path / "store", *numerics]
+    arguments = ["score", "--ray", cluster.address, *map(str, rest)]
+    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (1, "")
+    assert err.strip() == "reflogp: interrupted; what was committed stays, run the same command again to go on"
+    code, out, _ = reflogp(
+        "score", "--ray", *rest, "--ray-workers", 2, "--json"
+    )  # the cluster that this process is connected to
+    summary = json.loads(out.splitlines()[-1])
+    assert (code, summary["workers"]) == (0, 2)
+    assert 8 <= summary["hits"] < 2400 == summary["hits"] + summary["scored"]
+
+
+def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):
+    rest = ["--ray", "127.0.0.1:9", str(reference_folder), "rows.jsonl", "--store", str(tmp_path / "store")]
+    write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=8))
+    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", "score", *rest]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 2
+    assert "no Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr
+
+
+def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(cluster, reference_folder, tmp_path):
+    on_ray = {"executor": "ray", "ray_address": cluster.address, "ray_workers": 1, "devices": ["cpu"]}
+    passes = {"token_budget": 128, "commit_seconds": 0.1}
+    model = {"model": str(reference_folder), "dtype": "float32"}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": model}, **on_ray, **passes)
+    with running("--config", file) as service, Client(service.url) as client:
+        service.worker_ready(timeout=120)
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=9)), "ref").id
+        wait_for(client, job, lambda found: found.progress.scored > 50)
+        [relay] = actors("Relay")
+        relay.send_signal(signal.SIGKILL)
+        ended = client.watch(job)
+        assert (ended.state, ended.attempts, ended.error) == ("done", 2, None), "".join(service.log)
+        assert ended.summary["hits"] > 50 and ended.summary["hits"] + ended.summary["scored"] == 800
+        scores = client.score("ref", [[1, 5, 9]], [[7, 2]])
+        assert len(scores.token_logps[0]) == 2
+    assert LogprobStore(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
+
+
+def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=4))
+
+    def kill():
+        cluster.remove_node(cluster.second, allow_graceful=False)
+
+    with pytest.warns(UserWarning, match="was lost"):
+        summary = score(file, "there", watcher=Watching(3, kill))
+    assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
+    here = score(file, "here", on_ray=False)
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def a_miss(prompt, completion):
+    return Miss(bytes(completion), Sequence(np.array(prompt), np.array(completion)), len(completion), [0])
+
+
+def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left():
+    line = Line()
+    line.put([a_miss([at % 5], [at]) for at in range(40)])
+    units = [line.take(12) for _ in range(4)]
+    assert [len(unit.misses) for unit in units] == [8] * 4
+    assert all(len({int(miss.sequence.prompt_ids[0]) for miss in unit.misses}) == 1 for unit in units)
+    assert [len(line.take(5).misses), len(line.take(5).misses), len(line)] == [5, 3, 0]
+    line.put_back(units[1])
+    assert line.died_at(units[0]) is None
+    halves = [line.take(99), line.take(99)]
+    assert [miss.key for half in halves for miss in half.misses] == [miss.key for miss in units[0].misses]
+    assert all(len(half.misses) == 4 and half.again for half in halves)
+    assert line.take(99) is units[1]
+    line.put([a_miss([1], [1])])
+    alone = line.take(1)
+    assert line.died_at(alone) is None and line.take(1) is alone
+    assert line.died_at(alone) is alone.misses[0] and len(line) == 0
+
+
+def test_units_shrink_towards_the_end_and_stay_within_a_commit():
+    assert unit_size(10_000, 4, None, 4096) == LEAST
+    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, 200]
+    assert [unit_size(left, 4, 1.0, 4096) for left in (10**6, 160, 16)] == [30, 10, LEAST]
+    assert unit_size(10**6, 4, 1000.0, 4096) == 4096
+    assert unit_size(10**6, 4, 10.0, 5) == 5
