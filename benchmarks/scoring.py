@@ -12,15 +12,34 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import cpu_and_cores, file_name
-from sides import SHAPES, Ours, Padded, Pairs, Trl, Vllm, make_model, make_tokenizer, quiet, read_pairs, tokenize
+from sides import (
+    SHAPES,
+    Ours,
+    OursWithServer,
+    OursWithVllm,
+    Padded,
+    Pairs,
+    Trl,
+    Vllm,
+    make_model,
+    make_tokenizer,
+    quiet,
+    read_pairs,
+    tokenize,
+)
 
 from reflogp_service.engine.flops import matmul_flops_per_second
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.vllm.serving import free_port, vllm_serve
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "data" / "gsm8k_pairs.jsonl"
 #: Of the wider data, when REFLOGP_TEST_DATA names it: long single-turn answers, and two sets with shared prompts.
@@ -34,7 +53,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and not options.cpu else "cpu"
     files = [(Path(text.rsplit(":", 1)[0]), int(text.rsplit(":", 1)[1])) for text in options.data] or default_data()
     raw = {file.name.split(".")[0]: read_pairs(file, count) for file, count in files}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         model = Path(scratch)
         tokenizer = make_tokenizer([row for rows in raw.values() for row in rows])
         tokenizer.save_pretrained(model)
@@ -43,7 +62,8 @@ def main() -> None:
         ours = Ours(model, device)
         sides: list[Any] = [ours, *(Trl(model, tokenizer, device, batch) for batch in (8, 1, 2, 4)), Padded(model, device)]
         if Vllm.there():
-            sides.append(Vllm(model))
+            server = running.enter_context(vllm_serve(str(model), free_port(), "--dtype", "bfloat16"))
+            sides += [Vllm(model), OursWithVllm(model), OursWithServer(model, server.url)]
         results = [measure(pairs, sides, ours, options, device) for pairs in data]
     about = {
         "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, bfloat16, vocabulary 32000",

@@ -24,6 +24,8 @@ from reflogp_client.cli.demo_model import train_tokenizer
 from reflogp_service.data.shape import examples_of
 from reflogp_service.data.tokenize import tokenize_examples
 from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engines import Engine, EngineChoice
+from reflogp_store import describe_reference
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
@@ -31,6 +33,7 @@ VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
 #: Shapes of Qwen2 models: hidden, intermediate, layers, heads, key heads.
 SHAPES = {
     "tiny": (128, 384, 4, 4, 2),
+    "20M": (384, 1024, 6, 6, 2),
     "0.1B": (768, 2048, 12, 12, 4),
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),
@@ -132,6 +135,41 @@ class Ours:
         start = synchronized(self._device)
         self.engine.score(pairs.sequences())
         return synchronized(self._device) - start
+
+
+class OursWithVllm:
+    """reflogp's vLLM engine in its own environment, its prefix cache on."""
+
+    name = "reflogp, vllm engine"
+
+    def __init__(self, model: Path) -> None:
+        choice = EngineChoice("vllm", vllm_python=str(VLLM_PYTHON))
+        self._engine = choice.make(str(model), describe_reference(str(model)))
+
+    def seconds(self, pairs: Pairs) -> float:
+        return _drained(self._engine, pairs)
+
+
+class OursWithServer:
+    """reflogp's remote engine and a vLLM server on this machine."""
+
+    name = "reflogp, remote engine"
+
+    def __init__(self, model: Path, url: str) -> None:
+        choice = EngineChoice("remote", url=url, check_claim=False)
+        self._engine = choice.make(str(model), describe_reference(str(model)))
+
+    def seconds(self, pairs: Pairs) -> float:
+        return _drained(self._engine, pairs)
+
+
+def _drained(engine: Engine, pairs: Pairs) -> float:
+    """Seconds in which an engine gives all values."""
+    start = time.perf_counter()
+    bad = [outcome for _, outcome in engine.stream(pairs.sequences()) if isinstance(outcome, str)]
+    if bad:
+        raise RuntimeError(bad[0])
+    return time.perf_counter() - start
 
 
 class Trl:
