@@ -185,7 +185,7 @@ def test_one_broken_reference_does_not_hide_the_others(score, reflogp, pairs_fil
 STORE_COMMANDS = [["store", name] for name in ("ls", "verify", "compact", "vacuum", "export", "import")]
 
 
-@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["export"], ["demo"], ["store"], *STORE_COMMANDS])
+@pytest.mark.parametrize("command", [[], ["score"], ["join"], ["report"], ["export"], ["demo"], ["store"], *STORE_COMMANDS])
 def test_help_teaches(reflogp, command):
     code, out, _ = reflogp(*command, "--help")
     assert code == DONE

@@ -48,7 +48,7 @@ class Service:
         except psutil.Error:
             return []
 
-    def worker_ready(self, timeout: float = 60, token: str = "") -> None:
+    def worker_ready(self, timeout: float = 240, token: str = "") -> None:
         """Wait until a worker takes work."""
         stop, headers = time.monotonic() + timeout, {"authorization": f"Bearer {token}"} if token else {}
         while "reflogp_workers_ready 1.0" not in httpx.get(f"{self.url}/metrics", headers=headers).text:

@@ -63,7 +63,7 @@ def kept(client, keys) -> int:
         return 0
 
 
-def wait_until(ready, timeout=20):
+def wait_until(ready, timeout=120):
     stop = time.monotonic() + timeout
     while not ready():
         assert time.monotonic() < stop
@@ -200,7 +200,7 @@ def test_who_goes_away_is_forgotten(service, client):
     body = {"sequences": [{"prompt_ids": asked[0][0], "completion_ids": asked[1][0]}]}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/v1/score", params={"reference": "ref"}, json=body, timeout=0.05)
-    stop = time.monotonic() + 10
+    stop = time.monotonic() + 60
     while 'reflogp_request_seconds_count{route="/v1/score",status="499"} 1.0' not in httpx.get(f"{service.url}/metrics").text:
         assert time.monotonic() < stop
         time.sleep(0.02)

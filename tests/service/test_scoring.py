@@ -7,6 +7,7 @@ from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
+from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
@@ -16,11 +17,11 @@ from tests.conftest import plain_token_logps, write_rows
 def score(reference_folder, tmp_path):
     """score(file, **options) -> summary, into one store."""
 
-    def run(file, make_engine=None, form=None, **options):
+    def run(file, make_engine=None, form=None, commit_sequences=4096, **options):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
-        return score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, engine, **options)
+        return score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, Here(engine, commit_sequences), **options)
 
     return run
 

@@ -17,6 +17,7 @@ from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import TorchEngine
+from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference
 from reflogp_store.schema import shard_table
@@ -30,7 +31,7 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **
         TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
         LogprobStore(store),
         describe_reference(str(model), dtype),
-        lambda: TorchEngine(str(model), dtype),
+        Here(lambda: TorchEngine(str(model), dtype)),
         **options,
     )
 

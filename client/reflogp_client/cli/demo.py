@@ -43,6 +43,7 @@ def demo(
         from reflogp_service.data.tokenize import load_tokenizer
         from reflogp_service.data.tokenized import TokenizedDataset
         from reflogp_service.engine import TorchEngine
+        from reflogp_service.here import Here
         from reflogp_service.scoring import score_dataset
         from reflogp_trainer import CachedDPOTrainer, ReferenceSource
     except ImportError as error:
@@ -71,7 +72,7 @@ def demo(
                 TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model)),
                 store,
                 reference,
-                lambda: TorchEngine(str(model), dtype),
+                Here(lambda: TorchEngine(str(model), dtype)),
                 watcher=bar,
             )
         out.print(

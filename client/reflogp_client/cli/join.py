@@ -8,7 +8,7 @@ import typer
 
 from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
-from reflogp_client.cli.score import find_reference
+from reflogp_client.cli.reference import find_reference
 from reflogp_store import LogprobStore
 from reflogp_store.commands import score_command
 
@@ -25,7 +25,7 @@ def join(
     ld_alpha: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="LD-DPO's weight of the longer completion's tail.")
     ] = None,
-    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    snapshot: options.SnapshotNumber = None,
     split: options.Split = "train",
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,

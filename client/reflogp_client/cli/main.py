@@ -9,18 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp_client.cli import demo, export, jobs, join, score, serve, store, submit
+from reflogp_client.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
 from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_client.errors import NotAllowedError, RequestRefusedError
 from reflogp_store import ReflogpError, UsageError
 
 #: Answers of a service that mean bad usage: what was asked for is malformed or not there.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
+#: What newer versions of typer make of Ctrl-C.
+_TYPER_INTERRUPTED = 130
 
 app = typer.Typer(
     name="reflogp",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="""Score preference data with a frozen reference model once, keep the log-probs, join them into any trainer.
@@ -31,7 +32,8 @@ A first run:
 
     reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
 
-then give the store to CachedDPOTrainer (reflogp_trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data.
+then give the store to CachedDPOTrainer (reflogp_trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data;
+[bold]reflogp doctor[/bold] says what an installation lacks.
 
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values.""",
 )
@@ -52,9 +54,12 @@ def _root(
 
 
 app.command("demo")(demo.demo)
-app.command("score")(score.score)
+app.command("doctor")(doctor.doctor)
+app.command("score", cls=score.ScoreCommand)(score.score)
 app.command("join")(join.join)
+app.command("report")(report.report)
 app.command("export")(export.export)
+app.command("reference")(reference.reference)
 app.command("serve")(serve.serve)
 app.command("token")(serve.token)
 app.command("submit")(submit.submit)
@@ -78,6 +83,8 @@ def main() -> None:
             err.print("a token is given with --token, or in REFLOGP_TOKEN", markup=False)
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != _TYPER_INTERRUPTED:
+            raise
         err.print("reflogp: interrupted; what was committed stays, run the same command again to go on", style="yellow")
         sys.exit(EXIT_FAILED)

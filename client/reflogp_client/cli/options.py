@@ -31,6 +31,11 @@ TruncationMode = Annotated[
     str,
     typer.Option(help="Which end a longer sequence keeps: keep_start, or keep_end (every max_length is then scored apart)."),
 ]
+Form = Annotated[
+    str | None,
+    typer.Option("--format", help="preference, kto or tokens. Default: found from the columns. kto on pairs unpairs them."),
+]
+SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Snapshot number. Default: the latest.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modelling code that the checkpoint brings. Off unless given.")

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from reflogp_client.cli import options
+from reflogp_client.cli import engine_options, options
 from reflogp_client.cli.console import EXIT_MISSES, needs, out, print_json, progress_bar, quiet_libraries
-from reflogp_store import LogprobStore, Reference, UsageError, describe_reference, resolve_model
+from reflogp_client.cli.engine_options import claimed_reference, engine_choice
+from reflogp_client.cli.reference import find_reference
+from reflogp_store import LogprobStore, Reference, UsageError, resolve_model
+
+_ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
+
+
+class ScoreCommand(TyperCommand):
+    """`score`, whose --ray may stand without an address, also before the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, text in enumerate(args):
+            if text == "--ray" and not _ADDRESS.fullmatch("".join(args[at + 1 : at + 2])):
+                args = [*args[:at], "--ray=", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
 
 
 def score(
@@ -19,16 +37,32 @@ def score(
     lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
-    form: Annotated[
-        str | None,
-        typer.Option("--format", help="preference, kto or tokens. Default: found from the columns. kto on pairs unpairs them."),
-    ] = None,
+    form: options.Form = None,
     split: options.Split = "train",
-    engine: Annotated[Literal["torch"], typer.Option(help="What computes.")] = "torch",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
-    token_budget: Annotated[
-        str, typer.Option(help="Tokens of one batch, or auto. Halved when memory runs out.", metavar="N|auto")
-    ] = "auto",
+    engine: engine_options.Engine = "torch",
+    strict_engine: engine_options.StrictEngine = False,
+    device: engine_options.Device = None,
+    token_budget: engine_options.TokenBudget = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Score on a Ray cluster, one worker for each GPU (CPU where it has none): auto, HOST:PORT, ray://HOST:PORT; "
+            "by default the one at $RAY_ADDRESS, or this machine.",
+            metavar="[ADDRESS]",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers on Ray. Default: as many as there is room for.")
+    ] = None,
+    vllm_python: engine_options.VllmPython = None,
+    tensor_parallel: engine_options.TensorParallel = None,
+    vllm_option: engine_options.VllmOption = None,
+    url: engine_options.Url = None,
+    served_model: engine_options.ServedModel = None,
+    concurrency: engine_options.Concurrency = None,
+    patience: engine_options.Patience = None,
+    claim: engine_options.Claim = None,
+    trust_claim: engine_options.TrustClaim = False,
     commit_sequences: Annotated[
         int, typer.Option(min=1, help="Commit at least this often; every 30 seconds in any case.")
     ] = 4096,
@@ -42,64 +76,86 @@ def score(
     that share a sequence share its value. A row that cannot be used is named and left out; the exit code is then 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
+
+    Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
         from reflogp_service.data.read import RowSource
         from reflogp_service.data.shape import FORMATS
         from reflogp_service.data.tokenize import load_tokenizer
         from reflogp_service.data.tokenized import TokenizedDataset
-        from reflogp_service.scoring import Engine, score_dataset
+        from reflogp_service.scoring import score_dataset
     except ImportError as error:
         raise needs("service", error) from error
     quiet_libraries()
     if form is not None and form not in FORMATS:
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
-    budget = _token_budget(token_budget)
-    source = RowSource(data, split)
-    folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
-
-    def make_engine() -> Engine:  # torch is imported only when something is missing
-        from reflogp_service.engine import TorchEngine
-
-        return TorchEngine(
-            folder,
-            reference.dtype,
-            device,
-            budget,
-            lm_head_dtype=reference.lm_head_dtype,
-            trust_remote_code=trust_remote_code,
+    choice = engine_choice(
+        engine,
+        trust_remote_code,
+        claim is None and not trust_claim,
+        {"device": device, "token_budget": token_budget},
+        {"vllm_python": vllm_python, "tensor_parallel": tensor_parallel, "vllm_option": vllm_option},
+        {"url": url, "served_model": served_model, "concurrency": concurrency, "patience": patience},
+    )
+    if (claim or trust_claim) and engine != "remote":
+        raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, and this is {engine}")
+    if ray_workers is not None and ray is None:
+        raise UsageError("--ray-workers goes with --ray")
+    if ray is not None and engine == "remote":
+        raise UsageError(
+            "--engine remote needs no --ray: the server computes, and --concurrency says how much it is asked at once"
         )
-
-    with progress_bar("scoring") as bar:
+    opened = LogprobStore(store)
+    source = RowSource(data, split)
+    if claim is None:
+        folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
+    else:
+        folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
+    with (
+        _scorer(choice, model, revision, folder, reference, commit_sequences, ray, ray_workers) as scorer,
+        progress_bar("scoring") as bar,
+    ):
         summary = score_dataset(
             TokenizedDataset(source, lambda: load_tokenizer(folder, trust_remote_code), form),  # type: ignore[arg-type]
-            LogprobStore(store),
+            opened,
             reference,
-            make_engine,
+            scorer,
             max_length=max_length,
             truncation_mode=truncation_mode,
             watcher=bar,
-            commit_sequences=commit_sequences,
+            strict_engine=engine if strict_engine else None,
         )
     _print(summary, as_json)
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
 
-def find_reference(model: str, dtype: str, lm_head_dtype: str | None, revision: str | None) -> tuple[str, Reference]:
-    """(local folder, reference) of a model, hashing its weights under a progress bar unless they are known."""
-    folder = resolve_model(model, revision)
-    with progress_bar("hashing weights (bytes)") as bar:
-        reference = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)
-    return str(folder), reference
+@contextmanager
+def _scorer(
+    choice: Any,
+    model: str,
+    revision: str | None,
+    folder: str,
+    reference: Reference,
+    commit_sequences: int,
+    ray: str | None,
+    ray_workers: int | None,
+) -> Iterator[Any]:
+    """What scores: an engine in this process, or workers on a Ray cluster for the time of the block."""
+    if ray is None:
+        from reflogp_service.here import Here
 
-
-def _token_budget(text: str) -> Any:
-    if text == "auto":
-        return text
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--token-budget {text}: use a whole number above 0, or auto")
-    return int(text)
+        with closing(Here(lambda: choice.make(folder, reference), commit_sequences)) as scorer:
+            yield scorer
+        return
+    try:
+        from reflogp_service.on_ray.cluster import connected
+        from reflogp_service.on_ray.scorer import OnRay
+    except ImportError as error:
+        raise needs("ray", error) from error
+    with connected(ray or None), closing(OnRay(model, revision, reference, choice, ray_workers, commit_sequences)) as on_ray:
+        yield on_ray
 
 
 def _print(summary: Any, as_json: bool) -> None:
