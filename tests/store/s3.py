@@ -9,13 +9,24 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# moto asks whether an object is there, and then writes it: of two writers at once both may be told that they were first,
+# which S3 promises never to do. So those that ask to be first take turns.
 _SERVE = """
-import logging, sys, time
-from moto.server import ThreadedMotoServer
+import logging, sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+moto, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+def as_s3_does(environ, start_response):
+    if "HTTP_IF_NONE_MATCH" not in environ or environ["REQUEST_METHOD"] not in ("PUT", "POST"):
+        return moto(environ, start_response)
+    with turn:
+        return moto(environ, start_response)
+
+server = make_server("127.0.0.1", 0, as_s3_does, threaded=True, request_handler=MotoRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
 sys.stdin.read()
 """
 

@@ -38,7 +38,7 @@ from reflogp_store.storage import is_local, make_folder
 logger = logging.getLogger(__name__)
 
 #: Seconds without a place after which that is said, and within which a node must answer what a worker's memory is.
-_SAID_SECONDS, _ANSWER_SECONDS = 20.0, 2.0
+_SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
 
 
 class RayProcess:
@@ -150,7 +150,7 @@ class RayWorkers:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker waits for a place: the Ray cluster has %s", what_there_is())
+            logger.warning("a worker has not begun yet: the Ray cluster has %s", what_there_is())
         return str(await placing)
 
 

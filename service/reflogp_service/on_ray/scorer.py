@@ -35,7 +35,7 @@ _IN_FLIGHT = 2
 #: Workers that die one after the other before any is ready, after which no further one is begun.
 _FAILED_STARTS = 3
 #: Seconds without any worker after which that is said, and after which it is given up: nodes that Ray adds need minutes.
-_SAID_SECONDS, PLACE_SECONDS = 20.0, 600.0
+_SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 _LOOK_SECONDS = 1.0
 _PEAK_SECONDS = 60.0
 #: Weight of the newest unit in the rate that sizes the next ones.
@@ -245,15 +245,18 @@ class OnRay:
         return unit_size(len(self._line) + self._to_come, self._wanted, self._per_second, self._commit_sequences)
 
     def _watch_places(self) -> None:
-        """Say that no worker can be placed, and give up after a while. Those that wait do no harm while others work."""
+        """Say that no worker has begun, and give up after a while. Those that wait do no harm while others work.
+
+        Ray does not say whether a worker waits for room or for its process to start.
+        """
         now = time.monotonic()
         if any(worker.node for worker in self._workers):
             self._without_since = None
             return
         self._without_since = self._without_since or now
         waited = now - self._without_since
-        asked = ", ".join(f"{count:g} {name[4:].upper()}" for name, count in resources_of(self._choice).items() if count)
-        what = f"no worker can be placed: each asks for {asked}, and the Ray cluster has {what_there_is()}"
+        asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in resources_of(self._choice).items() if count)
+        what = f"no worker could begin: each asks for {asked}, and the Ray cluster has {what_there_is()}"
         if waited > self._place_seconds:
             raise EngineError(f"{what}, for {waited:.0f} s now")
         if waited > _SAID_SECONDS and not self._said:
