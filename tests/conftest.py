@@ -17,6 +17,27 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
 
 
+#: The files that take longest, longest first, so that none of them is begun when the others are done.
+LONGEST = (
+    "trainer_ext/test_distributed",
+    "trainer_ext/test_openrlhf",
+    "service/test_jobs",
+    "service/test_ray",
+    "trainer_ext/test_online",
+    "service/test_pages",
+    "examples/test_examples",
+    "service/test_score",
+    "service/test_bounds",
+    "store/test_stress",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    place = {f"tests/{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep digests and dataset caches of a test run out of the user's own."""

@@ -3,19 +3,21 @@
 Settings come as JSON, what each process saw goes into JSON files. Run by tests and by benchmarks/trainer.py.
 """
 
+import atexit
 import json
 import os
+import random
 import resource
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.trainer_ext.warm import Warm
 
 ZERO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}
 MODES: dict[str, dict[str, Any]] = {
@@ -32,44 +34,63 @@ def launch(
     timeout: float = 240,
     check: bool = True,
     caches: Sequence[str | None] = (None,),
-    script: str = __file__,
+    function: str = f"{__name__}:ranks",
 ) -> tuple[int, list[dict[str, Any]], str]:
     """(exit status, what each process saw, what they printed). Kills what is not done in time, and fails.
 
     Args:
         processes: of each node.
         caches: each node's cache folder; None for the usual one. As many nodes as there are of them.
-        script: what each process runs, given the settings' file.
+        function: what each process calls, with the settings' file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_text(json.dumps({**settings, "out": str(folder)}))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--nnodes", str(len(caches))]
-    command += ["--master-addr", "localhost", "--master-port", str(port)]
-    repository = str(Path(__file__).resolve().parents[2])
+    output = folder / "output.txt"
+    output.write_text("")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
+    warm = _warm()
+    port = port_for_a_meeting() if len(caches) > 1 else 0
     nodes = []
-    with (folder / "output.txt").open("w") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        for number, cache in enumerate(caches):
-            own = environment if cache is None else {**environment, "REFLOGP_CACHE_DIR": cache}
-            arguments = [*command, "--node-rank", str(number), script, str(folder / "settings.json")]
-            nodes.append(subprocess.Popen(arguments, env=own, start_new_session=True, **streams))
-        until = time.monotonic() + timeout
-        try:
-            statuses = [node.wait(max(0.1, until - time.monotonic())) for node in nodes]
-        finally:
-            for node in nodes:
-                with suppress(psutil.NoSuchProcess):  # the launcher's processes lead groups of their own
-                    launcher = psutil.Process(node.pid)
-                    for process in [*launcher.children(recursive=True), launcher]:
-                        process.kill()
-    printed = (folder / "output.txt").read_text()
+    for number, folder_of_node in enumerate(caches):
+        own = environment | ({"REFLOGP_CACHE_DIR": folder_of_node} if folder_of_node else {})
+        nodes.append(warm.start(function, [str(folder / "settings.json")], own, output, processes, number, len(caches), port))
+    until = time.monotonic() + timeout
+    try:
+        statuses = [warm.wait(node, max(0.1, until - time.monotonic())) for node in nodes]
+    except TimeoutError as error:
+        raise AssertionError(f"{error}\n{output.read_text()[-6000:]}") from error
+    finally:
+        for node in nodes:
+            warm.kill(node)
+    printed = output.read_text()
     assert not check or not any(statuses), printed[-6000:]
     return max(statuses), [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))], printed
+
+
+@cache
+def _warm() -> Warm:
+    """For all runs of this process, until it ends."""
+    modules = [
+        "torch.distributed.fsdp",
+        "deepspeed",
+        "peft",
+        "transformers.models.llama.modeling_llama",
+        "trl.trainer.dpo_trainer",
+    ]
+    modules += ["trl.trainer.kto_trainer", "trl.experimental.online_dpo", "reflogp_trainer", "tests.trainer_ext.online_run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    warm = Warm(sys.executable, Path(__file__).resolve().parents[2], modules, environment)
+    atexit.register(warm.close)
+    return warm
+
+
+def port_for_a_meeting() -> int:
+    """A free port that no outgoing connection is given (those come from 32768 on, on Linux)."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", port))
+            return port
 
 
 def shard_on_a_cpu() -> None:
@@ -133,9 +154,9 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def run(work: Callable[[dict[str, Any]], dict[str, Any]], settings_file: str) -> None:
     """What a launched process does: `work` on the settings, and a file of what it saw or of its error."""
-    given = json.loads(Path(sys.argv[1]).read_text())
+    given = json.loads(Path(settings_file).read_text())
     place = Path(given["out"]) / f"rank-{os.environ.get('RANK', '0')}.json"
     place.unlink(missing_ok=True)
     try:
@@ -146,5 +167,10 @@ def run(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     place.write_text(json.dumps(seen))
 
 
+def ranks(settings_file: str) -> None:
+    """What each rank calls."""
+    run(main, settings_file)
+
+
 if __name__ == "__main__":
-    run(main)
+    ranks(sys.argv[1])

@@ -6,6 +6,8 @@ from typing import Any
 
 #: Tokens that end a completion besides the tokenizer's own, so that random weights make completions of all lengths.
 ENDS = list(range(100, 140))
+#: Of a completion, where a run's settings do not say.
+MOST_NEW_TOKENS = 24
 
 
 def reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -93,7 +95,7 @@ def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
 
     import reflogp_trainer as ours
 
-    generation = {"num_generations": 2, "max_completion_length": 24}
+    generation = {"num_generations": 2, "max_completion_length": MOST_NEW_TOKENS}
     return {
         "rloo": (ours.RemoteRLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig, generation),
         "grpo": (ours.RemoteGRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig, generation),
@@ -101,7 +103,7 @@ def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
             ours.RemoteOnlineDPOTrainer,
             OnlineDPOTrainer,
             OnlineDPOConfig,
-            {"max_new_tokens": 24, "max_length": 96, "per_device_train_batch_size": 2},
+            {"max_new_tokens": MOST_NEW_TOKENS, "max_length": 96, "per_device_train_batch_size": 2},
         ),
     }[name]
 
@@ -114,7 +116,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     return {"runs": [train(build(run)) for run in settings["runs"]]}
 
 
-if __name__ == "__main__":
+def ranks(settings_file: str) -> None:
+    """What each rank calls."""
     from tests.trainer_ext.distributed_run import run
 
-    run(main)
+    run(main, settings_file)

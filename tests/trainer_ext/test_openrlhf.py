@@ -9,8 +9,6 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from reflogp_store import LogprobStore
 from tests.conftest import REPOSITORY, save_llama, write_rows
 from tests.service.serving import running
 from tests.service.test_jobs import settings_file
+from tests.trainer_ext.warm import Warm
 
 PYTHON = REPOSITORY / ".venv-openrlhf" / "bin" / "python"
 STOCK, CACHED = "openrlhf.cli.train_dpo", "reflogp_trainer.openrlhf.train_dpo"
@@ -55,6 +54,11 @@ def data(pair_rows, tmp_path_factory) -> dict[str, Path]:
 def train(model, data, tmp_path_factory):
     """train(module, folder, options) -> (what each process noted, what they printed). An option of None removes a default."""
     caches = tmp_path_factory.mktemp("openrlhf-caches")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_DATASETS_CACHE": str(caches / "datasets"), "REFLOGP_CACHE_DIR": str(caches / "reflogp")}
+    environment.pop("PYTHONPATH", None)
+    modules = ["run", "peft", "transformers.models.llama.modeling_llama", "reflogp_trainer", "torch.utils.tensorboard"]
+    warm = Warm(str(PYTHON), Path(__file__).parent / "openrlhf_env", modules, environment)
 
     def run(module: str, folder: Path, options: dict[str, Any], check: bool = True) -> tuple[list[dict[str, Any]], str]:
         chosen = {
@@ -83,27 +87,21 @@ def train(model, data, tmp_path_factory):
         }
         words = [word for name, value in chosen.items() if value is not None for word in (f"--{name}", str(value)) if word]
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        command = [str(PYTHON), "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master-port", str(port)]
-        command += [str(Path(__file__).parent / "openrlhf_env" / "run.py"), str(folder / "notes"), module, *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"HF_DATASETS_CACHE": str(caches / "datasets"), "REFLOGP_CACHE_DIR": str(caches / "reflogp")}
-        environment.pop("PYTHONPATH", None)
-        with (folder / "output.txt").open("w") as output:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
-            try:
-                status = process.wait(timeout=240)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        printed = (folder / "output.txt").read_text()
+        output = folder / "output.txt"
+        arguments = [str(folder / "notes"), module, *words]
+        group = warm.start("run:main", arguments, environment, output)
+        try:
+            status = warm.wait(group, timeout=240)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{output.read_text()[-6000:]}") from error
+        finally:
+            warm.kill(group)
+        printed = output.read_text()
         assert (status == 0) == check, printed[-6000:]
         return [json.loads(file.read_text()) for file in sorted((folder / "notes").glob("rank-*.json"))], printed
 
-    return run
+    yield run
+    warm.close()
 
 
 @pytest.fixture(scope="module")

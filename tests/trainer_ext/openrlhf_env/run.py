@@ -1,7 +1,7 @@
-"""Runs a module as `python -m` does, where there is no GPU: `run.py NOTES MODULE ARGUMENTS…`, once per process.
+"""Runs a module as `python -m` does, where there is no GPU: `main(NOTES, MODULE, ARGUMENTS…)`, once per process.
 
-Knows what OpenRLHF and DeepSpeed ask of CUDA by name, and nothing of reflogp. Started by tests/trainer_ext/test_openrlhf.py in
-the environment of `make setup-openrlhf`; finds the flash_attn beside it, as a script's own folder leads the path.
+Knows what OpenRLHF and DeepSpeed ask of CUDA by name, and nothing of reflogp. Called by the ranks that tests start in the
+environment of `make setup-openrlhf` (tests/trainer_ext/test_openrlhf.py); the flash_attn beside it is on their path.
 
 NOTES/rank-N.json says which models were loaded, what error ended the run, and what TensorBoard was told. What differs from a
 run with GPUs: gloo instead of nccl; torch's attention, which masks packed rows by their position ids, instead of flash
@@ -81,7 +81,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
 
 
-def main(notes: Path, module: str, arguments: list[str]) -> None:
+def main(notes_folder: str, module: str, *arguments: str) -> None:
+    notes = Path(notes_folder)
     sys.argv = [module, *arguments]
     seen: dict[str, Any] = {"loaded": loaded}
     try:
@@ -102,7 +103,3 @@ def main(notes: Path, module: str, arguments: list[str]) -> None:
             seen["scalars"] = scalars(Path(arguments[arguments.index("--logger.tensorboard_dir") + 1]))
         notes.mkdir(parents=True, exist_ok=True)
         (notes / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
