@@ -1,4 +1,4 @@
-"""What MkDocs asks while it builds the docs: reference pages made of the code itself, and the repository's files that pages name.
+"""What MkDocs asks while it builds the docs: pages made of the code itself, and files of the repository that pages link to.
 
 Knows the OpenAPI document, the settings' fields, the typer app, and Markdown. The build ends where a route, a setting, a
 command, an option or an environment variable says nothing about itself. Named in mkdocs.yml.
