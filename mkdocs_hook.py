@@ -38,7 +38,7 @@ _ENVIRONMENT = re.compile(r"\bREFLOGP_[A-Z][A-Z_]*[A-Z]\b")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files of the repository that pages link to, so that the site needs nothing beside itself."""
     linked = {name for page in files.documentation_pages() for name in _LINK_OUT.findall(page.content_string)}
-    for name in sorted(linked):
+    for name in sorted(name for name in linked if (_ROOT / name).is_file()):  # a link to another is not found, and said
         files.append(File.generated(config, f"repository/{name}", abs_src_path=str(_ROOT / name)))
     return files
 
@@ -163,15 +163,18 @@ def _default(value: object) -> str:
 
 def settings_page() -> str:
     """Every field of the service's settings."""
-    server = _fields(ServerSettings, lambda name: f"`REFLOGP_{name.upper()}`")
-    reference = _fields(ReferenceSettings, None)
-    token = _fields(TokenSettings, None)
+    server = _fields(ServerSettings, lambda name: f"<br>`{_variable(name)}`")
+    reference, token = _fields(ReferenceSettings), _fields(TokenSettings)
     return (
         f"## The service\n\n{server}\n## A reference: `[references.NAME]`\n\n{reference}\n## A token: `[[tokens]]`\n\n{token}"
     )
 
 
-def _fields(model: type[BaseModel], variable: Callable[[str], str] | None) -> str:
+def _variable(name: str) -> str:
+    return f"REFLOGP_{name.upper()}"
+
+
+def _fields(model: type[BaseModel], variable: Callable[[str], str] = lambda name: "") -> str:
     schema = model.model_json_schema(ref_template="#/{model}")
     rows = []
     for name, field in model.model_fields.items():
@@ -181,10 +184,9 @@ def _fields(model: type[BaseModel], variable: Callable[[str], str] | None) -> st
         default = "needed" if field.is_required() else _default(value)
         if name.endswith("_bytes") and isinstance(value, int):
             default = f"`{value}` ({_size(value)})"
-        row = [f"`{name}`", places.get(name) or _kind(entry), default]
-        row += [variable(name)] if variable else []
-        rows.append((*row, _said(field.description, f"setting {model.__name__}.{name}")))
-    return _table(("setting", "type", "default", *(["environment"] if variable else []), ""), rows)
+        description = _said(field.description, f"setting {model.__name__}.{name}")
+        rows.append((f"`{name}`{variable(name)}", places.get(name) or _kind(entry), default, description))
+    return _table(("setting", "type", "default", ""), rows)
 
 
 def _size(count: int) -> str:
@@ -194,7 +196,7 @@ def _size(count: int) -> str:
 
 def _check_environment(page: str) -> None:
     """Every environment variable that the code reads is on the settings page."""
-    own = {f"REFLOGP_{name.upper()}" for name in ServerSettings.model_fields}
+    own = {_variable(name) for name in ServerSettings.model_fields}
     sources = [file for package in _PACKAGES for file in (_ROOT / package).rglob("*.py")]
     read = {name for file in sources for name in _ENVIRONMENT.findall(file.read_text(encoding="utf-8"))}
     if unsaid := sorted(name for name in read - own if f"`{name}`" not in page):

@@ -27,12 +27,12 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     """Routes that say how the service is."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Does it live?", response_description="It does.")
+    @router.get("/healthz", summary="Is it alive", response_description="It is.")
     async def healthz() -> Health:
         """The process answers."""
         return Health(status="ok", version=version("reflogp"))
 
-    @router.get("/readyz", summary="Can it work?", response_description="It can.", responses=documented(503))
+    @router.get("/readyz", summary="Is it ready", response_description="It is.", responses=documented(503))
     async def readyz() -> Health:
         """The store and the ledger can be read, and no worker keeps failing to start."""
         try:
