@@ -138,3 +138,24 @@ def test_what_is_not_run_is_there_and_the_rest_is_counted(record_property):
     counts = ", ".join(f"{count} {what}" for what, count in _COUNTS.most_common())
     record_property("told", f"{_COUNTS.total()} blocks in the docs: {counts}")
     assert _COUNTS["run"] > _COUNTS["parsed"]
+
+
+@pytest.mark.parametrize("language", ["", "yaml", "console"])
+def test_a_block_of_no_language_that_is_known_fails(language, workspace):
+    with pytest.raises(AssertionError, match=r"docs/new\.md:1: a block of"):
+        _handle(Block("docs/new.md", 1, language, "reflogp store ls ./logps\n"), workspace)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("reflogp score ./sft-70b pairs.jsonl --store ./logps --tensor-paralel 8", "No such option"),
+        ("reflogp scores ./sft-70b pairs.jsonl", "No such command"),
+        ("reflogp join ./sft-70b pairs.jsonl --store ./logps", "Missing"),
+        ("pip install 'reflogp[servce]'", "there is no extra"),
+        ("kubectl apply -f reflogp.yaml", "nothing here parses"),
+    ],
+)
+def test_a_line_that_is_only_parsed_still_has_to_be_right(line, said):
+    with pytest.raises(Exception, match=f"(?i){said}"):
+        parse(line)
