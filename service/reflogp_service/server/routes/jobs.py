@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from reflogp_service.server.auth import requires
@@ -26,6 +26,7 @@ DATASET_TYPES = {
 }
 _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
+_JobId = Annotated[str, Path(description="Id of a job, as its submission answered it.")]
 
 
 def jobs_router(context: Context) -> APIRouter:
@@ -38,7 +39,9 @@ def jobs_router(context: Context) -> APIRouter:
     @router.post(
         "/v1/jobs",
         status_code=201,
+        summary="Submit a job",
         response_model=Job,
+        response_description="The job, which is in line now. `Location` names it.",
         responses={
             **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
             200: {"model": Job, "description": "The same job is known."},
@@ -50,7 +53,9 @@ def jobs_router(context: Context) -> APIRouter:
         response: Response,
         query: Annotated[JobSettings | None, Depends(_settings_of_query)],
         who: str = scorer,
-        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+        idempotency_key: Annotated[
+            str | None, Header(max_length=200, description="Names the job instead of its content.")
+        ] = None,
     ) -> Job:
         """Submit a job. The same job sent twice is one job.
 
@@ -79,27 +84,41 @@ def jobs_router(context: Context) -> APIRouter:
         response.headers["Location"] = f"/v1/jobs/{job.id}"
         return job
 
-    @router.get("/v1/jobs", dependencies=[reader], responses=documented(401, 403, 422))
+    @router.get(
+        "/v1/jobs",
+        dependencies=[reader],
+        summary="List jobs",
+        response_description="A page of them.",
+        responses=documented(401, 403, 422),
+    )
     async def jobs(
-        state: JobState | None = None,
+        state: Annotated[JobState | None, Query(description="Only these.")] = None,
         before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
     ) -> Jobs:
         """Jobs, the newest first."""
         return await to_thread.run_sync(ledger.page, state, before, limit)
 
-    @router.get("/v1/jobs/{job_id}", dependencies=[reader], responses=documented(401, 403, 404))
-    async def job(job_id: str) -> Job:
+    @router.get(
+        "/v1/jobs/{job_id}",
+        dependencies=[reader],
+        summary="Show a job",
+        response_description="The job as it is now.",
+        responses=documented(401, 403, 404, 422),
+    )
+    async def job(job_id: _JobId) -> Job:
         """A job and how far it is."""
         return await precompute.get(job_id)
 
     @router.get(
         "/v1/jobs/{job_id}/events",
         dependencies=[reader],
+        summary="Follow a job",
         response_class=StreamingResponse,
-        responses={**documented(401, 403, 404), 200: {"content": {"text/event-stream": {}}}},
+        response_description="Events until the job has ended.",
+        responses={**documented(401, 403, 404, 422), 200: {"content": {"text/event-stream": {}}}},
     )
-    async def events(job_id: str) -> Response:
+    async def events(job_id: _JobId) -> Response:
         """The job at once and at every change, as server-sent events.
 
         `job` while it goes on, `end` with its final state. A slow reader misses steps in between, never the last one.
@@ -116,23 +135,43 @@ def jobs_router(context: Context) -> APIRouter:
 
         return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
-    @router.delete("/v1/jobs/{job_id}", status_code=202, dependencies=[scorer], responses=documented(401, 403, 404, 409))
-    async def cancel(job_id: str) -> Job:
+    @router.delete(
+        "/v1/jobs/{job_id}",
+        status_code=202,
+        dependencies=[scorer],
+        summary="Cancel a job",
+        response_description="The job, which is cancelled or about to be.",
+        responses=documented(401, 403, 404, 409, 422),
+    )
+    async def cancel(job_id: _JobId) -> Job:
         """Cancel a job: at once where it waits, within one pass where it runs. What is computed stays in the store."""
         return await precompute.cancel(job_id)
 
-    @router.post("/v1/jobs/{job_id}/retry", status_code=202, dependencies=[scorer], responses=documented(401, 403, 404, 409))
-    async def retry(job_id: str) -> Job:
+    @router.post(
+        "/v1/jobs/{job_id}/retry",
+        status_code=202,
+        dependencies=[scorer],
+        summary="Retry a job",
+        response_description="The job, which is in line again.",
+        responses=documented(401, 403, 404, 409, 422),
+    )
+    async def retry(job_id: _JobId) -> Job:
         """Put a failed or cancelled job in line again."""
         return await precompute.retry(job_id)
 
     @router.get(
         "/v1/jobs/{job_id}/result",
         dependencies=[reader],
+        summary="Fetch a job's values",
         response_class=FileResponse,
-        responses={**documented(401, 403, 404, 409), 200: {"content": {_PARQUET: {}}}, 206: {"content": {_PARQUET: {}}}},
+        response_description="The file.",
+        responses={
+            **documented(401, 403, 404, 409, 422),
+            200: {"content": {_PARQUET: {}}},
+            206: {"content": {_PARQUET: {}}, "description": "The part that `Range` asked for."},
+        },
     )
-    async def result(job_id: str) -> Response:
+    async def result(job_id: _JobId) -> Response:
         """The values in dataset order, as Parquet: row, keys, ref columns, error."""
         await _require_done(job_id)
         file = precompute.result(job_id)
@@ -140,8 +179,14 @@ def jobs_router(context: Context) -> APIRouter:
             raise Problem(404, "the job has no result: no row of it could be read", "see the job's report")
         return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
 
-    @router.get("/v1/jobs/{job_id}/report", dependencies=[reader], responses=documented(401, 403, 404, 409))
-    async def report(job_id: str) -> Report:
+    @router.get(
+        "/v1/jobs/{job_id}/report",
+        dependencies=[reader],
+        summary="Show a job's report",
+        response_description="Histograms, outliers and bad rows.",
+        responses=documented(401, 403, 404, 409, 422),
+    )
+    async def report(job_id: _JobId) -> Report:
         """What a done job's values look like: histograms, outliers, bad rows."""
         await _require_done(job_id)
         found = await to_thread.run_sync(precompute.report, job_id)
@@ -159,13 +204,16 @@ def jobs_router(context: Context) -> APIRouter:
 
 
 def _settings_of_query(
-    reference: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
-    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$")] = None,
-    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1)] = None,
-    truncation_mode: Annotated[str, Query(pattern="^keep_(start|end)$")] = "keep_start",
-    ld_alpha: Annotated[float | None, Query(ge=0, le=1)] = None,
-    priority: Annotated[int, Query(ge=-100, le=100)] = 0,
-    title: Annotated[str, Query(max_length=200)] = "",
+    reference: Annotated[
+        str | None,
+        Query(min_length=1, max_length=200, description="Settings of a job whose body is the dataset: as in its JSON."),
+    ] = None,
+    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
+    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,
+    truncation_mode: Annotated[str, Query(pattern="^keep_(start|end)$", description="As above.")] = "keep_start",
+    ld_alpha: Annotated[float | None, Query(ge=0, le=1, description="As above.")] = None,
+    priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
+    title: Annotated[str, Query(max_length=200, description="As above.")] = "",
 ) -> JobSettings | None:
     """Settings of a job whose body is the dataset itself; None without a reference."""
     if reference is None:

@@ -22,10 +22,10 @@ class ReferenceInfo(BaseModel):
     """A reference that the service knows."""
 
     name: str | None = Field(description="Its name here; None for one that only the store knows.")
-    reference_id: str
+    reference_id: str = Field(description="Digest of the model's content and numerics.")
     model: str = Field(description="What it was called when it was described.")
-    dtype: str
-    lm_head_dtype: str
+    dtype: str = Field(description="What it computes in.")
+    lm_head_dtype: str = Field(description="What its logits are computed in.")
     snapshot: int | None = Field(description="Number of the latest snapshot; None where nothing was scored.")
     sequences: int = Field(description="Rows of that snapshot.")
 
@@ -33,8 +33,8 @@ class ReferenceInfo(BaseModel):
 class References(BaseModel):
     """All references of the service and its store."""
 
-    store: str
-    references: list[ReferenceInfo]
+    store: str = Field(description="Where the values are kept.")
+    references: list[ReferenceInfo] = Field(description="By name, then those that only the store knows.")
 
 
 class LookupRequest(BaseModel):
@@ -48,8 +48,8 @@ class LookupRequest(BaseModel):
 class LookupAnswer(BaseModel):
     """One entry per key, in order; null for a key that the snapshot has not."""
 
-    reference_id: str
-    snapshot: int
+    reference_id: str = Field(description="Whose values these are.")
+    snapshot: int = Field(description="Number of the snapshot that was read.")
     scored_len: list[int | None] = Field(description="Values that are stored.")
     logp_sum: list[float | None] = Field(description="Their sum, nats.")
     token_logps: list[list[float] | None] | None = Field(None, description="The values, where they were asked for.")
@@ -60,7 +60,13 @@ def lookups_router(context: Context) -> APIRouter:
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
     settings, shelf = context.settings, context.shelf
 
-    @router.get("/v1/references", tags=["references"], responses=documented(401, 403, 503))
+    @router.get(
+        "/v1/references",
+        tags=["references"],
+        summary="List references",
+        response_description="References by name, then those that only the store knows.",
+        responses=documented(401, 403, 503),
+    )
     async def references() -> References:
         """What can be asked for: references by name, and every other one of the store."""
 
@@ -95,7 +101,9 @@ def lookups_router(context: Context) -> APIRouter:
     @router.post(
         "/v1/lookup",
         tags=["lookup"],
+        summary="Look keys up",
         response_model=LookupAnswer,
+        response_description="One entry per key, in order.",
         responses={**documented(400, 401, 403, 404, 408, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
         openapi_extra=body_schemas(LookupRequest, ARROW_STREAM),
     )

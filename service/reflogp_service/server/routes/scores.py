@@ -37,8 +37,8 @@ class SequenceBody(BaseModel):
     """A prompt and the completion whose tokens get log-probs, as token ids."""
 
     model_config = ConfigDict(extra="forbid")
-    prompt_ids: _TokenIds
-    completion_ids: _TokenIds
+    prompt_ids: _TokenIds = Field(description="The model reads these first.")
+    completion_ids: _TokenIds = Field(description="Each of these gets a log-prob.")
 
 
 class ScoreRequest(BaseModel):
@@ -48,18 +48,18 @@ class ScoreRequest(BaseModel):
         extra="forbid",
         json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
     )
-    sequences: list[SequenceBody] = Field(max_length=1_000)
+    sequences: list[SequenceBody] = Field(max_length=1_000, description="Answered in this order.")
 
 
 class ScoreAnswer(BaseModel):
     """One entry per sequence, in order; null values where there is an error."""
 
-    reference_id: str
+    reference_id: str = Field(description="Whose values these are.")
     hits: int = Field(description="Sequences that the store had.")
-    engine_seconds: float
-    queue_seconds: float
+    engine_seconds: float = Field(description="Computing, with what shared the packs.")
+    queue_seconds: float = Field(description="Waiting before that.")
     token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
-    errors: list[str | None]
+    errors: list[str | None] = Field(description="Why a sequence has no values.")
 
 
 def scores_router(context: Context) -> APIRouter:
@@ -70,7 +70,9 @@ def scores_router(context: Context) -> APIRouter:
     @router.post(
         "/v1/score",
         tags=["score"],
+        summary="Score sequences now",
         response_model=ScoreAnswer,
+        response_description="One entry per sequence, in order.",
         responses={
             **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
             200: {"content": {ARROW_STREAM: {}}},

@@ -14,11 +14,8 @@ from reflogp_service.server.context import Context
 from reflogp_service.server.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
 from reflogp_service.server.problems import documented
 
-_UploadName = Annotated[
-    str,
-    Path(pattern=NAME_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}."),
-]
-_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN)]
+_UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name that it was sent under.")]
+_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}.")]
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
@@ -32,7 +29,9 @@ def uploads_router(context: Context) -> APIRouter:
     @router.put(
         "/v1/uploads/{name}",
         status_code=201,
+        summary="Send a dataset",
         response_model=Upload,
+        response_description="The file is there, whole.",
         dependencies=[scorer],
         responses={
             **documented(400, 401, 403, 408, 413, 422, 507),
@@ -51,17 +50,36 @@ def uploads_router(context: Context) -> APIRouter:
         response.status_code = 201 if created else 200
         return upload
 
-    @router.get("/v1/uploads", dependencies=[reader], responses=documented(401, 403))
+    @router.get(
+        "/v1/uploads",
+        dependencies=[reader],
+        summary="List uploads",
+        response_description="All that are there.",
+        responses=documented(401, 403),
+    )
     async def list_uploads() -> Uploads:
         """Every upload, by name."""
         return Uploads(uploads=await to_thread.run_sync(uploads.list))
 
-    @router.get("/v1/uploads/{name}", dependencies=[reader], responses=documented(401, 403, 404, 422))
+    @router.get(
+        "/v1/uploads/{name}",
+        dependencies=[reader],
+        summary="Show an upload",
+        response_description="What is known of it.",
+        responses=documented(401, 403, 404, 422),
+    )
     async def get(name: _UploadName) -> Upload:
         """An upload's size and digest."""
         return await to_thread.run_sync(uploads.get, name)
 
-    @router.delete("/v1/uploads/{name}", status_code=204, dependencies=[scorer], responses=documented(401, 403, 404, 422))
+    @router.delete(
+        "/v1/uploads/{name}",
+        status_code=204,
+        dependencies=[scorer],
+        summary="Delete an upload",
+        response_description="It is gone.",
+        responses=documented(401, 403, 404, 422),
+    )
     async def delete(name: _UploadName) -> None:
         """Forget an upload. Jobs that were submitted with it keep their file."""
         await to_thread.run_sync(uploads.delete, name)

@@ -1,0 +1,161 @@
+"""Every code block of the docs runs, or is parsed where a test machine cannot run it, with the reason said here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reflogp_store import describe_reference
+from tests.conftest import write_rows
+from tests.docs.blocks import Block, blocks_of, pages
+from tests.docs.workspace import Workspace, lines_of, parse, parse_ini, parse_python
+
+#: (page, beginning of a line of a sh block or of a block in another language) -> why it is parsed and not run. Page None: any.
+NOT_RUN: dict[tuple[str | None, str], str] = {
+    (None, "make "): "sets up environments, or runs this very test; `make --dry-run` reads it",
+    (None, "pip install"): "asks a package index; the requirement is read, and its extras are looked up",
+    (None, "reflogp score ./sft-70b"): "70B parameters, 8 GPUs or a server; tests/vllm score with small models",
+    (None, "deepspeed "): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
+    (
+        "docs/openrlhf.md",
+        "from reflogp_trainer import",
+    ): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
+    ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
+    ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
+    ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
+    ("docs/engines.md", "export REFLOGP_VLLM_PYTHON"): "names vLLM's environment",
+    ("docs/engines.md", "reflogp reference /models/sft-70b"): "70B parameters on another machine",
+    ("docs/engines.md", "reflogp score ./tokenizer"): "a server of such a model; tests/vllm/test_remote.py claims a small one",
+    ("docs/ray.md", "reflogp score --ray"): "8 GPUs, or a cluster; tests/service/test_ray.py scores on two nodes",
+    ("docs/ray.md", "ray start"): "starts a cluster; tests/service/test_ray.py does",
+    ("docs/operations.md", "[Service]"): "systemd starts it",
+}
+
+#: What became of how many blocks; the pages that were run, and what of NOT_RUN they named. Filled by the tests.
+_COUNTS: Counter[str] = Counter()
+_PAGES: set[str] = set()
+_SEEN: set[tuple[str | None, str]] = set()
+
+
+@pytest.fixture(scope="module")
+def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Iterator[Workspace]:
+    """The docs' names: ./sft-model (a small model in bfloat16), pairs.jsonl, feedback.jsonl, tokens.jsonl, expected.json."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("docs")
+    AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16).save_pretrained(folder / "sft-model")
+    tokenizer.save_pretrained(folder / "sft-model")
+    rows = pair_rows[:32]
+    write_rows(folder / "pairs.jsonl", rows)
+    write_rows(folder / "feedback.jsonl", [_feedback(row, number) for number, row in enumerate(rows)])
+    write_rows(folder / "tokens.jsonl", [_tokens(row, tokenizer) for row in rows[:8]])
+    fingerprint = {"dataset": "pairs", "tokenizer": "sft", "max_seq_length": 2048, "tensor_model_parallel_size": 1}
+    (folder / "expected.json").write_text(json.dumps({**fingerprint, "sequence_parallel": False, "tokenization_version": 2}))
+    before = Path.cwd()
+    os.chdir(folder)
+    os.environ["REFERENCE_ID"] = describe_reference("./sft-model", "bfloat16").reference_id
+    found = Workspace(folder)
+    yield found
+    found.close()
+    del os.environ["REFERENCE_ID"]
+    os.chdir(before)
+
+
+def _feedback(row: dict, number: int) -> dict:
+    side = row["chosen"] if number % 2 == 0 else row["rejected"]
+    return {"prompt": row["prompt"], "completion": side, "label": number % 2 == 0}
+
+
+def _tokens(row: dict, tokenizer) -> dict:
+    """A row as open-instruct, Megatron-Bridge or fairseq2 would hand it over: its ids, and fairseq2's text."""
+    texts = [row["prompt"][-1]["content"], row["chosen"][-1]["content"], row["rejected"][-1]["content"]]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    named = zip(("src", "tgt_chosen", "tgt_rejected"), texts, strict=True)
+    return {**dict(named), "prompt_ids": ids[0], "chosen_ids": ids[1], "rejected_ids": ids[2]}
+
+
+def _reason(block: Block, text: str) -> str | None:
+    """Why a line or a block is not run; None where it is."""
+    for page, beginning in NOT_RUN:
+        if page in (None, block.page) and text.lstrip().startswith(beginning):
+            _SEEN.add((page, beginning))
+            return NOT_RUN[page, beginning]
+    return None
+
+
+def _handle(block: Block, workspace: Workspace) -> str:
+    """Run a block, or parse it; which."""
+    match block.language:
+        case "sh":
+            became = set()
+            for line in lines_of(block):
+                parsed = _reason(block, line)
+                parse(line) if parsed else workspace.run_line(line)
+                became.add("parsed" if parsed else "run")
+            return "run in part" if len(became) == 2 else became.pop()
+        case "python" if _reason(block, block.text):
+            parse_python(block)
+            return "parsed"
+        case "python":
+            workspace.run_python(block)
+        case "toml":
+            workspace.run_toml(block)
+        case "json":
+            workspace.run_json(block)
+        case "ini" if _reason(block, block.text):
+            parse_ini(block)
+            return "parsed"
+        case "text":  # trees and drawings in letters: no code
+            return "drawings"
+        case _:
+            raise AssertionError(f"{block}: a block of {block.language or 'no language'}, which nothing here runs")
+    return "run"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_of_the_page_runs(page, workspace, monkeypatch):
+    monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
+    for block in blocks_of(page):
+        try:
+            _COUNTS[_handle(block, workspace)] += 1
+        except BaseException as error:
+            error.add_note(f"in the {block.language} block at {block}")
+            raise
+    _PAGES.add(page)
+
+
+def test_what_is_not_run_is_there_and_the_rest_is_counted(record_property):
+    if set(pages()) != _PAGES:
+        pytest.skip("counts the blocks of all pages, and some were not run or failed")
+    stale = NOT_RUN.keys() - _SEEN
+    assert not stale, f"NOT_RUN names what no page has: {stale}"
+    counts = ", ".join(f"{count} {what}" for what, count in _COUNTS.most_common())
+    record_property("told", f"{_COUNTS.total()} blocks in the docs: {counts}")
+    assert _COUNTS["run"] > _COUNTS["parsed"]
+
+
+@pytest.mark.parametrize("language", ["", "yaml", "console"])
+def test_a_block_of_no_language_that_is_known_fails(language, workspace):
+    with pytest.raises(AssertionError, match=r"docs/new\.md:1: a block of"):
+        _handle(Block("docs/new.md", 1, language, "reflogp store ls ./logps\n"), workspace)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("reflogp score ./sft-70b pairs.jsonl --store ./logps --tensor-paralel 8", "No such option"),
+        ("reflogp scores ./sft-70b pairs.jsonl", "No such command"),
+        ("reflogp join ./sft-70b pairs.jsonl --store ./logps", "Missing"),
+        ("pip install 'reflogp[servce]'", "there is no extra"),
+        ("kubectl apply -f reflogp.yaml", "nothing here parses"),
+    ],
+)
+def test_a_line_that_is_only_parsed_still_has_to_be_right(line, said):
+    with pytest.raises(Exception, match=f"(?i){said}"):
+        parse(line)

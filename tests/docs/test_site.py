@@ -1,0 +1,153 @@
+"""The site builds under strict rules, fetches nothing, and cannot leave a setting, a route or an option unsaid."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+import reflogp_service.server.app
+import reflogp_service.server.settings
+from reflogp_client.cli.main import app
+from tests.conftest import REPOSITORY
+from tests.docs.workspace import parse_reflogp
+
+PACKAGES = ("store", "service", "client", "trainer_ext")
+
+
+def build_site(folder: Path) -> None:
+    build(load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build_site(folder)
+    return folder
+
+
+def test_the_site_has_every_page_and_fetches_nothing(site):
+    pages = {file.stem for file in (REPOSITORY / "docs").glob("*.md")}
+    assert pages <= {file.stem for file in site.glob("*.html")}
+    for file in site.rglob("*.html"):
+        text = file.read_text(encoding="utf-8")
+        fetched = re.findall(r'<(?:script|img|iframe|source)[^>]+src="?(?:https?:)?//[^">\s]+', text)
+        fetched += re.findall(r'<link[^>]+rel="?(?:stylesheet|preconnect|preload|icon)[^>]+href="?(?:https?:)?//[^">\s]+', text)
+        assert not fetched, (file, fetched)
+    for file in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", file.read_text(encoding="utf-8")), file
+
+
+def test_generated_pages_name_every_setting_route_and_command(site):
+    settings = (site / "settings.html").read_text(encoding="utf-8")
+    for model in ("ServerSettings", "ReferenceSettings", "TokenSettings"):
+        for name in getattr(reflogp_service.server.settings, model).model_fields:
+            assert f"<code>{name}</code>" in settings
+    commands = (site / "commands.html").read_text(encoding="utf-8")
+    assert "<code>--max-length MAX_LENGTH</code>" in commands and 'id="reflogp-store-vacuum"' in commands
+    api = (site / "api.html").read_text(encoding="utf-8")
+    assert "POST /v1/score" in api and "DELETE /v1/jobs/{job_id}" in api
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    """mkdocs_hook.py as MkDocs has loaded it, once for all builds of this process."""
+    return load_config(str(REPOSITORY / "mkdocs.yml")).hooks["mkdocs_hook.py"]
+
+
+def undocumented_setting(hook, monkeypatch):
+    class More(reflogp_service.server.settings.ServerSettings):
+        added: int = 3
+
+    monkeypatch.setattr(hook, "ServerSettings", More)
+    return "setting More.added is not documented"
+
+
+def undocumented_route(hook, monkeypatch):
+    before = reflogp_service.server.app.health_router
+
+    def more(*given: Any) -> Any:
+        router = before(*given)
+
+        @router.get("/v1/added", summary="Say nothing")
+        async def added_route() -> dict[str, int]:
+            """It says what it does."""
+            return {}
+
+        return router
+
+    monkeypatch.setattr(reflogp_service.server.app, "health_router", more)
+    return "route GET /v1/added: answer 200 is not documented"
+
+
+def undocumented_option(hook, monkeypatch):
+    more = typer.Typer(help="A command line.")
+
+    @more.command("added")
+    def added(text: str = "") -> None:
+        """It says what it does."""
+
+    @more.command("other")
+    def other() -> None:
+        """So does this."""
+
+    monkeypatch.setattr(hook, "app", more)
+    return "reflogp added: option --text is not documented"
+
+
+@pytest.mark.parametrize("add", [undocumented_setting, undocumented_route, undocumented_option])
+def test_the_build_fails_for_what_says_nothing_about_itself(add, hook, monkeypatch, tmp_path, caplog):
+    said = add(hook, monkeypatch)
+    with pytest.raises(Abort):
+        build_site(tmp_path)
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_the_repositorys_own_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", (REPOSITORY / page).read_text(encoding="utf-8")):
+        if not re.match(r"https?://", target):
+            assert (REPOSITORY / target.partition("#")[0]).exists(), f"{page} links to {target}"
+
+
+def test_every_message_of_the_troubleshooting_page_is_the_codes_own():
+    messages = re.findall(
+        r"^\| `([^`]+)` \|", (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(messages) > 50
+    strings = [text for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py") for text in strings_of(file)]
+    for message in messages:
+        parts = [part.strip() for part in message.split("…") if len(part.strip()) > 1]
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        assert any(pattern.search(text) for text in strings), f"no string of the code says: {message}"
+
+
+def strings_of(file: Path) -> list[str]:
+    """The strings of a source file; what is put into one is …."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_every_example_of_the_help_is_a_command_that_the_command_line_takes():
+    def examples(command: Any) -> list[str]:
+        found = re.findall(r"Example: reflogp (.+(?:\n(?!\s*\n).+)*)", command.help or "")
+        return found + [text for child in getattr(command, "commands", {}).values() for text in examples(child)]
+
+    found = examples(typer.main.get_command(app))
+    assert len(found) > 10
+    for example in found:
+        parse_reflogp(shlex.split(example.partition(" > ")[0]))

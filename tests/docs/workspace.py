@@ -1,0 +1,225 @@
+"""A folder in which the docs' blocks run: a small model, data and a store under the names that the docs use, and a service.
+
+`reflogp` commands and Python blocks run in this process, one after the other; a service is a process of its own, as are the few
+other programs. What cannot run here is parsed as far as it can be: see `parse`.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import typer
+from packaging.requirements import Requirement
+
+from reflogp_client.cli import main
+from reflogp_client.cli.main import app
+from reflogp_service.data.shape import detect_format, examples_of, output_columns, token_row
+from reflogp_service.server.settings import read_settings
+from tests.conftest import REPOSITORY
+from tests.docs.blocks import Block
+from tests.service.serving import Service
+
+_ADDRESS = "http://127.0.0.1:8311"
+_SERVE = ("serve", "--store", "./logps", "--model", "sft=./sft-model")
+#: A CPU, few steps, nothing written: put into every config of a trainer that a block makes.
+_STEPS = 2
+_SHORT = f"use_cpu=True, bf16=False, max_steps={_STEPS}, report_to=[], save_strategy='no', disable_tqdm=True, "
+_SHORT_OF = {"RLOOConfig": _SHORT + "max_completion_length=8, "}
+#: For `reflogp demo`, which builds a model and trains it for a minute.
+_SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
+_CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO)Config)\(")
+_OURS = re.compile(r"reflogp_\w+")
+
+
+class Workspace:
+    """Runs blocks in `folder`, the current directory.
+
+    Args:
+        folder: holds ./sft-model, pairs.jsonl and what else the docs name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._service: Service | None = None
+        self._served: tuple[str, ...] = ()
+        self._names: dict[str, dict[str, Any]] = {}
+
+    def close(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+
+    def run_python(self, block: Block) -> None:
+        """Run it in the page's names, which the page's later blocks see."""
+        text = _CONFIG.sub(lambda found: found[0] + _SHORT_OF.get(found[1], _SHORT), self._here(block.text))
+        names = self._names.setdefault(block.page, {"__name__": "docs"})
+        exec(compile("\n" * block.line + text, str(REPOSITORY / block.page), "exec"), names)
+        if "trainer.train()" in text:
+            assert names["trainer"].state.global_step == _STEPS, f"{block}: it did not train"
+
+    def run_toml(self, block: Block) -> None:
+        """Read it as a service's settings; the store is given where the block has none."""
+        file = self.folder / "settings.toml"
+        file.write_text(block.text, encoding="utf-8")
+        given = {} if "store" in tomllib.loads(block.text) else {"store": "./logps"}
+        read_settings(str(file), **given)
+
+    def run_json(self, block: Block) -> None:
+        """Read each line as a row of a dataset."""
+        for line in block.text.splitlines():
+            columns = json.loads(line)
+            form = detect_format(columns)
+            if form == "tokens":
+                token_row(columns, output_columns(form, columns))
+            else:
+                examples_of(columns, form)
+
+    def run_line(self, line: str) -> None:
+        """Run one line of a sh block."""
+        words, target = _redirected([os.path.expandvars(word) for word in shlex.split(self._here(line), comments=True)])
+        match words:
+            case ["reflogp", "serve", *options]:
+                self._serve(("serve", *options))
+            case ["reflogp", "demo"]:
+                _reflogp(["demo", *_SHORT_DEMO])
+            case ["reflogp", *arguments]:
+                printed = _reflogp(arguments)
+                if target is not None:
+                    Path(target).write_text(printed, encoding="utf-8")
+            case ["curl", *_]:
+                subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=120)
+            case _:
+                raise AssertionError(f"nothing here runs {words[0]!r}: name it in NOT_RUN, with the reason")
+
+    def _here(self, text: str) -> str:
+        """`text` with the address of the service that runs here; one is started where none was."""
+        if _ADDRESS not in text:
+            return text
+        if self._service is None:
+            self._serve(_SERVE)
+        assert self._service is not None
+        return text.replace(_ADDRESS, self._service.url)
+
+    def _serve(self, words: tuple[str, ...]) -> None:
+        if words == self._served:
+            return  # the same service, on another page
+        self.close()
+        self._service, self._served = Service(*words[1:]), words
+        self._service.worker_ready()
+
+
+def lines_of(block: Block) -> list[str]:
+    """The commands of a sh block: continued lines in one, without those that only hold a comment."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in lines if shlex.split(line, comments=True)]
+
+
+def parse(line: str) -> None:
+    """Check a line of a sh block that cannot run here: names, arguments and options, as its program reads them.
+
+    Raises what the program's own parser raises, or AssertionError.
+    """
+    words, _ = _redirected(shlex.split(line, comments=True))
+    match words:
+        case ["reflogp", *arguments]:
+            parse_reflogp(arguments)
+        case ["make", target]:
+            subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        case [pip, "install", *requirements] if Path(pip).name == "pip":
+            for text in requirements:
+                _check_requirement(Requirement(text))
+        case ["ray", name, *arguments]:
+            from ray.scripts.scripts import cli
+
+            cli.commands[name].make_context(name, arguments)
+        case ["deepspeed", "--module", "reflogp_trainer.openrlhf.train_dpo", *arguments]:
+            _check_openrlhf([word for word in arguments if word.startswith("--reflogp.")])
+        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_]:
+            pass  # OpenRLHF's own command, beside ours
+        case ["python", "-m", module, *_]:
+            assert find_spec(module), f"there is no module {module}"
+        case ["export", assignment]:
+            assert re.match(r"[A-Z_]+=", assignment), assignment
+        case _:
+            raise AssertionError(f"nothing here parses {words[0]!r}")
+
+
+def parse_reflogp(arguments: list[str]) -> None:
+    """Have the real command line read these arguments, and do nothing."""
+    command: Any = typer.main.get_command(app)
+    context = None
+    name = "reflogp"
+    while True:
+        context = command.make_context(name, list(arguments), parent=context)
+        if not hasattr(command, "commands"):
+            return
+        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+def parse_python(block: Block) -> None:
+    """Compile it, and look up what it takes from reflogp."""
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and node.module and _OURS.match(node.module):
+            package, _, _ = node.module.partition(".")
+            found = find_spec(package)
+            assert found is not None and found.submodule_search_locations
+            file = Path(found.submodule_search_locations[0], *node.module.split(".")[1:])
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            names = set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+            assert names.issuperset(alias.name for alias in node.names), f"{block}: {node.module} lacks a name"
+
+
+def parse_ini(block: Block) -> None:
+    """A systemd unit: its command is parsed."""
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(block.text)
+    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    assert Path(program).name == "reflogp", program
+    parse_reflogp(arguments)
+
+
+def _reflogp(arguments: list[str]) -> str:
+    """What the command prints; it has to end well."""
+    argv, sys.argv = sys.argv, ["reflogp", *arguments]
+    printed = StringIO()
+    try:
+        with redirect_stdout(printed):
+            main()
+        code: Any = 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    finally:
+        sys.argv = argv
+    assert code == 0, f"reflogp {shlex.join(arguments)}: exit code {code}"
+    return printed.getvalue()
+
+
+def _redirected(words: list[str]) -> tuple[list[str], str | None]:
+    """(the command, the file that its output goes to)."""
+    return (words[:-2], words[-1]) if words[-2:-1] == [">"] else (words, None)
+
+
+def _check_requirement(requirement: Requirement) -> None:
+    assert requirement.name == "reflogp", requirement
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    unknown = requirement.extras - project["optional-dependencies"].keys()
+    assert not unknown, f"there is no extra {unknown}"
+
+
+def _check_openrlhf(options: list[str]) -> None:
+    source = (REPOSITORY / "trainer_ext/reflogp_trainer/openrlhf/train_dpo.py").read_text(encoding="utf-8")
+    for option in options:
+        assert f'"{option}"' in source, f"train_dpo has no option {option}"
