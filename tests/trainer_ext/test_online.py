@@ -75,7 +75,7 @@ def differences(ours: dict, theirs: dict) -> dict[str, float]:
     """Largest difference of each logged number, relative where it is above 1, and of the losses of micro-batches.
 
     Before the first step policy and reference are the same, so a margin's sign is rounding, and no accuracy is compared. Of
-    OnlineDPO's numbers, the KL is a sum over a completion's tokens and counts per token, and the loss is rounded to four digits.
+    OnlineDPO's numbers, the KL is a sum over a completion's tokens and counts per token; the loss is rounded to four digits.
     """
     assert len(ours["logs"]) == len(theirs["logs"]) > 0
     found = {"micro-batches' losses": float(np.abs(np.subtract(ours["losses"], theirs["losses"])).max())}
