@@ -26,6 +26,7 @@ LONGEST = (
     "trainer_ext/test_online",
     "service/test_pages",
     "examples/test_examples",
+    "docs/test_blocks",
     "service/test_score",
     "service/test_bounds",
     "store/test_stress",
