@@ -70,8 +70,8 @@ def check(file: Path, extra: str) -> None:
         run(f"{folder}/bin/reflogp", "--help")
         works, absent = WORKS[extra]
         for line in works:
-            run(python, "-c", line)
-        run(python, "-c", f"from importlib.util import find_spec; assert not (found := [*filter(find_spec, {absent})]), found")
+            run(python, "-P", "-c", line)
+        run(python, "-P", "-c", f"from importlib.util import find_spec; assert not (found := [*filter(find_spec, {absent})]), found")
         if extra:
             run(f"{folder}/bin/reflogp", "doctor")
     print(f"{file.name} [{extra}]: installs and works, {time.monotonic() - begun:.0f} s", flush=True)
