@@ -71,16 +71,23 @@ def check(file: Path, extra: str) -> None:
         works, absent = WORKS[extra]
         for line in works:
             run(python, "-P", "-c", line)
-        run(python, "-P", "-c", f"from importlib.util import find_spec; assert not (found := [*filter(find_spec, {absent})]), found")
+        run(
+            python,
+            "-P",
+            "-c",
+            f"from importlib.util import find_spec; assert not (found := [*filter(find_spec, {absent})]), found",
+        )
         if extra:
             run(f"{folder}/bin/reflogp", "doctor")
     print(f"{file.name} [{extra}]: installs and works, {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def run(*command: str) -> None:
+def run(*command: str) -> str:
+    """What a command prints; ends the run where it fails."""
     done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A real `reflogp serve` in a process of its own, for the time of a `with` block."""
+"""A real `reflogp serve` in a process of its own, for the time of a `with` block, and what jobs are made of."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
+import numpy as np
 import psutil
 
 
@@ -82,3 +84,34 @@ def serving(*arguments: object) -> Iterator[str]:
     """Start a service on a free port; gives its URL."""
     with running(*arguments) as service:
         yield service.url
+
+
+def settings_file(folder, store, models: dict, **more) -> str:
+    """A settings file; `models` are name -> folder or table of settings."""
+    lines = [f'store = "{store}"', f'state = "{folder / "state"}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]
+    for name, entry in models.items():
+        table = entry if isinstance(entry, dict) else {"model": str(entry)}
+        lines += [f"[references.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    file = folder / "serve.toml"
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def float32(folder) -> dict:
+    return {"model": str(folder), "dtype": "float32"}
+
+
+def token_rows(count: int, seed: int, length: int = 20) -> list[dict]:
+    """Rows of random token ids: no two alike."""
+    draw = np.random.default_rng(seed)
+    sides = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [{side: draw.integers(10, 900, length).tolist() for side in sides} for _ in range(count)]
+
+
+def wait_for(client, job, ready, timeout=240):
+    """Poll a job until ready(job)."""
+    stop = time.monotonic() + timeout
+    while not ready(found := client.job(job)):
+        assert time.monotonic() < stop, found
+        time.sleep(0.02)
+    return found

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from reflogp_client import Client, ServiceError
 from reflogp_store import LogprobStore, sequence_keys
 from tests.conftest import plain_token_logps
-from tests.service.serving import Service
-from tests.service.test_jobs import float32, settings_file, token_rows
+from tests.service.serving import Service, float32, settings_file, token_rows
 
 
 def make_model(folder: Path) -> Path:

@@ -15,22 +15,7 @@ from reflogp_client import Client, NotAllowedError, RequestRefusedError, Service
 from reflogp_store import LogprobStore, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import Service, running
-
-
-def settings_file(folder, store, models: dict, **more) -> str:
-    """A settings file; `models` are name -> folder or table of settings."""
-    lines = [f'store = "{store}"', f'state = "{folder / "state"}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]
-    for name, entry in models.items():
-        table = entry if isinstance(entry, dict) else {"model": str(entry)}
-        lines += [f"[references.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
-    file = folder / "serve.toml"
-    file.write_text("\n".join(lines))
-    return str(file)
-
-
-def float32(folder) -> dict:
-    return {"model": str(folder), "dtype": "float32"}
+from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +36,6 @@ def service(place, reference_folder):
 def client(service):
     with Client(service.url) as found:
         yield found
-
-
-def token_rows(count: int, seed: int, length: int = 20) -> list[dict]:
-    """Rows of random token ids: no two alike."""
-    draw = np.random.default_rng(seed)
-    sides = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return [{side: draw.integers(10, 900, length).tolist() for side in sides} for _ in range(count)]
 
 
 def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, reference_folder):
@@ -154,15 +132,6 @@ def slow(tmp_path, reference_folder):
     with running("--config", file) as found:
         found.worker_ready()
         yield found
-
-
-def wait_for(client, job, ready, timeout=240):
-    """Poll a job until ready(job)."""
-    stop = time.monotonic() + timeout
-    while not ready(found := client.job(job)):
-        assert time.monotonic() < stop, found
-        time.sleep(0.02)
-    return found
 
 
 def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):

@@ -29,8 +29,8 @@ from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import running
-from tests.service.test_jobs import settings_file, token_rows, wait_for
+from tests.service.serving import running, settings_file, token_rows, wait_for
+from tests.service.watching import Watching
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
@@ -45,33 +45,6 @@ def cluster():
     with connected(cluster.address):
         yield cluster
     cluster.shutdown()
-
-
-class Watching:
-    """A watcher that calls `at_commit` once, at the commit of that number."""
-
-    def __init__(self, number=0, at_commit=None):
-        self.bad, self.done, self.commits, self._number, self._at_commit = {}, 0, 0, number, at_commit
-
-    def begin(self, sequences):
-        self.total = sequences
-
-    def read(self, rows):
-        self.rows = rows
-
-    def advance(self, sequences, tokens):
-        self.done += sequences
-
-    def bad_row(self, row, problem):
-        self.bad[row] = problem
-
-    def note(self, row, remark):
-        pass
-
-    def committed(self, snapshot):
-        self.commits += 1
-        if self.commits == self._number:
-            self._at_commit()
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from reflogp_client import AsyncClient, Client, RequestRefusedError, SequencesRe
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import running
-from tests.service.test_jobs import float32, settings_file, token_rows, wait_for
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
+from tests.service.watching import Watching
 
 
 @pytest.fixture
@@ -101,28 +102,6 @@ def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_fold
 
 
 def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_folder):
-    class Notes:
-        def __init__(self):
-            self.bad, self.notes, self.done, self.total = {}, {}, 0, 0
-
-        def begin(self, sequences):
-            self.total = sequences
-
-        def read(self, rows):
-            self.rows = rows
-
-        def advance(self, sequences, tokens):
-            self.done += sequences
-
-        def bad_row(self, row, problem):
-            self.bad[row] = problem
-
-        def note(self, row, remark):
-            self.notes[row] = remark
-
-        def committed(self, snapshot):
-            self.snapshot = snapshot
-
     good = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
     rows = [
         good,
@@ -133,7 +112,7 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
         {**good, "prompt_ids": [], "chosen_ids": [1, 2], "rejected_ids": [1, 3]},
         {**good, "prompt_ids": [9]},
     ]
-    notes = Notes()
+    notes = Watching()
     summary = score(write_rows(tmp_path / "t.jsonl", rows), watcher=notes)
     assert set(notes.bad) == {1, 2, 3, 4} == set(summary.bad_row_numbers)
     assert (notes.snapshot, notes.rows) == (summary.snapshot, summary.rows)

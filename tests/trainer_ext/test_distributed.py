@@ -11,8 +11,7 @@ import pytest
 from reflogp_client import Client
 from reflogp_store import LogprobStore, describe_reference
 from tests.conftest import write_rows
-from tests.service.serving import Service
-from tests.service.test_jobs import settings_file
+from tests.service.serving import Service, settings_file
 from tests.trainer_ext.conftest import damaged_copy, score_pairs
 from tests.trainer_ext.distributed_run import launch
 

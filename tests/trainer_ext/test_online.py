@@ -23,8 +23,7 @@ from reflogp_trainer import (
     UnusableLogpsError,
 )
 from tests.conftest import plain_token_logps, save_llama
-from tests.service.serving import Service, running
-from tests.service.test_jobs import float32, settings_file
+from tests.service.serving import Service, float32, running, settings_file
 from tests.trainer_ext import online_run
 from tests.trainer_ext.distributed_run import launch
 from tests.trainer_ext.online_run import MOST_NEW_TOKENS, build, train

@@ -17,8 +17,7 @@ import pytest
 
 from reflogp_store import LogprobStore
 from tests.conftest import REPOSITORY, save_llama, write_rows
-from tests.service.serving import running
-from tests.service.test_jobs import settings_file
+from tests.service.serving import running, settings_file
 from tests.trainer_ext.warm import Warm
 
 PYTHON = REPOSITORY / ".venv-openrlhf" / "bin" / "python"

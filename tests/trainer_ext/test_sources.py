@@ -17,8 +17,7 @@ from reflogp_trainer import (
     ReferenceSource,
     join_reference_logps,
 )
-from tests.service.serving import running
-from tests.service.test_jobs import settings_file
+from tests.service.serving import running, settings_file
 from tests.trainer_ext.conftest import losses, score_pairs
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")

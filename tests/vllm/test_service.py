@@ -12,8 +12,7 @@ import pytest
 
 from reflogp_client import Client, RequestRefusedError
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.serving import running
-from tests.service.test_jobs import settings_file, token_rows
+from tests.service.serving import running, settings_file, token_rows
 from tests.vllm.conftest import VLLM_PYTHON
 
 pytestmark = pytest.mark.vllm

@@ -1,0 +1,30 @@
+"""A watcher of a scoring run that remembers what it was told."""
+
+
+class Watching:
+    """Calls `at_commit` once, at the commit of that number."""
+
+    def __init__(self, number=0, at_commit=None):
+        self.bad, self.notes, self.done, self.total, self.commits = {}, {}, 0, 0, 0
+        self._number, self._at_commit = number, at_commit
+
+    def begin(self, sequences):
+        self.total = sequences
+
+    def read(self, rows):
+        self.rows = rows
+
+    def advance(self, sequences, tokens):
+        self.done += sequences
+
+    def bad_row(self, row, problem):
+        self.bad[row] = problem
+
+    def note(self, row, remark):
+        self.notes[row] = remark
+
+    def committed(self, snapshot):
+        self.snapshot = snapshot
+        self.commits += 1
+        if self.commits == self._number:
+            self._at_commit()
