@@ -109,7 +109,7 @@ def test_health_check_panels_and_labels_of_a_service_that_works(tmp_path, pairs_
             assert client.watch(client.submit(pairs_file, "ref").id).state == "done"
             client.score("ref", [[1, 5, 9]], [[7, 2]])
             client.lookup("ref", [b"0" * 16])
-        late = {"prompt_ids": [[1] * 200] * 200, "completion_ids": [[2] * 20] * 200}
+        late = {"sequences": [{"prompt_ids": [at] * 400, "completion_ids": [2] * 50} for at in range(400)]}
         asked_for = {"reference": "ref", "deadline_ms": 10}
         assert httpx.post(f"{service.url}/v1/score", params=asked_for, json=late).status_code == 504
         exported = labels_by_sample(httpx.get(f"{service.url}/metrics").text)
