@@ -22,7 +22,12 @@ def secret(file: Path) -> str:
     """The secret in a file; where there is no file it is made. Of several containers that make it at once one is first."""
     if not file.exists():
         part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
-        part.write_text("reflogp_" + secrets.token_urlsafe(32))
+        try:
+            part.write_text("reflogp_" + secrets.token_urlsafe(32))
+        except OSError as error:
+            sys.exit(
+                f"{file} is not there and cannot be made ({error.strerror}): mount it, or a volume that user {os.getuid()} may write"
+            )
         part.chmod(0o444)  # others read it, under users of their own; each volume goes only to those who may
         with contextlib.suppress(FileExistsError):
             os.link(part, file)
