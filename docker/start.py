@@ -25,9 +25,7 @@ def secret(file: Path) -> str:
         try:
             part.write_text("reflogp_" + secrets.token_urlsafe(32))
         except OSError as error:
-            sys.exit(
-                f"{file} is not there and cannot be made ({error.strerror}): mount it, or a volume that user {os.getuid()} may write"
-            )
+            sys.exit(f"{file} cannot be made ({error.strerror}): mount it, or a volume that user {os.getuid()} may write")
         part.chmod(0o444)  # others read it, under users of their own; each volume goes only to those who may
         with contextlib.suppress(FileExistsError):
             os.link(part, file)
