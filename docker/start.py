@@ -51,9 +51,11 @@ def make_demo_model(folder: Path) -> None:
     """A small model of the shipped pairs, unless an earlier start left it."""
     if folder.exists():
         return
+    from reflogp_client.cli.console import quiet_libraries
     from reflogp_client.cli.demo import shipped_data
     from reflogp_client.cli.demo_model import build_model
 
+    quiet_libraries()
     rows = [json.loads(line) for line in shipped_data().read_text(encoding="utf-8").splitlines()]
     part = folder.with_name(f"{folder.name}-{secrets.token_hex(8)}")
     build_model(part, [row["prompt"] + row["chosen"] for row in rows])
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> None:
             os.environ["REFLOGP_TOKENS"] = with_own_tokens(os.environ.get("REFLOGP_TOKENS", "[]"), Path("/secrets"))
             say("callers need a token: `cat /secrets/service/token` in this container prints it")
         if arguments == ["serve"] and "REFLOGP_REFERENCES" not in os.environ:
-            say("REFLOGP_REFERENCES names no reference model: a small one to try, made here, is served as `demo`")
+            say("REFLOGP_REFERENCES names no reference model: a small one to try, made at the first start, is served as `demo`")
             make_demo_model(DEMO_MODEL)
             os.environ["REFLOGP_REFERENCES"] = json.dumps({"demo": {"model": str(DEMO_MODEL), "dtype": "float32"}})
     os.execvp("reflogp", ["reflogp", *arguments])

@@ -75,9 +75,10 @@ class Project:
         return self.compose("logs", "--no-color", check=False)[-8000:]
 
 
-def docker(*arguments: str, timeout: float = 120) -> str:
-    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{arguments}: {done.stderr}"
+def docker(*arguments: str) -> str:
+    """Run docker; gives what it prints."""
+    done = subprocess.run(["docker", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert done.returncode == 0, f"{arguments}: {done.stdout}"
     return done.stdout
 
 
@@ -156,7 +157,7 @@ def test_no_layer_has_a_secret_or_what_a_build_needed(started):
 
 
 def test_a_job_survives_a_kill_of_the_container(started, tmp_path):
-    rows = token_rows(3000, seed=1)
+    rows = token_rows(2000, seed=1)
     with started.client() as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", rows), "demo").id
         stop = time.monotonic() + 300
@@ -172,12 +173,12 @@ def test_a_job_survives_a_kill_of_the_container(started, tmp_path):
     with started.client() as client:
         ended = client.watch(job, timeout=1200)
         assert ended.state == "done", ended.error
-        assert 0 < ended.summary["hits"] < 6000 and ended.summary["hits"] + ended.summary["scored"] == 6000
+        assert 0 < ended.summary["hits"] < 4000 and ended.summary["hits"] + ended.summary["scored"] == 4000
         result = pq.read_table(client.result(job, tmp_path / "result.parquet"))
-    assert result["row"].to_pylist() == list(range(3000)) and result["error"].null_count == 3000
+    assert result["row"].to_pylist() == list(range(2000)) and result["error"].null_count == 2000
     docker("cp", f"{container}:/cache/demo-model", str(tmp_path / "model"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    for at in (0, 1499, 2999):
+    for at in (0, 999, 1999):
         for side in ("chosen", "rejected"):
             expected = sum(plain_token_logps(model, rows[at]["prompt_ids"], rows[at][f"{side}_ids"]))
             assert result[f"ref_{side}_logps"][at].as_py() == pytest.approx(expected, abs=5e-3)
@@ -185,7 +186,7 @@ def test_a_job_survives_a_kill_of_the_container(started, tmp_path):
 
 def test_sigterm_commits_what_a_job_has(started, tmp_path):
     with started.client() as client:
-        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=2)), "demo").id
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(2000, seed=2)), "demo").id
         stop = time.monotonic() + 300
         while client.job(job).progress.scored < 200:
             assert time.monotonic() < stop, started.log()
@@ -194,7 +195,8 @@ def test_sigterm_commits_what_a_job_has(started, tmp_path):
     container = started.container()
     started.compose("stop", timeout=120)
     state = inspected(container)["State"]
-    assert state["ExitCode"] == 0, started.log()  # 137 would be the engine's kill after stop_grace_period
+    assert state["ExitCode"] == 143, started.log()  # by the SIGTERM; 137 would be the engine's kill after stop_grace_period
+    assert "Application shutdown complete" in docker("logs", "--tail", "5", container)
     started.up()
     with started.client() as client:
         ended = client.watch(job, timeout=1200)
