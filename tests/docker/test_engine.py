@@ -119,7 +119,8 @@ def started(project, tmp_path_factory, request):
     scored = time.monotonic() - begun
     size = int(docker("image", "inspect", "--format", "{{.Size}}", inspected(project.container())["Image"]))
     told = f"image: {size / 1e6:,.0f} MB; from up to ready {ready:.1f} s, to the first scored row {scored:.1f} s"
-    request.config.pluginmanager.getplugin("terminalreporter").write_line(f"\n{told}")
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{told}")
     return project
 
 
