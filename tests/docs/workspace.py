@@ -18,6 +18,7 @@ import tomllib
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,9 @@ def parse(line: str) -> None:
             pass  # OpenRLHF's own command, beside ours
         case ["python", "-m", module, *_]:
             assert find_spec(module), f"there is no module {module}"
-        case ["export", assignment]:
+        case ["docker", *arguments]:
+            _check_docker(arguments)
+        case ["export", assignment, *_]:
             assert re.match(r"[A-Z_]+=", assignment), assignment
         case _:
             raise AssertionError(f"nothing here parses {words[0]!r}")
@@ -217,6 +220,14 @@ def _check_requirement(requirement: Requirement) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     unknown = requirement.extras - project["optional-dependencies"].keys()
     assert not unknown, f"there is no extra {unknown}"
+
+
+def _check_docker(words: list[str]) -> None:
+    """The files that -f names are there, and what the image is given is a command."""
+    for flag, name in pairwise(words):
+        assert flag != "-f" or (REPOSITORY / name).is_file(), name
+    if words[0] == "run" and (arguments := words[words.index("reflogp:cpu") + 1 :]):
+        parse_reflogp(arguments)
 
 
 def _check_openrlhf(options: list[str]) -> None:

@@ -1,0 +1,14 @@
+"""The image's health check: the exit code is 0 when the service is ready, else the reason is printed."""
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+try:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(f"http://127.0.0.1:{os.environ['REFLOGP_PORT']}/readyz", timeout=8).close()
+except urllib.error.HTTPError as error:
+    sys.exit(f"{error.code}: {error.read(2000).decode(errors='replace')}")
+except OSError as error:
+    sys.exit(f"no answer: {error}")

@@ -1,0 +1,85 @@
+"""What a container runs first: makes the settings that lie in files, then becomes the `reflogp` command.
+
+    serve                  with tokens of its own, made at the first start, and with a small model where none is named
+    anything else          that command: store ls s3://…, jobs ls URL, …
+
+Knows the image's folders. The token is in /secrets/service/token, one that may only read in /secrets/monitoring/token.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+DEMO_MODEL = Path("/cache/demo-model")
+
+
+def secret(file: Path) -> str:
+    """The secret in a file; where there is no file it is made. Of several containers that make it at once one is first."""
+    if not file.exists():
+        part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
+        try:
+            part.write_text("reflogp_" + secrets.token_urlsafe(32))
+        except OSError as error:
+            sys.exit(f"{file} cannot be made ({error.strerror}): mount it, or a volume that user {os.getuid()} may write")
+        part.chmod(0o444)  # others read it, under users of their own; each volume goes only to those who may
+        with contextlib.suppress(FileExistsError):
+            os.link(part, file)
+        part.unlink()
+    return file.read_text().strip()
+
+
+def with_own_tokens(tokens: str, folder: Path) -> str:
+    """REFLOGP_TOKENS with the container's own two tokens added."""
+    try:
+        entries = json.loads(tokens)
+        if not isinstance(entries, list):
+            raise ValueError("it is no list")
+    except ValueError as error:
+        sys.exit(f'REFLOGP_TOKENS: {error}; give [{{"name": …, "sha256": …, "scopes": […]}}]')
+    for name, scope in (("service", "admin"), ("monitoring", "read")):
+        digest = hashlib.sha256(secret(folder / name / "token").encode()).hexdigest()
+        entries.append({"name": name, "sha256": digest, "scopes": [scope]})
+    return json.dumps(entries)
+
+
+def make_demo_model(folder: Path) -> None:
+    """A small model of the shipped pairs, unless an earlier start left it."""
+    if folder.exists():
+        return
+    from reflogp_client.cli.console import quiet_libraries
+    from reflogp_client.cli.demo import shipped_data
+    from reflogp_client.cli.demo_model import build_model
+
+    quiet_libraries()
+    rows = [json.loads(line) for line in shipped_data().read_text(encoding="utf-8").splitlines()]
+    part = folder.with_name(f"{folder.name}-{secrets.token_hex(8)}")
+    build_model(part, [row["prompt"] + row["chosen"] for row in rows])
+    part.rename(folder)
+
+
+def say(text: str) -> None:
+    print(f"reflogp: {text}", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a container has no default for it
+    if file := os.environ.get("AWS_SECRET_ACCESS_KEY_FILE"):
+        os.environ["AWS_SECRET_ACCESS_KEY"] = secret(Path(file))
+    if arguments[:1] == ["serve"]:
+        if not any(argument.startswith("--config") for argument in arguments):  # its tokens are in the file
+            os.environ["REFLOGP_TOKENS"] = with_own_tokens(os.environ.get("REFLOGP_TOKENS", "[]"), Path("/secrets"))
+            say("callers need a token: `cat /secrets/service/token` in this container prints it")
+        if arguments == ["serve"] and "REFLOGP_REFERENCES" not in os.environ:
+            say("REFLOGP_REFERENCES names no reference model: a small one to try, made at the first start, is served as `demo`")
+            make_demo_model(DEMO_MODEL)
+            os.environ["REFLOGP_REFERENCES"] = json.dumps({"demo": {"model": str(DEMO_MODEL), "dtype": "float32"}})
+    os.execvp("reflogp", ["reflogp", *arguments])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
