@@ -136,7 +136,7 @@ def test_names_that_are_none_are_refused(place, name):
         ("announced more than all may be", lambda: endless(b"x", 60), 10_001, {"max_uploads_bytes": 10_000}, 507),
         ("nothing comes", lambda: endless(b"x", 60), None, {"body_idle_seconds": 0.2}, 408),
         ("drips", lambda: endless(b"x", 0.05), None, {"body_idle_seconds": 0.3}, 408),
-        ("stops in the middle", lambda: arriving(b"x" * 5000, b"y", pause=0.3), None, {"body_idle_seconds": 0.35}, None),
+        ("stops in the middle", lambda: arriving(b"x" * 5000, b"y", pause=1.5), None, {"body_idle_seconds": 2.5}, None),
         ("less than announced", lambda: arriving(b"x" * 99), 100, {}, 400),
         ("more than announced", lambda: endless(b"x" * 99), 100, {}, 400),
         ("nothing of what was announced", lambda: arriving(), 1, {}, 400),
