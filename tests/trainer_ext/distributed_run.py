@@ -93,11 +93,21 @@ def port_for_a_meeting() -> int:
             return port
 
 
-def shard_on_a_cpu() -> None:
-    """Have accelerate shard by FSDP, of whose settings it makes DDP on a CPU."""
-    from accelerate import DistributedType, PartialState
+def shard_on_a_cpu(args: Any) -> None:
+    """Have accelerate shard by FSDP, of whose settings it makes DDP on a CPU; and DeepSpeed talk through gloo, without a kernel
+    for shared memory that it would compile.
 
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    Args:
+        args: of a trainer.
+    """
+    if args.fsdp:
+        from accelerate import DistributedType, PartialState
+
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if args.deepspeed:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__ = {}
 
 
 def main(settings: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +139,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
         **settings.get("args", {}),
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
-    if args.fsdp:
-        shard_on_a_cpu()
+    shard_on_a_cpu(args)
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
     if settings.get("trl"):

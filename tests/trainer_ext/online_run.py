@@ -43,8 +43,7 @@ def build(settings: dict[str, Any]) -> Any:
         **settings.get("args", {}),
     }
     args = config_class(**chosen)
-    if args.fsdp:
-        shard_on_a_cpu()
+    shard_on_a_cpu(args)
     policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=settings.get("dtype", "float32"))
     policy.generation_config.eos_token_id = [policy.config.eos_token_id, *ENDS]
     options: dict[str, Any] = {
