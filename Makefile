@@ -47,6 +47,7 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/workers.py
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm engine, `make test-vllm` and `make bench`
+	@echo 'For reflogp score --engine vllm: export REFLOGP_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python'
 
 setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test`
 

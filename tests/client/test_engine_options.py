@@ -5,6 +5,7 @@ import json
 import pytest
 
 from reflogp_store import describe_reference
+from tests.vllm.serving import free_port
 
 
 @pytest.fixture
@@ -56,3 +57,28 @@ def test_a_claim_that_is_no_reference_is_named(reflogp, command, pairs_file):
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", pairs_file)
     assert code == 2
     assert "not a file of `reflogp reference`" in err
+
+
+def test_a_claim_brings_its_dtype(reflogp, command, pairs_file, reference_folder, tmp_path):
+    claim = tmp_path / "claim.json"
+    claim.write_text(describe_reference(str(reference_folder), "bfloat16").to_json())
+    code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000", "--claim", claim)
+    assert code == 2
+    assert "--dtype float32: the claimed reference has bfloat16; leave the option out" in err
+
+
+def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command[1] = str(tmp_path / "tokenizer")
+    code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000")
+    assert code == 2
+    assert "where the weights are elsewhere, --claim says which they are" in err
+
+
+def test_a_server_that_is_waited_for_is_said(reflogp, command):
+    url = f"http://127.0.0.1:{free_port()}"
+    code, _, err = reflogp(*command, "--engine", "remote", "--url", url, "--patience", 4, "--trust-claim")
+    assert code == 1
+    said = " ".join(err.split())
+    assert f"warning: {url} does not answer (ConnectError" in said and "waiting up to 4 s for it (--patience)" in said
+    assert "run the same command again when it is back" in said

@@ -31,6 +31,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
+    ("docs/engines.md", "VLLM_CPU_KVCACHE_SPACE"): "vLLM's environment; tests/vllm/serving.py starts the same",
     ("docs/engines.md", "export REFLOGP_VLLM_PYTHON"): "names vLLM's environment",
     ("docs/engines.md", "reflogp reference /models/sft-70b"): "70B parameters on another machine",
     ("docs/engines.md", "reflogp score ./tokenizer"): "a server of such a model; tests/vllm/test_remote.py claims a small one",

@@ -133,9 +133,13 @@ def parse(line: str) -> None:
     Raises what the program's own parser raises, or AssertionError.
     """
     words, _ = _redirected(shlex.split(line, comments=True))
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
     match words:
         case ["reflogp", *arguments]:
             parse_reflogp(arguments)
+        case [".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server", *_]:
+            pass  # vLLM's own command; tests/vllm/serving.py starts a server so
         case ["make", target]:
             subprocess.run(["make", "--dry-run", target], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         case [pip, "install", *requirements] if Path(pip).name == "pip":

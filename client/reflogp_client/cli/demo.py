@@ -114,7 +114,7 @@ def shipped_data() -> Path:
 
 
 def _build(folder: Path, source: Any) -> None:
-    from reflogp_client.cli.demo_model import build_model
+    from reflogp_client.cli.demo_model import STEPS, build_model
     from reflogp_service.data.shape import RowError, examples_of
 
     conversations = []
@@ -130,7 +130,9 @@ def _build(folder: Path, source: Any) -> None:
         conversations.append(prompt + chosen)
     if not conversations:
         raise UsageError(f"{source.name} has no usable preference pair to build a demo model from")
-    parameters = build_model(folder, conversations)
+    with progress_bar("training steps") as bar:
+        bar.begin(STEPS)
+        parameters = build_model(folder, conversations, steps=STEPS, advance=bar.advance)
     out.print(f"   {parameters / 1e6:.1f}M parameters in {folder}")
 
 

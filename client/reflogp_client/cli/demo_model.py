@@ -4,9 +4,12 @@ trained for a moment so that its log-probs mean something. For the demo and for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: Training steps, so that log-probs mean something.
+STEPS = 60
 #: Marks the roles of the chat template below.
 _SPECIAL = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _CHAT_TEMPLATE = (
@@ -34,7 +37,13 @@ def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> Any:
 
 
 def build_model(
-    folder: Path, conversations: list[list[dict[str, str]]], *, steps: int = 60, batch: int = 8, seed: int = 0
+    folder: Path,
+    conversations: list[list[dict[str, str]]],
+    *,
+    steps: int = STEPS,
+    batch: int = 8,
+    seed: int = 0,
+    advance: Callable[[int, int], None] = lambda steps, tokens: None,
 ) -> int:
     """Write a small model and its tokenizer into `folder`.
 
@@ -44,6 +53,7 @@ def build_model(
         steps: training steps of next-token prediction; 0 leaves the weights random.
         batch: conversations a step.
         seed: of weights and batches.
+        advance: told of each step, and of its tokens.
 
     Returns:
         Number of parameters.
@@ -77,6 +87,7 @@ def build_model(
         model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        advance(1, inputs["attention_mask"].sum().item())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return int(model.num_parameters())

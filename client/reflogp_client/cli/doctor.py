@@ -115,6 +115,8 @@ def _vllm() -> Finding:
         return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", "name the Python of vLLM's environment")
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
+    if os.access(made := ".venv-vllm/bin/python", os.X_OK):
+        return Finding("vllm", "note", "in .venv-vllm, which nothing names", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}")
     return Finding(
         "vllm",
         "note",

@@ -67,7 +67,7 @@ Claim = Annotated[
     str | None,
     typer.Option(
         help="Where MODEL holds no weights: the reference that the server's are, an id that the store has or a file of "
-        "`reflogp reference`. Its values cannot be checked then.",
+        "`reflogp reference`. Its dtype is taken, and its values cannot be checked.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),

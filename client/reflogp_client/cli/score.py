@@ -30,6 +30,7 @@ class ScoreCommand(TyperCommand):
 
 
 def score(
+    ctx: typer.Context,
     model: options.Model,
     data: options.Data,
     store: options.Store,
@@ -109,9 +110,21 @@ def score(
     opened = LogprobStore(store)
     source = RowSource(data, split)
     if claim is None:
-        folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
+        try:
+            folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
+        except UsageError as error:
+            if engine == "remote":
+                raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
+            raise
     else:
         folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
+        for name, given in (("dtype", dtype), ("lm_head_dtype", lm_head_dtype)):
+            origin = ctx.get_parameter_source(name)
+            claimed = getattr(reference, name)
+            if given != claimed and origin is not None and origin.name == "COMMANDLINE":
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out"
+                )
     with (
         _scorer(choice, model, revision, folder, reference, commit_sequences, ray, ray_workers) as scorer,
         progress_bar("scoring") as bar,
@@ -169,8 +182,9 @@ def _print(summary: Any, as_json: bool) -> None:
         + (f"; {summary.dropped_rows:,} rows dropped (prompt fills max_length)" if summary.dropped_rows else "")
     )
     if summary.scored:
+        used = summary.model_flops_utilization
         out.print(
-            f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s, "
-            f"{100 * (summary.model_flops_utilization or 0):.0f}% of the device's matrix product rate"
+            f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s"
+            + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
         )
     out.print(f"reference {summary.reference_id}, snapshot {summary.snapshot} of {summary.store} ({summary.seconds:.1f} s)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from reflogp_store import UsageError
 #: Seconds for one answer: a long sequence behind many others.
 _ANSWER_SECONDS = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
+#: Seconds of silence after which it is said that a server is waited for.
+_SAID_SECONDS = 3.0
 #: Answers that mean "later": too many requests, a proxy or a server that restarts; 500 is said by one that is ending.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
@@ -78,6 +81,7 @@ class VllmServer:
         )
         self._threads = ThreadPoolExecutor(place.concurrency, thread_name_prefix="vllm-server")
         self._silent_since: float | None = None
+        self._said = False
         self._closed = threading.Event()
         self._model, self.max_tokens = self._find_model()
         about = self._sent("GET", "/version", None, _AWAY)  # a proxy may not pass it on
@@ -157,7 +161,7 @@ class VllmServer:
             try:
                 response = self._http.request(method, path, json=body)
                 if response.status_code not in later:
-                    self._silent_since = None
+                    self._silent_since, self._said = None, False
                     return response
                 problem = f"{response.status_code} {_said(response)}"
             except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
@@ -171,6 +175,10 @@ class VllmServer:
                     f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); what was scored is kept: run "
                     "the same command again when it is back, or wait longer with --patience"
                 )
+            if now - since > _SAID_SECONDS and not self._said:
+                self._said = True
+                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for it (--patience)"
+                warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
