@@ -227,7 +227,7 @@ def failure(url: str, answer: Outcome) -> ServiceError:
     if isinstance(answer, httpx.Response):
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
-    error = ServiceUnreachableError(f"{url} gives no answer ({said})")
+    error = ServiceUnreachableError(f"{url} gives no answer ({said}); `reflogp doctor --url {url}` looks")
     error.__cause__ = answer
     return error
 

@@ -56,7 +56,7 @@ class LogprobStore:
         """
         self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
-            raise StoreNotFoundError(f"there is no store at {self.uri}")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
         try:
             entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
             folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
@@ -71,7 +71,7 @@ class LogprobStore:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if not entries and not storage.is_local(self.uri):
-            raise StoreNotFoundError(f"there is no store at {self.uri}")
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
         if entries and not found and not damaged:
             raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
         return found
@@ -102,7 +102,8 @@ class LogprobStore:
             return self.table(reference.reference_id)
         except ReferenceNotFoundError as error:
             same = [other.dtype for other in self.references() if other.weights == reference.weights]
-            hint = f"; the same weights were scored in {', '.join(same)}: give that dtype" if same else ""
+            scored = ", ".join(same)
+            hint = f"; the same weights were scored in {scored}: give that dtype (--dtype {same[0]}, or dtype=)" if same else ""
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:

@@ -258,11 +258,16 @@ def _missing(
     return MissingLogpsError(
         f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
         f"{values.where.reference_id} in {values.where.store} (rows {some_rows(missing)}). "
+        + (NONE_FOUND if len(missing) == rows else "")
         + (f"Score them: {command}" if command else "Join the file again from a store that has them")
         + (_OF_KL if KL_IDS in columns else ""),
         [int(row) for row in missing],
         command,
     )
+
+
+#: A whole dataset that is missing is more often tokenised otherwise than never scored, and scoring it would hide that.
+NONE_FOUND = "None was found: if they were scored before, compare the tokenizer and the chat template with those first. "
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:

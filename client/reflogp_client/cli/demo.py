@@ -93,7 +93,9 @@ def demo(
     )
     out.print(f"   language models that ran while training: {len(ran)} (the policy), so {len(ran) - 1} reference models")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    out.print(f"   loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    few = max(1, len(losses) // 5)
+    first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
+    out.print(f"   loss {first:.4f} in the first fifth of the steps, {last:.4f} in the last")
 
     plot = folder / "logps.png"
     _plot(trainer, plot)

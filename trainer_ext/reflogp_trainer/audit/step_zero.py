@@ -62,11 +62,13 @@ class StepZero:
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
         """Raise StepZeroError, of this check, where the reference was scored in another dtype than the policy computes in."""
-        if self.reference_dtype not in ("unknown", self.policy_dtype):
+        wanted = self.policy_dtype
+        if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
-                f"the reference was scored in {self.reference_dtype} and the policy computes in {self.policy_dtype}: at "
+                f"the reference was scored in {self.reference_dtype} and the policy computes in {wanted}: at "
                 f"step 0 they differ by up to {self.max_difference:.4g} nats that are not training. Score in "
-                f"{self.policy_dtype}, or pass step_zero_tolerance= to accept it",
+                f'{wanted} (`reflogp score --dtype {wanted}`) and give ReferenceSource dtype="{wanted}", '
+                "or pass step_zero_tolerance= to accept it",
                 check,
             )
 
