@@ -77,8 +77,8 @@ def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp
 
 def test_a_server_that_is_waited_for_is_said(reflogp, command):
     url = f"http://127.0.0.1:{free_port()}"
-    code, _, err = reflogp(*command, "--engine", "remote", "--url", url, "--patience", 4, "--trust-claim")
+    code, _, err = reflogp(*command, "--engine", "remote", "--url", url, "--patience", 10, "--trust-claim")
     assert code == 1
     said = " ".join(err.split())
-    assert f"warning: {url} does not answer (ConnectError" in said and "waiting up to 4 s for it (--patience)" in said
+    assert f"warning: {url} does not answer (ConnectError" in said and "waiting up to 10 s for it (--patience)" in said
     assert "run the same command again when it is back" in said

@@ -1,5 +1,6 @@
 """`reflogp submit` and `reflogp jobs` as a person meets them, against a service as it runs."""
 
+import io
 import json
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from reflogp_client import Client
 from tests.client.test_jobs_client import made_up_rows, settings_file, wait_for
@@ -121,7 +123,7 @@ def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
     assert (code, "gives no answer" in err) == (FAILED, True)
 
 
-def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
+def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
     data = write_rows(tmp_path / "listed.jsonl", pair_rows[48:50])
     title = "[red]not red[/red]\x1b[2J"
     made = last_object(reflogp("submit", url, data, "--reference", "sft", "--title", title, "--watch", "--json")[1])
@@ -135,6 +137,11 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows):
     assert listed["counts"]["done"] >= 1
     code, out, _ = reflogp("jobs", "ls", url, "--before", made["id"])
     assert (code, made["id"] in out) == (DONE, False)
+    monkeypatch.setattr("reflogp_client.cli.jobs.out", Console(force_terminal=True, width=80, file=(terminal := io.StringIO())))
+    reflogp("jobs", "ls", url, "--limit", 1)
+    lines = terminal.getvalue().splitlines()
+    assert made["id"] in lines[1] and "done" in lines[1], lines
+    monkeypatch.undo()
     assert reflogp("jobs", "ls", url, "--state", "asleep")[0] == USAGE
     assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
 

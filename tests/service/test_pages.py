@@ -156,7 +156,7 @@ def signed_in(url, who="anna"):
 
 
 def paths(job):
-    return ["/", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/jobs/unknown"]
+    return ["/", "/jobs", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/jobs/unknown"]
 
 
 # What a page says

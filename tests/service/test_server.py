@@ -344,6 +344,7 @@ def reflogp(*arguments, **environment):
         (["serve"], "store"),
         (["serve", "--store", "x", "--host", "0.0.0.0"], "give tokens"),
         (["serve", "--store", "x", "--model", "nameless"], "NAME=PATH"),
+        (["serve", "--store", "x", "--dtype", "float32"], "--dtype goes with --model"),
         (["serve", "--store", "x", "--model", "a=/nowhere"], "nowhere"),
         (["serve", "--store", "x", "--config", "/nowhere.toml"], "is not there"),
         (["serve", "--store", "x", "--port", "99999"], "port"),

@@ -157,7 +157,7 @@ def _model(model: str) -> Iterator[Finding]:
         return
     size = sum(file.stat().st_size for file in checkpoint.weight_files)
     architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
-    yield Finding("model", "ok", f"{architecture}, {size / 2**30:.1f} GiB of weights, whole")
+    yield Finding("model", "ok", f"{architecture}, {size / 1e6:,.0f} MB of weights, whole")
     room = _largest_room()
     if room is not None and size > room:
         yield Finding(
@@ -196,7 +196,7 @@ def _store(uri: str) -> Iterator[Finding]:
         yield Finding("store", "note", f"{uri} holds nothing yet; scoring makes it a store")
         return
     names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
-    yield Finding("store", "ok", f"{len(references)} references ({names}), readable and writable")
+    yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
 
 
 def _service(url: str, token: str | None) -> Iterator[Finding]:

@@ -19,6 +19,9 @@ from reflogp_client.client import Client
 from reflogp_client.jobs import Job, JobState
 from reflogp_store import UsageError
 
+#: Columns of a terminal that has room for all that a list of jobs says.
+_WIDE = 120
+
 app = typer.Typer(
     no_args_is_help=True,
     help="""Precompute jobs of a service: list, show, cancel, retry, fetch. `reflogp submit` makes one.
@@ -54,17 +57,8 @@ def ls(
     if as_json:
         print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
         return
-    table = Table(box=None, pad_edge=False)
-    for name in ("job", "state", "reference", "dataset", "sequences", "by", "created", "title"):
-        table.add_column(
-            name, justify="right" if name == "sequences" else "left", no_wrap=name in ("job", "state"), overflow="fold"
-        )
-    for job in page.jobs:
-        done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
-        told = (job.settings.get("reference"), _dataset(job.dataset), done, job.submitted_by, _time(job.created_at))
-        table.add_row(Text(job.id), _state(job), *(_plain(text) for text in (*told, job.settings.get("title"))))
     if page.jobs:
-        _print(table)
+        _print(_listed(page.jobs, narrow=out.is_terminal and out.width < _WIDE))
     out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
     if page.next_before:
         out.print(f"older ones: --before {page.next_before}")
@@ -221,6 +215,26 @@ def _describe(job: Job) -> None:
     _print(table)
     if job.finished:
         out.print(outcome(job), markup=False)
+
+
+def _listed(jobs: list[Job], narrow: bool) -> Table:
+    """A line for each job; where there is little room, without who submitted it and its title, and long names are cut."""
+    table = Table(box=None, pad_edge=False)
+    least = {"job": 16, "state": 9, "sequences": 9, "created": 16}
+    for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
+        table.add_column(
+            name,
+            justify="right" if name == "sequences" else "left",
+            no_wrap=name in least or narrow,
+            overflow="ellipsis" if narrow else "fold",
+            min_width=least.get(name) if narrow else None,
+        )
+    for job in jobs:
+        done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
+        told = [done, _time(job.created_at), job.settings.get("reference"), _dataset(job.dataset)]
+        told += [] if narrow else [job.submitted_by, job.settings.get("title")]
+        table.add_row(Text(job.id), _state(job), *(_plain(text) for text in told))
+    return table
 
 
 def _print(table: Table) -> None:

@@ -16,6 +16,9 @@ def serve(
         list[str] | None,
         typer.Option("--model", help="A reference model by a name; may be repeated.", metavar="NAME=PATH"),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype of the models that --model names. Default: bfloat16.", metavar="DTYPE")
+    ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option("--device", help="One worker for each: auto, cpu, cuda:0, …; may be repeated. Default: auto."),
@@ -33,7 +36,7 @@ def serve(
     Jobs that were not done when a service ended go on when it is started again. Without tokens it listens on loopback only.
     `reflogp token NAME` makes a token for the settings file. TLS is a proxy's work.
 
-    Example: reflogp serve --model sft=./sft-model --store ./logps
+    Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """
     try:
         from reflogp_service.server.run import run
@@ -45,7 +48,9 @@ def serve(
         name, equals, path = entry.partition("=")
         if not equals or not name or not path:
             raise UsageError(f"--model {entry}: give NAME=PATH")
-        references[name] = {"model": path}
+        references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
+    if dtype and not references:
+        raise UsageError("--dtype goes with --model; in the settings file each reference has its own")
     flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
     settings = read_settings(config, references=references or None, devices=device, **flags)
     if not settings.tokens:

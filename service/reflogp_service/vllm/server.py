@@ -168,6 +168,10 @@ class VllmServer:
                 problem = f"{type(error).__name__}: {error}"
             now = time.monotonic()
             since = self._silent_since = self._silent_since or now
+            if now - since > _SAID_SECONDS and not self._said:
+                self._said = True
+                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for it (--patience)"
+                warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
             if self._closed.wait(pause * random.uniform(0.5, 1.5)):
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:
@@ -175,10 +179,6 @@ class VllmServer:
                     f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); what was scored is kept: run "
                     "the same command again when it is back, or wait longer with --patience"
                 )
-            if now - since > _SAID_SECONDS and not self._said:
-                self._said = True
-                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for it (--patience)"
-                warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 

@@ -53,6 +53,7 @@ def pages_router(context: Context) -> APIRouter:
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
     router.get("/")(pages.shown(pages.jobs))
+    router.get("/jobs")(pages.shown(pages.jobs))
     router.get("/jobs/{job_id}")(pages.shown(pages.job))
     router.get("/references")(pages.shown(pages.references))
     router.get("/store")(pages.shown(pages.store))
