@@ -28,7 +28,7 @@ def test_a_whole_installation_with_a_model_and_a_store(reflogp, reference_folder
     assert reflogp("score", reference_folder, pairs_file, "--store", store, "--dtype", "float32")[0] == 0
     code, out, _ = reflogp("doctor", "--store", store)
     assert code == 0
-    assert "1 references" in out and "nothing is broken" in out
+    assert "1 reference (" in out and "nothing is broken" in out
 
 
 def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path, monkeypatch):
