@@ -71,6 +71,7 @@ HEADS = {
     "logits scaling": lambda: GraniteForCausalLM(GraniteConfig(**GQA, logits_scaling=4.0)),
     "learned positions": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
     "sliding window": lambda: MistralForCausalLM(MistralConfig(**GQA, sliding_window=8)),
+    "vocabulary of three blocks": lambda: MistralForCausalLM(MistralConfig(**{**GQA, "vocab_size": 9_000})),
 }
 
 
@@ -81,7 +82,7 @@ def test_what_a_model_does_to_its_logits_is_done(name, tmp_path):
     for parameter in model.parameters():
         parameter.data.mul_(4)  # far from uniform, so that a forgotten scale shows
     model.save_pretrained(tmp_path)
-    sequences = random_sequences(20)
+    sequences = random_sequences(20, model.config.vocab_size)
     for ours, sequence in zip(TorchEngine(str(tmp_path), "float32").score(sequences), sequences, strict=True):
         plain = plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)
         assert np.abs(ours - plain).max() <= 1e-4
