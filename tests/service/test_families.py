@@ -9,23 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.attention import PackLayout
-from reflogp_service.engine.packing import packs
 from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
 from tests.service.fidelity import measure, some_pairs
-
-#: Two bfloat16 passes of one model round differently, so their errors against float32 differ by chance. Five percent is
-#: several times what other seeds show.
-CHANCE = 1.05
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_plain_forwards(name):
     found = measure(name)
     assert found.float32_max <= 1e-4
-    if found.trl_bfloat16 is not None:
-        assert found.bfloat16_rms <= found.trl_bfloat16 * CHANCE
+    if found.beyond_trl is not None:
+        assert found.beyond_trl <= 3
 
 
 @pytest.mark.parametrize(
@@ -156,53 +150,3 @@ def test_compiled_layers_agree(tmp_path):
     assert not eager.self_check.compiled
     for a, b in zip(compiled.score(sequences), eager.score(sequences), strict=True):
         assert np.abs(a - b).max() <= 1e-4
-
-
-def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch):
-    """The kernel that CUDA falls back to, run here without compiling: its tree mask, window, soft cap and sinks."""
-    from reflogp_service.engine import attention
-
-    for name in ("Llama", "Gemma 2 (soft caps, sliding window 8)", "gpt-oss (sinks, sliding window 8)"):
-        folder = tmp_path / name.split()[0]
-        build(name).save_pretrained(folder)
-        sequences = some_pairs(4)
-        expected = TorchEngine(str(folder), "float32").score(sequences)
-        with monkeypatch.context() as patched:
-            patched.setattr(attention, "choose_kernel", lambda call: attention.flex)
-            engine = TorchEngine(str(folder), "float32")
-            assert engine.self_check.path == "packed"
-            for a, b in zip(engine.score(sequences), expected, strict=True):
-                assert np.abs(a - b).max() <= 1e-4
-
-
-@pytest.mark.parametrize("window", [None, 400])
-def test_blocks_for_flex_attention_are_those_of_the_whole_mask(window):
-    """Computed block against block; here beside torch's own, which makes the (tokens, tokens) mask first."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    random = np.random.default_rng(0)
-    stems = [random.integers(0, 50, length).tolist() for length in (700, 300, 5)]
-    sequences = [
-        Sequence([*stem[: 1 + cut % len(stem)], 90 + cut], random.integers(0, 50, 1 + cut % 300).tolist())
-        for stem in stems
-        for cut in random.integers(0, 1000, 8).tolist()
-    ]
-    [pack] = packs(sequences, 100_000)
-    layout = PackLayout(pack, torch.device("cpu"))
-    made = layout.block_mask(window)
-    whole = create_block_mask(made.mask_mod, None, None, len(pack), len(pack), device="cpu")
-    assert len(pack) % 128  # the last block is not full
-    needed, read = whole.to_dense().bool(), made.to_dense().bool()
-    assert not (needed & ~read).any()
-    assert (read & ~needed).sum() <= 0.15 * needed.sum(), "reads more than it needs"
-    assert _full(made).int().sum() > 0
-    assert not (_full(made) & ~_full(whole)).any(), "a block that is taken whole holds a pair that must not be seen"
-
-
-def _full(mask) -> torch.Tensor:
-    """Blocks that are taken whole, bool (query blocks, key blocks)."""
-    counts, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]
-    dense = torch.zeros(indices.shape, dtype=torch.bool)
-    for row, count in enumerate(counts.tolist()):
-        dense[row, indices[row, :count].long()] = True
-    return dense

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from reflogp_service.engine import cpu_attention
 from reflogp_service.engine.packing import Pack
 
 NAME = "reflogp_packed"
@@ -40,6 +41,7 @@ class PackLayout:
         self.layers_seen = 0
         self.windows_seen = 0
         self.kernels: set[str] = set()
+        self.declined: dict[str, str] = {}
         self._paths = [branch.path for branch in pack.branches]
         self._pack = pack
         self._cache: dict[str, Any] = {}
@@ -80,6 +82,13 @@ class PackLayout:
             return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(lengths)
 
         made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
+        return made
+
+    def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 (branches, 3): start, stop and keys before; int64: every branch's keys' places, one branch after another)."""
+        made: tuple[torch.Tensor, torch.Tensor] = self._once(
+            "tree", lambda: (torch.tensor(self.spans), torch.cat([torch.from_numpy(path) for path in self._paths]))
+        )
         return made
 
     def block_mask(self, window: int | None) -> Any:
@@ -200,12 +209,16 @@ def packed_attention(
     call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
     kernel = choose_kernel(call)
     layout.kernels.add(kernel.__name__)
+    if kernel is by_branch and query.device.type == "cpu" and query.dtype == torch.bfloat16:
+        layout.declined[cpu_blocks.__name__] = str(_cpu_blocks_problem(call))
     return kernel(layout, call), None
 
 
 def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
     """The one decision about kernels: what can do this layer, fastest first."""
     query, value = call.query, call.value
+    if query.device.type == "cpu" and _cpu_blocks_problem(call) is None:
+        return cpu_blocks
     if query.device.type == "cuda" and query.shape[-1] == value.shape[-1]:
         half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
         if half and call.sinks is None and call.softcap is None and _torch_varlen() is not None:
@@ -243,6 +256,20 @@ def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
             attended = _scores_by_hand(q, k, v, mask, call)
         out[0, start:stop] = attended[0].transpose(0, 1)
     return out
+
+
+def _cpu_blocks_problem(call: Call) -> str | None:
+    if call.query.dtype != torch.bfloat16:
+        return "only for bfloat16"
+    if call.softcap is not None or call.sinks is not None:
+        return "the layer has a soft cap or sinks"
+    return cpu_attention.problem(call.query.shape[-1], call.value.shape[-1])
+
+
+def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
+    """All branches at once in bfloat16 on a CPU that multiplies it (cpu_attention.py)."""
+    spans, paths = layout.tree()
+    return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
 
 def _scores_by_hand(

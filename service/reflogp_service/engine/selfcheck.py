@@ -38,7 +38,7 @@ class SelfCheck:
         path: the path that the engine takes.
         difference: root mean square difference of that path from a plain pass, nats per token.
         tolerance: what was allowed.
-        rejected: path -> why it was not taken.
+        rejected: path, or attention kernel -> why it was not taken.
         kernels: attention kernels that ran in the check, as every pack will use them.
         compiled: decoder layers and log-sum-exp run compiled.
     """
@@ -74,7 +74,9 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
     for path in ("packed", "padded"):
         try:
             if path == "packed":
-                values, kernels = _packed(model, head, sequences, device)
+                values, layout = _packed(model, head, sequences, device)
+                kernels = sorted(layout.kernels)
+                rejected |= layout.declined
             else:
                 values, kernels = _padded(model, head, sequences, device), [str(own_attention)]
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
@@ -177,8 +179,8 @@ def _recurrent_part(model: Any) -> str | None:
     return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
 
 
-def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> tuple[Any, list[str]]:
-    """(values, names of the attention kernels that made them)."""
+def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> tuple[Any, PackLayout]:
+    """(values, what the layers did with the pack)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")
@@ -193,7 +195,7 @@ def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.dev
         raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
     values = forward_pack(model, head, pack, device).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
-    return np.concatenate([by_sequence[index] for index in range(len(sequences))]), sorted(layout.kernels)
+    return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout
 
 
 def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
