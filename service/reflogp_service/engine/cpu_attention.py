@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 
+from reflogp_store import UsageError
 from reflogp_store.digests import cache_dir
+from reflogp_store.whole_files import appears_whole
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
@@ -80,7 +82,7 @@ def _loading_problem() -> str | None:
         torch.ops.load_library(_built(compiler))  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
         return f"{compiler} does not build it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
-    except OSError as error:
+    except (OSError, UsageError) as error:
         return f"it cannot be built or loaded: {error}"
     return None
 
@@ -96,23 +98,23 @@ def _built(compiler: str) -> Path:
         return library
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                _build(compiler, Path(scratch)).replace(library)
+            with appears_whole(library) as partial:
+                _build(compiler, partial)
     return library
 
 
-def _build(compiler: str, scratch: Path) -> Path:
-    compiled, library = scratch / "attention.o", scratch / "attention.so"
+def _build(compiler: str, library: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
-    # Linked without -fopenmp: torch brings its own OpenMP, and a second one would compete with it for the cores.
-    steps = [
-        [*_COMPILE, f"-I{torch_folder / 'include'}", "-c", str(_SOURCE), "-o", str(compiled)],
-        ["-shared", str(compiled), f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-o", str(library)],
-    ]
-    for step in steps:
-        subprocess.run([compiler, *step], check=True, capture_output=True, text=True)
-    return library
+    with tempfile.TemporaryDirectory() as scratch:
+        made = f"{scratch}/attention.o"
+        # Linked without -fopenmp: torch brings its own OpenMP, and a second one would compete with it for the cores.
+        steps = [
+            [*_COMPILE, f"-I{torch_folder / 'include'}", "-c", str(_SOURCE), "-o", made],
+            ["-shared", made, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-o", str(library)],
+        ]
+        for step in steps:
+            subprocess.run([compiler, *step], check=True, capture_output=True, text=True)
 
 
 @torch.inference_mode()

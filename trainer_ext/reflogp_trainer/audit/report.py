@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from reflogp_store.whole_files import appears_whole
 
 #: Written into the run's output folder.
 AUDIT_FILE = "reflogp_audit.json"
@@ -18,12 +19,11 @@ _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "acceler
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
     """Write the report; a reader sees the old one or the new one, whole."""
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{AUDIT_FILE}.{uuid.uuid4().hex}"
+    file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return partial.replace(folder / AUDIT_FILE)
+    with appears_whole(file) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return file
 
 
 def begin_report(output_dir: str, process: int) -> None:
