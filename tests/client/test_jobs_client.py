@@ -35,22 +35,15 @@ from reflogp_client import (
 from reflogp_client.events import EventParser, Following
 from reflogp_store import UsageError, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.serving import serving
+from tests.service.serving import float32, serving, settings_file
 
 TOKEN = "token-of-a-trainer"
 
 
-def settings_file(folder: Path, reference_folder: Path, *more: str) -> Path:
-    """A service with one float32 reference, everything of it under `folder`."""
-    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', *more]
-    file = folder / "serve.toml"
-    file.write_text("\n".join([*lines, "[references.sft]", f'model = "{reference_folder}"', 'dtype = "float32"', ""]))
-    return file
-
-
 @pytest.fixture(scope="module")
 def url(reference_folder, tmp_path_factory):
-    with serving("--config", settings_file(tmp_path_factory.mktemp("jobs"), reference_folder)) as found:
+    folder = tmp_path_factory.mktemp("jobs")
+    with serving("--config", settings_file(folder, folder / "store", {"sft": float32(reference_folder)})) as found:
         yield found
 
 
@@ -508,7 +501,7 @@ def test_a_result_is_written_where_it_can_be(client, tmp_path):
 
 
 def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, long_file):
-    settings = settings_file(tmp_path, reference_folder, "commit_seconds = 0.5")
+    settings = settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}, commit_seconds=0.5)
     seen = []
     with serving("--config", settings) as url:
         client = Client(url)
@@ -540,10 +533,9 @@ def wait_for(condition, seconds: float = 120) -> None:
 @pytest.fixture(scope="module")
 def narrow(reference_folder, tmp_path_factory):
     """A service with a token and a short queue."""
-    settings = settings_file(tmp_path_factory.mktemp("narrow"), reference_folder, "max_queued_tokens = 2000")
-    digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-    with settings.open("a") as file:
-        file.write(f'[[tokens]]\nname = "trainer"\nsha256 = "{digest}"\nscopes = ["score", "read"]\n')
+    folder, tokens = tmp_path_factory.mktemp("narrow"), {"trainer": (TOKEN, ["score", "read"])}
+    models = {"sft": float32(reference_folder)}
+    settings = settings_file(folder, folder / "store", models, tokens, max_queued_tokens=2000)
     with serving("--config", settings) as found:
         yield found
 

@@ -1,5 +1,6 @@
 """A real `reflogp serve` in a process of its own, for the time of a `with` block, and what jobs are made of."""
 
+import hashlib
 import json
 import os
 import re
@@ -86,12 +87,15 @@ def serving(*arguments: object) -> Iterator[str]:
         yield service.url
 
 
-def settings_file(folder, store, models: dict, **more) -> str:
-    """A settings file; `models` are name -> folder or table of settings."""
+def settings_file(folder, store, models: dict, tokens: dict[str, tuple[str, list[str]]] | None = None, **more) -> str:
+    """A settings file; `models` are name -> folder or table of settings, `tokens` name -> (token, its scopes)."""
     lines = [f'store = "{store}"', f'state = "{folder / "state"}"', *(f"{k} = {json.dumps(v)}" for k, v in more.items())]
     for name, entry in models.items():
         table = entry if isinstance(entry, dict) else {"model": str(entry)}
         lines += [f"[references.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    for name, (token, scopes) in (tokens or {}).items():
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes)}"]
     file = folder / "serve.toml"
     file.write_text("\n".join(lines))
     return str(file)

@@ -1,6 +1,5 @@
 """The pages in a real browser, made by a real service that runs real jobs."""
 
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from reflogp_service.server import charts
 from reflogp_service.server.models import DatasetSpec, Histogram
 from reflogp_service.server.pages import formats
 from tests.conftest import write_rows
-from tests.service.serving import running, serving
+from tests.service.serving import float32, running, serving, settings_file
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -52,16 +51,9 @@ def evil_rows(pair_rows):
     return rows
 
 
-def config_file(folder, model, tokens=()):
-    lines = [f'store = "{folder}/store"', f'state = "{folder}/state"', 'devices = ["cpu"]', "access_log = true"]
-    lines += ["[references.tiny]", f'model = "{model}"', 'dtype = "float32"']
-    for name in tokens:
-        token, scopes = TOKENS[name]
-        digest = hashlib.sha256(token.encode()).hexdigest()
-        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes)}"]
-    file = folder / "serve.toml"
-    file.write_text("\n".join(lines))
-    return file
+def config_file(folder, model, tokens=None):
+    shown = {"devices": ["cpu"], "access_log": True}
+    return settings_file(folder, folder / "store", {"tiny": float32(model)}, tokens, **shown)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """The service over HTTP, as it runs: a process, a port, a real store."""
 
 import asyncio
-import hashlib
-import json
 import os
 import struct
 import subprocess
@@ -22,12 +20,13 @@ from reflogp_client import (
     ServiceUnreachableError,
 )
 from reflogp_store import LogprobStore, UsageError, compact
-from tests.service.serving import running, serving
+from tests.service.serving import float32, running, serving, settings_file
 from tests.store.rows import REFERENCE, some_rows
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
 WHO_MAY_READ = {"scorer": 403, "reader": 200, "boss": 200}
 TOKENS = {"reader": "token-of-a-reader", "scorer": "token-of-a-scorer", "boss": "token-of-a-boss"}
+SCOPED = {name: (token, {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}[name]) for name, token in TOKENS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +43,11 @@ def url(store):
         yield found
 
 
-def settings_file(folder, store, *more: str) -> Path:
-    """Settings with the three tokens."""
-    scopes = {"reader": ["read"], "scorer": ["score"], "boss": ["admin"]}
-    lines = [f'store = "{store}"', *more]
-    for name, token in TOKENS.items():
-        digest = hashlib.sha256(token.encode()).hexdigest()
-        lines += ["[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = {json.dumps(scopes[name])}"]
-    file = folder / "serve.toml"
-    file.write_text("\n".join(lines))
-    return file
-
-
 @pytest.fixture(scope="module")
 def guarded(store, tmp_path_factory):
     """A service with tokens and narrow bounds."""
-    bounds = ("max_body_bytes = 100000", "max_lookup_keys = 5000", "max_answer_bytes = 4000")
-    with serving("--config", settings_file(tmp_path_factory.mktemp("settings"), store, *bounds)) as found:
+    bounds = {"max_body_bytes": 100_000, "max_lookup_keys": 5_000, "max_answer_bytes": 4_000}
+    with serving("--config", settings_file(tmp_path_factory.mktemp("settings"), store, {}, SCOPED, **bounds)) as found:
         yield found
 
 
@@ -315,8 +302,8 @@ def test_a_service_that_is_not_there(monkeypatch):
 
 def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
     """Requests made up from it, good and bad, by schemathesis: no 5xx, no answer that it does not describe."""
-    model = ("[references.ref]", f'model = "{reference_folder}"', 'dtype = "float32"')
-    with running("--config", settings_file(tmp_path, store, *model)) as service:
+    file = settings_file(tmp_path, store, {"ref": float32(reference_folder)}, SCOPED)
+    with running("--config", file) as service:
         service.worker_ready(token=TOKENS["boss"])
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--checks", "all"]
         options = [
