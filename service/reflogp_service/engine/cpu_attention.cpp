@@ -8,20 +8,22 @@
 #include <ATen/native/CPUBlas.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 namespace {
 
-using Half = at::BFloat16;
+using Bf16 = at::BFloat16;
 using Floats = at::vec::Vectorized<float>;
 
 constexpr int64_t kKeys = 256;            // keys of one block
 constexpr int64_t kRows = 128;            // queries times heads of one task
-constexpr int64_t kKeysAtOnce = 1 << 13;  // keys whose reordered copies exist at once
+constexpr int64_t kKeysAtOnce = 1 << 13;  // keys whose reordered copies exist at once, unless one branch has more
 // Shapes of products are rounded up, since every new shape is code that oneDNN generates and keeps.
 constexpr int64_t kRowStep = 16, kKeyStep = 32;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -33,16 +35,26 @@ struct Branch {
   int64_t path;                 // where its keys' places begin in `paths`
   int64_t first_block;          // of its keys' copies
   int64_t keys() const { return shared + stop - start; }
+  int64_t blocks() const { return rounded_up(keys(), kKeys) / kKeys; }
+  // Number of the copy of one block under one key head.
+  int64_t copy(int64_t key_heads, int64_t key_head, int64_t block) const {
+    return first_block * key_heads + key_head * blocks() + block;
+  }
 };
 
 // A task: some queries of a branch, under all heads that share one key head.
 struct Task {
-  int64_t branch, key_head, first, count;
+  int64_t branch, key_head, first_query, queries;
+};
+
+// oneDNN sets a thread up for its products (matrix units have tiles); this ends that, whatever happens.
+struct Products {
+  ~Products() { at::native::cpublas::brgemm_release(); }
 };
 
 struct Call {
-  const Half *query, *key, *value;  // (heads, tokens, size), last stride 1
-  Half* out;                        // (tokens, heads, value size), contiguous
+  const Bf16 *query, *key, *value;  // (heads, tokens, size), last stride 1
+  Bf16* out;                        // (tokens, heads, value size), contiguous
   const int64_t* paths;
   int64_t query_head_stride, query_stride, key_head_stride, key_stride, value_head_stride, value_stride;
   int64_t heads, group, size, value_size;  // group: query heads of one key head
@@ -57,23 +69,22 @@ void share_out(int64_t count, const Work& work) {
   at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
     auto own = work();
     for (int64_t index = next++; index < count; index = next++) own(index);
-    at::native::cpublas::brgemm_release();
   });
 }
 
 // One block of keys and values in the order that the products read: pairs of the summed dimension side by side.
-void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key_head, Half* keys, Half* values) {
+void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key_head, Bf16* keys, Bf16* values) {
   const int64_t width = rounded_up(count, kKeyStep);
-  const Half* from = call.key + key_head * call.key_head_stride;
+  const Bf16* from = call.key + key_head * call.key_head_stride;
   for (int64_t n = 0; n < width; ++n) {
-    const Half* row = from + places[std::min(n, count - 1)] * call.key_stride;  // what stands behind the last key is never seen
-    for (int64_t d = 0; d < call.size; d += 2) std::memcpy(keys + d * kKeys + n * 2, row + d, 2 * sizeof(Half));
+    const Bf16* row = from + places[std::min(n, count - 1)] * call.key_stride;  // what stands behind the last key is never seen
+    for (int64_t d = 0; d < call.size; d += 2) std::memcpy(keys + d * kKeys + n * 2, row + d, 2 * sizeof(Bf16));
   }
   from = call.value + key_head * call.value_head_stride;
-  const std::vector<Half> nothing(call.value_size, Half(0));  // a weight of 0 times what is not a number would not be 0
+  const std::vector<Bf16> nothing(call.value_size, Bf16(0));  // a weight of 0 times what is not a number would not be 0
   for (int64_t n = 0; n < width; n += 2) {
-    const Half* even = n < count ? from + places[n] * call.value_stride : nothing.data();
-    const Half* odd = n + 1 < count ? from + places[n + 1] * call.value_stride : nothing.data();
+    const Bf16* even = n < count ? from + places[n] * call.value_stride : nothing.data();
+    const Bf16* odd = n + 1 < count ? from + places[n + 1] * call.value_stride : nothing.data();
     for (int64_t d = 0; d < call.value_size; ++d) {
       values[n * call.value_size + d * 2] = even[d];
       values[n * call.value_size + d * 2 + 1] = odd[d];
@@ -82,7 +93,7 @@ void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key
 }
 
 // Scores of one row become weights relative to the row's greatest score so far; its sum and its output so far follow.
-void soften(float* scores, int64_t width, int64_t low, int64_t high, float scale, Half* weights, float& greatest, float& sum,
+void softmax_row(float* scores, int64_t width, int64_t low, int64_t high, float scale, Bf16* weights, float& greatest, float& sum,
             float* out, int64_t value_size) {
   std::fill(scores, scores + std::min(low, width), kNone);
   std::fill(scores + std::max<int64_t>(0, std::min(high, width)), scores + width, kNone);
@@ -94,7 +105,7 @@ void soften(float* scores, int64_t width, int64_t low, int64_t high, float scale
   // A score that is not a number makes `now` one, and with it the sum and the output.
   for (float lane : lanes) now = (lane * scale > now || std::isnan(lane)) ? lane * scale : now;
   if (now == kNone) {  // nothing seen yet
-    std::fill(weights, weights + width, Half(0));
+    std::fill(weights, weights + width, Bf16(0));
     return;
   }
   const Floats shift(now), factor(scale);
@@ -102,9 +113,9 @@ void soften(float* scores, int64_t width, int64_t low, int64_t high, float scale
   for (int64_t n = 0; n < width; n += 2 * Floats::size()) {
     Floats left = (Floats::loadu(scores + n) * factor - shift).exp_u20();
     Floats right = (Floats::loadu(scores + n + Floats::size()) * factor - shift).exp_u20();
-    const auto rounded = at::vec::convert_from_float<Half>(left, right);
+    const auto rounded = at::vec::convert_from_float<Bf16>(left, right);
     rounded.store(weights + n);
-    std::tie(left, right) = at::vec::convert_to_float<Half>(rounded);
+    std::tie(left, right) = at::vec::convert_to_float<Bf16>(rounded);
     total = total + left + right;
   }
   total.store(lanes);
@@ -120,65 +131,62 @@ void soften(float* scores, int64_t width, int64_t low, int64_t high, float scale
 
 class Worker {
  public:
-  Worker(const Call& call, const std::vector<Branch>& branches, const Half* keys, const Half* values)
+  Worker(const Call& call, const std::vector<Branch>& branches, const Bf16* keys, const Bf16* values)
       : call_(call), branches_(branches), keys_(keys), values_(values), rows_(rounded_up(std::max(kRows, call.group), kRowStep)),
         query_(rows_ * call.size), weights_(rows_ * kKeys), scores_(rows_ * kKeys), out_(rows_ * call.value_size),
         greatest_(rows_), sums_(rows_) {}
 
   void operator()(const Task& task) {
     const Branch& branch = branches_[task.branch];
-    const int64_t rows = task.count * call_.group, padded = rounded_up(rows, kRowStep);
+    const int64_t rows = task.queries * call_.group, padded = rounded_up(rows, kRowStep);
     for (int64_t row = 0; row < padded; ++row) {
-      Half* to = query_.data() + row * call_.size;
+      Bf16* to = query_.data() + row * call_.size;
       if (row >= rows) {
-        std::fill(to, to + call_.size, Half(0));
+        std::fill(to, to + call_.size, Bf16(0));
         continue;
       }
-      const int64_t head = task.key_head * call_.group + row / task.count;
-      const Half* from = call_.query + head * call_.query_head_stride +
-                         (branch.start + task.first + row % task.count) * call_.query_stride;
+      const int64_t head = task.key_head * call_.group + row / task.queries;
+      const Bf16* from = call_.query + head * call_.query_head_stride +
+                         (branch.start + task.first_query + row % task.queries) * call_.query_stride;
       std::copy(from, from + call_.size, to);
     }
     std::fill(greatest_.begin(), greatest_.end(), kNone);
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     std::fill(out_.begin(), out_.end(), 0.0f);
 
-    const int64_t first_query = branch.shared + task.first;  // place on the branch's path
+    const int64_t first_query = branch.shared + task.first_query;  // place on the branch's path
     const int64_t from = call_.window ? std::max<int64_t>(0, first_query - call_.window + 1) / kKeys : 0;
-    const int64_t last_key = first_query + task.count;
-    const int64_t blocks = rounded_up(branch.keys(), kKeys) / kKeys;
+    const int64_t last_key = first_query + task.queries;
     for (int64_t block = from; block * kKeys < last_key; ++block) {
       const int64_t start = block * kKeys;
       const int64_t width = rounded_up(std::min(kKeys, last_key - start), kKeyStep);
-      const int64_t copy = branch.first_block * key_heads() + task.key_head * blocks + block;
+      const int64_t copy = branch.copy(call_.heads / call_.group, task.key_head, block);
       at::native::cpublas::brgemm(padded, width, call_.size, call_.size, kKeys, kKeys, false, query_.data(),
                                   keys_ + copy * kKeys * call_.size, scores_.data());
       for (int64_t row = 0; row < rows; ++row) {
-        const int64_t query = first_query + row % task.count;
+        const int64_t query = first_query + row % task.queries;
         const int64_t low = call_.window ? std::max<int64_t>(0, query - call_.window + 1 - start) : 0;
-        soften(scores_.data() + row * kKeys, width, low, query + 1 - start, call_.scale, weights_.data() + row * kKeys,
+        softmax_row(scores_.data() + row * kKeys, width, low, query + 1 - start, call_.scale, weights_.data() + row * kKeys,
                greatest_[row], sums_[row], out_.data() + row * call_.value_size, call_.value_size);
       }
       at::native::cpublas::brgemm(padded, call_.value_size, width, kKeys, call_.value_size, call_.value_size, true,
                                   weights_.data(), values_ + copy * kKeys * call_.value_size, out_.data());
     }
     for (int64_t row = 0; row < rows; ++row) {
-      const int64_t head = task.key_head * call_.group + row / task.count;
-      const int64_t token = branch.start + task.first + row % task.count;
-      Half* to = call_.out + (token * call_.heads + head) * call_.value_size;
+      const int64_t head = task.key_head * call_.group + row / task.queries;
+      const int64_t token = branch.start + task.first_query + row % task.queries;
+      Bf16* to = call_.out + (token * call_.heads + head) * call_.value_size;
       const float* values = out_.data() + row * call_.value_size;
-      for (int64_t d = 0; d < call_.value_size; ++d) to[d] = Half(values[d] / sums_[row]);
+      for (int64_t d = 0; d < call_.value_size; ++d) to[d] = Bf16(values[d] / sums_[row]);
     }
   }
 
  private:
-  int64_t key_heads() const { return call_.heads / call_.group; }
-
   const Call& call_;
   const std::vector<Branch>& branches_;
-  const Half *keys_, *values_;
+  const Bf16 *keys_, *values_;
   int64_t rows_;
-  std::vector<Half> query_, weights_;
+  std::vector<Bf16> query_, weights_;
   std::vector<float> scores_, out_, greatest_, sums_;
 };
 
@@ -186,34 +194,37 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
   const int64_t key_heads = call.heads / call.group, step = std::max<int64_t>(1, kRows / call.group);
   int64_t blocks = 0;
   struct Block {
-    int64_t branch, key_head, block, copy;
+    int64_t branch, key_head, block;
   };
   std::vector<Block> reorders;
   std::vector<Task> tasks;
   for (int64_t b = 0; b < static_cast<int64_t>(branches.size()); ++b) {
     Branch& branch = branches[b];
     branch.first_block = blocks;
-    const int64_t own = rounded_up(branch.keys(), kKeys) / kKeys;
     for (int64_t head = 0; head < key_heads; ++head) {
-      for (int64_t block = 0; block < own; ++block) reorders.push_back({b, head, block, blocks * key_heads + head * own + block});
-      for (int64_t first = 0; first < branch.stop - branch.start; first += step)
-        tasks.push_back({b, head, first, std::min(step, branch.stop - branch.start - first)});
+      for (int64_t block = 0; block < branch.blocks(); ++block) reorders.push_back({b, head, block});
+      const int64_t queries = branch.stop - branch.start;
+      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // those that see most keys first
+        tasks.push_back({b, head, first, std::min(step, queries - first)});
     }
-    blocks += own;
+    blocks += branch.blocks();
   }
   at::Tensor keys = at::empty({blocks * key_heads * kKeys * call.size}, at::kBFloat16);
   at::Tensor values = at::empty({blocks * key_heads * kKeys * call.value_size}, at::kBFloat16);
-  Half *key_copies = keys.data_ptr<Half>(), *value_copies = values.data_ptr<Half>();
+  Bf16 *key_copies = keys.data_ptr<Bf16>(), *value_copies = values.data_ptr<Bf16>();
   share_out(static_cast<int64_t>(reorders.size()), [&] {
     return [&](int64_t index) {
       const Block& it = reorders[index];
       const Branch& branch = branches[it.branch];
-      reorder(call, call.paths + branch.path + it.block * kKeys, std::min(kKeys, branch.keys() - it.block * kKeys), it.key_head,
-              key_copies + it.copy * kKeys * call.size, value_copies + it.copy * kKeys * call.value_size);
+      const int64_t first = it.block * kKeys, copy = branch.copy(key_heads, it.key_head, it.block);
+      reorder(call, call.paths + branch.path + first, std::min(kKeys, branch.keys() - first), it.key_head,
+              key_copies + copy * kKeys * call.size, value_copies + copy * kKeys * call.value_size);
     };
   });
   share_out(static_cast<int64_t>(tasks.size()), [&] {
-    return [&, worker = Worker(call, branches, key_copies, value_copies)](int64_t index) mutable { worker(tasks[index]); };
+    return [&, worker = Worker(call, branches, key_copies, value_copies), products = Products()](int64_t index) mutable {
+      worker(tasks[index]);
+    };
   });
 }
 
@@ -222,10 +233,13 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& spans,
                   const at::Tensor& paths, double scale, int64_t window) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads' values must be contiguous");
-  TORCH_CHECK(query.size(2) % 2 == 0, "the head size must be even");
+  TORCH_CHECK(query.size(2) == key.size(2) && query.size(2) % 2 == 0, "head sizes must be equal and even");
+  TORCH_CHECK(key.size(0) > 0 && query.size(0) % key.size(0) == 0, "query heads must be a multiple of key heads");
+  TORCH_CHECK(key.size(0) == value.size(0) && key.size(1) == value.size(1), "keys and values must be as many");
+  TORCH_CHECK(scale > 0, "the scale must be positive");
   at::Tensor out = at::empty({query.size(1), query.size(0), value.size(2)}, query.options());
   const int64_t* span = spans.data_ptr<int64_t>();
-  const Call call{query.data_ptr<Half>(), key.data_ptr<Half>(), value.data_ptr<Half>(), out.data_ptr<Half>(),
+  const Call call{query.data_ptr<Bf16>(), key.data_ptr<Bf16>(), value.data_ptr<Bf16>(), out.data_ptr<Bf16>(),
                   paths.data_ptr<int64_t>(), query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
                   value.stride(1), query.size(0), query.size(0) / key.size(0), query.size(2), value.size(2),
                   static_cast<float>(scale), window};

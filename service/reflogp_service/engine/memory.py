@@ -26,6 +26,8 @@ def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> i
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if isinstance(intermediate, list | tuple):  # Gemma 3n's layers differ
+        intermediate = max(intermediate)
     per_token = dtype.itemsize * (_HIDDEN_COPIES * config.hidden_size + _INTERMEDIATE_COPIES * experts * intermediate)
     fits = int(_SHARE * free_bytes(device) / per_token)
     enough = _ENOUGH_TOKENS_CUDA
