@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from reflogp_client import Client
-from tests.client.test_jobs_client import made_up_rows, settings_file, wait_for
+from tests.client.test_jobs_client import made_up_rows, wait_for
 from tests.conftest import write_rows
-from tests.service.serving import serving
+from tests.service.serving import float32, serving, settings_file
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 
@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(reference_folder, folder):
     (folder / "data").mkdir()
-    with serving("--config", settings_file(folder, reference_folder, f'dataset_roots = ["{folder}/data"]')) as found:
+    models = {"sft": float32(reference_folder)}
+    with serving("--config", settings_file(folder, folder / "store", models, dataset_roots=[f"{folder}/data"])) as found:
         yield found
 
 

@@ -87,6 +87,13 @@ def actors(name):
     ]
 
 
+def wait_until(holds, seconds=120):
+    stop = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < stop
+        time.sleep(0.1)
+
+
 def same_rows(left, right):
     assert left.keys() == right.keys()
     for key, (prompt_len, completion_len, values) in left.items():
@@ -227,6 +234,7 @@ def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(clu
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=4))
 
     def kill():
+        wait_until(lambda: len(actors("ScoringWorker")) == 2)  # one that has not begun is not lost
         cluster.remove_node(cluster.second, allow_graceful=False)
 
     with pytest.warns(UserWarning, match="was lost"):
