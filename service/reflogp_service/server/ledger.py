@@ -272,12 +272,20 @@ class Ledger:
         with self._lock:
             self._run("update job set state = 'queued', note = ? where id = ? and state = 'running'", note, job)
 
-    def died(self, job: str, suspects: list[str], poison: dict[str, str], note: str) -> int:
-        """A job's worker died: back in line, with what is known about why; how many did since the job last got on."""
+    def died(self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False) -> int:
+        """A job's worker died: back in line, with what is known about why.
+
+        Args:
+            narrowed: the search for what kills its workers got on by this, so that deaths count from here.
+
+        Returns:
+            How many died since the job last got on.
+        """
         with self._lock:
             self._run(
-                "update job set state = 'queued', deaths = deaths + 1, suspects = ?, poison = ?, note = ?"
-                " where id = ? and state = 'running'",
+                "update job set state = 'queued', deaths = case when ? then 0 else deaths + 1 end, suspects = ?, poison = ?,"
+                " note = ? where id = ? and state = 'running'",
+                narrowed,
                 json.dumps(suspects),
                 json.dumps(poison),
                 note,
@@ -285,11 +293,6 @@ class Ledger:
             )
             row = self._one("select deaths from job where id = ?", job)
         return int(row["deaths"]) if row else 0
-
-    def narrowed(self, job: str) -> None:
-        """The search for what kills a job's workers got on: deaths count from here."""
-        with self._lock:
-            self._run("update job set deaths = 0 where id = ?", job)
 
     def retry(self, job: str) -> bool:
         """Put a failed or cancelled job in line again; False when it is neither. What was poison is tried once more."""

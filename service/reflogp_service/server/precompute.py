@@ -252,10 +252,8 @@ class Precompute:
             suspects = sorted(at_work)
         note = f"its worker ended: {reason}"
         logger.warning("job goes back in line: %s", note, extra={"job": job})
-        deaths = await to_thread.run_sync(self._ledger.died, job, suspects, poison, note)
-        if narrowed:
-            await to_thread.run_sync(self._ledger.narrowed, job)
-        elif deaths >= _DEATHS:
+        deaths = await to_thread.run_sync(self._ledger.died, job, suspects, poison, note, narrowed)
+        if deaths >= _DEATHS:
             await self._finish(job, "failed", error=f"{deaths} workers died one after the other without getting on: {reason}")
             return
         self._notify(job)
