@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from reflogp_service.server.pages.formats import short_number
+from reflogp_service.formats import short_number
 
 #: Of a chart, in the SVG's own units; the page scales it. The plot lies inside the margins.
 WIDTH, HEIGHT = 400.0, 180.0

@@ -1,15 +1,12 @@
-"""How numbers, times and datasets are written for people.
+"""How numbers and times are written for people.
 
-Knows formats only. Called by the pages' templates and by the charts.
+Knows formats only. Called by the pages, the report and their charts.
 """
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from urllib.parse import urlsplit
-
-from reflogp_service.server.models import DatasetSpec, Job
 
 #: (size, suffix), the largest first.
 _DECIMAL = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")]
@@ -70,16 +67,3 @@ def moment(when: datetime) -> str:
 def machine_moment(when: datetime) -> str:
     """The same for <time datetime>."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def dataset_name(dataset: DatasetSpec) -> str:
-    """Where the rows come from; of a URI neither the query nor who asks, for a signed one holds a secret there."""
-    if dataset.uri is not None:
-        parts = urlsplit(dataset.uri)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    return dataset.upload or dataset.path or ""
-
-
-def job_name(job: Job) -> str:
-    """The title, or the dataset's last part where there is none."""
-    return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from reflogp_client import Client
+from reflogp_service import formats
 from reflogp_service.server import charts
 from reflogp_service.server.models import DatasetSpec, Histogram
-from reflogp_service.server.pages import formats
+from reflogp_service.server.pages import names
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, serving, settings_file
 
@@ -535,7 +536,7 @@ def test_formats():
     ]
     assert [formats.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
-    assert formats.dataset_name(signed) == "https://host/a/b.jsonl"
+    assert names.dataset_name(signed) == "https://host/a/b.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import math
 
 from markupsafe import Markup
 
-from reflogp_service.report.figures import Curve, Density, Histograms
-from reflogp_service.server.chart_frame import (
+from reflogp_service.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     TOP,
@@ -23,7 +22,8 @@ from reflogp_service.server.chart_frame import (
     x_axis,
     y_at,
 )
-from reflogp_service.server.pages.formats import number
+from reflogp_service.formats import number
+from reflogp_service.report.figures import Curve, Density, Histograms
 
 #: Shades of the length chart: a cell's share of the fullest one, from which each begins.
 _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)

@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
+from reflogp_service.formats import percent
 from reflogp_service.report.collect import ALIKE, Collected, Coverage
 from reflogp_service.report.duplicates import Duplicates
 from reflogp_service.report.outliers import OutlierKind
 from reflogp_service.report.preference import LabelPreference, PairPreference
 from reflogp_service.report.truncation import TRL_MAX_LENGTH, Cut
-from reflogp_service.server.pages.formats import percent
 
 #: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: neither.
 Kind = Literal["mend", "look", "good", "fact"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from reflogp_service.formats import duration, moment, number, percent
 from reflogp_service.report import drawings
 from reflogp_service.report.collect import ALIKE
 from reflogp_service.report.folder import MARK
@@ -22,7 +23,6 @@ from reflogp_service.report.shown import LEVELS
 from reflogp_service.report.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp_service.report.visible import visible
 from reflogp_service.server import pages
-from reflogp_service.server.pages.formats import duration, moment, number, percent
 
 if TYPE_CHECKING:
     from reflogp_service.report.build import Content

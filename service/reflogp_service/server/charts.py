@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from reflogp_service.server.chart_frame import (
+from reflogp_service.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     TOP,
@@ -25,8 +25,8 @@ from reflogp_service.server.chart_frame import (
     x_axis,
     y_at,
 )
+from reflogp_service.formats import duration, number
 from reflogp_service.server.models import Histogram
-from reflogp_service.server.pages.formats import duration, number
 
 #: Seconds between two ticks of time: 1, 2, 5, 10, 15 and 30 of seconds, minutes, hours; then days.
 _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10, 15, 30) if size * count < 43200]

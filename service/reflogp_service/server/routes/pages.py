@@ -18,12 +18,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from reflogp_service import formats
 from reflogp_service.server import charts
 from reflogp_service.server.auth import COOKIE, entry_of, entry_of_cookie, require_scope
 from reflogp_service.server.bodies import read_body
 from reflogp_service.server.context import Context
 from reflogp_service.server.models import UNFINISHED, JobState
-from reflogp_service.server.pages import formats
+from reflogp_service.server.pages import names
 from reflogp_service.server.problems import Problem, problem_of
 from reflogp_service.server.settings import Scope
 from reflogp_service.server.shelf import Shelved
@@ -95,8 +96,10 @@ class _Pages:
         self._templates = Environment(
             loader=PackageLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
         )
-        for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment", "dataset_name", "job_name"):
+        for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(formats, name)
+        for name in ("dataset_name", "job_name"):
+            self._templates.filters[name] = getattr(names, name)
         self._templates.globals.update(
             static=self._static_url, histogram=charts.histogram, throughput=charts.throughput, guarded=bool(self._tokens)
         )
