@@ -26,17 +26,12 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Errors against plain, unpadded float32 forwards, in nats per token. What is TRL's is None where its pass fails.
-
-    `beyond_trl` is how far our mean squared error is above TRL's, in standard errors of the difference; below 0 where it is
-    less.
-    """
+    """Errors against plain, unpadded float32 forwards, in nats per token. `trl_bfloat16` is None where TRL's pass fails."""
 
     path: str
     float32_max: float
     bfloat16_rms: float
     trl_bfloat16: float | None
-    beyond_trl: float | None
 
 
 def some_pairs(count: int = 64, seed: int = 0) -> list[Sequence]:
@@ -67,12 +62,11 @@ def measure(name: str) -> Fidelity:
         half = half_engine.score(sequences)
         assert half_engine.self_check.path == engine.self_check.path
         try:
-            trl = trl_token_logps(folder, sequences)
+            trl = rms(trl_token_logps(folder, sequences), exact)
         except Exception:
             trl = None
     worst = max(float(np.abs(a - b).max()) for a, b in zip(float32, exact, strict=True))
-    of_trl = None if trl is None else (rms(trl, exact), beyond(half, trl, exact))
-    return Fidelity(engine.self_check.path, worst, rms(half, exact), *(of_trl or (None, None)))
+    return Fidelity(engine.self_check.path, worst, rms(half, exact), trl)
 
 
 def rms(values: list, exact: list) -> float:
@@ -80,19 +74,13 @@ def rms(values: list, exact: list) -> float:
     return float(np.sqrt(np.mean(np.concatenate([v - e for v, e in zip(values, exact, strict=True)]) ** 2)))
 
 
-def beyond(values: list, others: list, exact: list) -> float:
-    """How far the squared error of `values` is above that of `others`, in standard errors of the difference.
+def trl_token_logps(folder, sequences: list[Sequence], autocast: torch.dtype | None = None) -> list[np.ndarray]:
+    """Per-token log-probs as TRL's precomputation gets them: its collator, batches of 8 pairs, its fused head.
 
-    Two right bfloat16 passes round differently, so which one comes out nearer is chance; errors of one sequence's tokens go
-    together (one expert that was chosen otherwise moves them all), so sequences are what is counted.
+    Args:
+        autocast: float32 weights under torch.autocast with this dtype; None for bfloat16 weights without.
     """
-    more = [np.sum((v - e) ** 2) - np.sum((o - e) ** 2) for v, o, e in zip(values, others, exact, strict=True)]
-    return float(np.mean(more) / (np.std(more, ddof=1) / np.sqrt(len(more))))
-
-
-def trl_token_logps(folder, sequences: list[Sequence]) -> list[np.ndarray]:
-    """Per-token log-probs as TRL's precomputation gets them: bfloat16, its collator, batches of 8 pairs, its fused head."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if autocast else torch.bfloat16).eval()
     add_fused_lm_head(model)
     pairs = [sequences[i : i + 2] for i in range(0, len(sequences), 2)]
     collate = DataCollatorForPreference(pad_token_id=0, max_length=None)
@@ -105,7 +93,7 @@ def trl_token_logps(folder, sequences: list[Sequence]) -> list[np.ndarray]:
         batch = collate(rows)
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
             logps = model(**inputs, labels=labels, fused_lm_head=True).log_probs
         values = [row[mask.bool()].numpy() for row, mask in zip(logps, batch["completion_mask"][:, 1:], strict=True)]
         half = len(rows)

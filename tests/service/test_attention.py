@@ -159,7 +159,7 @@ def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch
         sequences = some_pairs(4)
         expected = TorchEngine(str(folder), "float32").score(sequences)
         with monkeypatch.context() as patched:
-            patched.setattr(attention, "choose_kernel", lambda call: attention.flex)
+            patched.setattr(attention, "choose_kernel", lambda call, refused: attention.flex)
             engine = TorchEngine(str(folder), "float32")
             assert engine.self_check.path == "packed"
             for a, b in zip(engine.score(sequences), expected, strict=True):

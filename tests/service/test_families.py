@@ -13,13 +13,17 @@ from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
 from tests.service.fidelity import measure, some_pairs
 
+#: Two bfloat16 passes of one model round differently, so their errors against float32 differ by chance. Five percent is
+#: several times what other seeds show.
+CHANCE = 1.05
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_plain_forwards(name):
     found = measure(name)
     assert found.float32_max <= 1e-4
-    if found.beyond_trl is not None:
-        assert found.beyond_trl <= 3
+    if found.trl_bfloat16 is not None:
+        assert found.bfloat16_rms <= found.trl_bfloat16 * CHANCE
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def test_the_largest_come_first():
 
 @pytest.mark.parametrize("file", wider_data(), ids=lambda path: path.name.split(".")[0])
 def test_packs_of_real_data_are_nearly_full_and_share_prompts(file, tokenizer):
+    from reflogp_service.data.encode import tokenize_examples
     from reflogp_service.data.shape import examples_of
-    from reflogp_service.data.tokenize import tokenize_examples
 
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     rows = [json.loads(line) for line in text.splitlines()[:600]]

@@ -6,8 +6,9 @@ Registered with transformers' AttentionInterface as "reflogp_packed", so a model
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as fx_config
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from reflogp_service.engine import cpu_attention
@@ -26,17 +29,49 @@ NAME = "reflogp_packed"
 _MAX_SCORES = 1 << 26
 #: Queries and keys of one FlexAttention block, torch's default.
 _FLEX_BLOCK = 128
+#: Largest head size of FlashAttention's kernels, and what a head size must be a multiple of (flash-attn, README).
+_FLASH_MOST, _FLASH_MULTIPLE = 256, 8
+#: How allocators and libraries say that memory ran out, where they raise a plain RuntimeError.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class UnsupportedAttentionError(RuntimeError):
     """A layer asks for something that packed attention does not do. The engine then takes the padded path."""
 
 
-class PackLayout:
-    """A pack's branches as tensors on a device, made once per pack and used by every layer."""
+class KernelFailedError(RuntimeError):
+    """An attention kernel raised. The self-check then tries the next one.
 
-    def __init__(self, pack: Pack, device: torch.device) -> None:
+    Attributes:
+        kernel: its name.
+        reason: the first line of what it raised.
+    """
+
+    def __init__(self, kernel: str, error: Exception) -> None:
+        self.kernel = kernel
+        self.reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        super().__init__(f"{kernel}: {self.reason}")
+
+
+class PackLayout:
+    """A pack's branches as tensors on a device, made once per pack and used by every layer.
+
+    Args:
+        pack: the pack.
+        device: where the tensors go.
+        refused: names of kernels that no layer may use, because they failed for this model.
+    """
+
+    def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = ()) -> None:
         self.device = device
+        self.refused = refused
         self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
         self.layers_seen = 0
         self.windows_seen = 0
@@ -78,7 +113,7 @@ class PackLayout:
             keys = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
             gather = None
             if any(shared for _, _, shared in self.spans):
-                gather = torch.cat([torch.from_numpy(path) for path in self._paths]).to(self.device)
+                gather = self._places().to(self.device)
             return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(lengths)
 
         made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
@@ -86,9 +121,7 @@ class PackLayout:
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(int64 (branches, 3): start, stop and keys before; int64: every branch's keys' places, one branch after another)."""
-        made: tuple[torch.Tensor, torch.Tensor] = self._once(
-            "tree", lambda: (torch.tensor(self.spans), torch.cat([torch.from_numpy(path) for path in self._paths]))
-        )
+        made: tuple[torch.Tensor, torch.Tensor] = self._once("tree", lambda: (torch.tensor(self.spans), self._places()))
         return made
 
     def block_mask(self, window: int | None) -> Any:
@@ -105,10 +138,11 @@ class PackLayout:
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
                 last[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
             ends, positions = last.to(self.device), torch.from_numpy(self._pack.positions).to(self.device)
+            width = None if window is None else _scalar(window, self.device)
 
             def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
                 on_path = (k <= q) & (q < ends[k])
-                return on_path if window is None else on_path & (positions[q] - positions[k] < window)
+                return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 """Least and greatest of each block's values."""
@@ -133,6 +167,10 @@ class PackLayout:
             )
 
         return self._once(f"block mask {window}", make)
+
+    def _places(self) -> torch.Tensor:
+        """int64: the places of every branch's keys, one branch after another."""
+        return torch.cat([torch.from_numpy(path) for path in self._paths])
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
@@ -195,6 +233,7 @@ def packed_attention(
 
     Raises:
         UnsupportedAttentionError: position biases, bidirectional layers, or no pack at hand.
+        KernelFailedError: the chosen kernel raised anything but out-of-memory.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
@@ -206,33 +245,43 @@ def packed_attention(
     layout.layers_seen += 1
     layout.windows_seen += sliding_window is not None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    device = query.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:  # what autocast does for torch's own attention; it does not know other kernels
+        query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
     call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
-    kernel = choose_kernel(call)
+    kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
-    if kernel is by_branch and query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        layout.declined[cpu_blocks.__name__] = str(_cpu_blocks_problem(call))
-    return kernel(layout, call), None
+    if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
+        layout.declined[cpu_blocks.__name__] = problem  # a kernel that was refused has its reason already
+    try:
+        # Scores by hand round under autocast as such a model's own attention does there.
+        with torch.autocast(device, enabled=autocast and kernel is by_branch):
+            return kernel(layout, call), None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise KernelFailedError(kernel.__name__, error) from error
 
 
-def choose_kernel(call: Call) -> Callable[[PackLayout, Call], torch.Tensor]:
-    """The one decision about kernels: what can do this layer, fastest first."""
-    query, value = call.query, call.value
-    if query.device.type == "cpu" and _cpu_blocks_problem(call) is None:
-        return cpu_blocks
-    if query.device.type == "cuda" and query.shape[-1] == value.shape[-1]:
-        half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
-        if half and call.sinks is None and call.softcap is None and _torch_varlen() is not None:
-            return torch_varlen
-        if half and call.sinks is None and _flash_varlen() is not None:
-            return flash_varlen
-        return flex
+def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
+    """Choose the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
+    candidates = _CPU_KERNELS if call.query.device.type == "cpu" else _CUDA_KERNELS
+    for kernel, problem in candidates:
+        if kernel.__name__ not in refused and problem(call) is None:
+            return kernel
     return by_branch
 
 
 def installed_kernels() -> list[str]:
     """Names of the kernels that `choose_kernel` can take for some layer on a CUDA device, the fastest first."""
-    optional = {"torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
+    optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
     return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, Triton or a CUDA library says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
@@ -302,56 +351,90 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token."""
+    """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token.
+
+    torch 2.11 has no `enable_gqa`: its kernel takes grouped heads as they are. Later versions refuse them without it.
+    """
     attend = _torch_varlen()
     assert attend is not None
-    grouped = call.key.shape[1] != call.query.shape[1]
-    left = -1 if call.window is None else call.window - 1
-    out: torch.Tensor = attend(*_varlen(layout, call), scale=call.scale, window_size=(left, 0), enable_gqa=grouped)
-    return out[None]
+    wanted = {"scale": call.scale, "window_size": _flash_window(call), "enable_gqa": call.key.shape[1] != call.query.shape[1]}
+    return _by_varlen(attend, layout, call, wanted, needed=("scale", "window_size"))
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """FlashAttention's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
-    attend = _flash_varlen()
+    """FlashAttention 2's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
+    return _by_flash(_flash_varlen(), layout, call)
+
+
+def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
+    """FlashAttention 3's variable-length kernel, for Hopper; the same arguments as FlashAttention 2's."""
+    return _by_flash(_flash3_varlen(), layout, call)
+
+
+def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call) -> torch.Tensor:
     assert attend is not None
-    left = -1 if call.window is None else call.window - 1
-    out: torch.Tensor = attend(
-        *_varlen(layout, call), softmax_scale=call.scale, causal=True, window_size=(left, 0), softcap=call.softcap or 0.0
-    )
-    return out[None]
+    wanted: dict[str, Any] = {"softmax_scale": call.scale, "causal": True, "window_size": _flash_window(call)}
+    if call.softcap is not None:
+        wanted["softcap"] = call.softcap
+    return _by_varlen(attend, layout, call, wanted, needed=tuple(wanted))
 
 
-def _varlen(layout: PackLayout, call: Call) -> tuple[Any, ...]:
-    """What both variable-length kernels take first: (queries, keys, values, cu_seqlens and longest of queries and keys)."""
+def _flash_window(call: Call) -> tuple[int, int]:
+    """Keys to the left and to the right of a query that it sees; -1 is all."""
+    return (-1 if call.window is None else call.window - 1, 0)
+
+
+def _by_varlen(
+    attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
+) -> torch.Tensor:
+    """Call a variable-length kernel with the keywords of `wanted` that its installed version takes.
+
+    Raises:
+        UnsupportedAttentionError: it does not take one that is `needed`.
+    """
+    takes = _parameters(attend)
+    if lacking := [name for name in needed if name not in takes]:
+        raise UnsupportedAttentionError(f"the installed version takes no {', '.join(lacking)}")
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
-    query, key, value = (_flat(tensor) for tensor in (call.query, call.key, call.value))
+    size = call.value.shape[-1]
+    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # latent attention: values are narrower than keys
+    query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
     if gather is not None:
         key, value = key[gather], value[gather]
-    return query, key, value, cu_queries, cu_keys, longest_query, longest_key
+    keywords = {name: argument for name, argument in wanted.items() if name in takes}
+    found = attend(query, key, value, cu_queries, cu_keys, longest_query, longest_key, **keywords)
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return out[None, ..., :size]
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
     """FlexAttention over the whole pack: no keys are gathered, the tree is the mask. Soft caps and sinks included."""
-    query, window, softcap = call.query, call.window, call.softcap
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    query = call.query
+    cap = call.softcap
 
     def capped(score: torch.Tensor, batch: Any, head: Any, q: Any, k: Any) -> torch.Tensor:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
+        return score if cap is None else cap * torch.tanh(score / cap)
 
-    out, lse = _compiled_flex(query.device.type)(
+    found = _compiled_flex(query.device.type)(
         query,
         call.key,
         call.value,
-        score_mod=capped,
-        block_mask=layout.block_mask(window),
+        score_mod=None if cap is None else capped,
+        block_mask=layout.block_mask(call.window),
         scale=call.scale,
         enable_gqa=call.key.shape[1] != query.shape[1],
-        return_lse=True,
+        # Packs below 128 tokens would be lowered to another kernel, which does not support dynamic shapes (pytorch#147756).
+        kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
+        return_aux=None if call.sinks is None else AuxRequest(lse=True),
     )
-    if call.sinks is not None:  # one more term in the denominator
-        out = out * torch.sigmoid(lse - call.sinks.float()[None, :, None])[..., None].to(out.dtype)
-    attended: torch.Tensor = out.transpose(1, 2)
-    return attended
+    if call.sinks is None:
+        out: torch.Tensor = found
+    else:  # one more term in the denominator
+        plain, aux = found
+        out = plain * torch.sigmoid(aux.lse - call.sinks.float()[None, :, None])[..., None].to(plain.dtype)
+    return out.transpose(1, 2)
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -361,9 +444,56 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return counts[None, None], indices[None, None]
 
 
+@cache
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A number as a tensor of its device, (), for FlexAttention's compiled closures."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, device=device)
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """(1, heads, tokens, size) -> (tokens, heads, size), contiguous."""
     return tensor[0].transpose(0, 1).contiguous()
+
+
+def _varlen_problem(call: Call) -> str | None:
+    """Why FlashAttention's kernels, torch's own among them, cannot compute this layer."""
+    size = call.query.shape[-1]
+    if call.query.dtype not in (torch.bfloat16, torch.float16):
+        return "only for bfloat16 and float16"
+    if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
+        return f"head size {size}, and {call.value.shape[-1]} of values"
+    return "the layer has sinks" if call.sinks is not None else None
+
+
+def _torch_varlen_problem(call: Call) -> str | None:
+    if _torch_varlen() is None:
+        return "not in this torch"
+    return "the layer has a soft cap" if call.softcap is not None else _varlen_problem(call)
+
+
+def _flash_varlen_problem(call: Call) -> str | None:
+    return "not installed" if _flash_varlen() is None else _varlen_problem(call)
+
+
+def _flash3_varlen_problem(call: Call) -> str | None:
+    return "not installed" if _flash3_varlen() is None else _varlen_problem(call)
+
+
+#: Kernels by device type, the fastest first, each with why it cannot compute a layer (None: it can). `by_branch` comes last
+#: everywhere and can compute any.
+_CPU_KERNELS = ((cpu_blocks, _cpu_blocks_problem),)
+_CUDA_KERNELS = (
+    (flash3_varlen, _flash3_varlen_problem),
+    (torch_varlen, _torch_varlen_problem),
+    (flash_varlen, _flash_varlen_problem),
+    (flex, lambda call: None),
+)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @cache
@@ -387,11 +517,40 @@ def _flash_varlen() -> Callable[..., Any] | None:
 
 
 @cache
+def _flash3_varlen() -> Callable[..., Any] | None:
+    try:
+        if torch.cuda.get_device_capability()[0] != 9:  # its kernels are built for Hopper alone
+            return None
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, RuntimeError, AssertionError):
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
+@cache
 def _compiled_flex(device_type: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    chosen: Any = torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
+    chosen: Any = any_size(flex_attention) if device_type == "cuda" else flex_attention
     return cast(Callable[..., Any], chosen)
+
+
+def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """Compile a function once for every size of its tensors (and once more for sizes of 1).
+
+    Without `use_duck_shape=False` two sizes that are equal at first, such as two key heads and two blocks of a first pack, are
+    compiled as one. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's template for
+    CUDA loads as a pointer.
+    """
+    compiled = torch.compile(function, dynamic=True, backend=backend)
+    configs: tuple[Any, Any] = (fx_config, dynamo_config)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        with configs[0].patch(use_duck_shape=False), configs[1].patch(specialize_float=True):
+            return compiled(*args, **keywords)
+
+    return call
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

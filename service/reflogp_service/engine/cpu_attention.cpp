@@ -13,7 +13,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <tuple>
 #include <vector>
 
 namespace {
@@ -21,7 +20,9 @@ namespace {
 using Bf16 = at::BFloat16;
 using Floats = at::vec::Vectorized<float>;
 
-constexpr int64_t kKeys = 256;            // keys of one block
+// Keys of one block. As many as in torch's own kernel, whose softmax is followed to the rounding (its exponential, and the sum of
+// weights before they are rounded): a value computed here and one computed by torch differ by the order of sums alone.
+constexpr int64_t kKeys = 512;
 constexpr int64_t kRows = 128;            // queries times heads of one task
 constexpr int64_t kKeysAtOnce = 1 << 13;  // keys whose reordered copies exist at once, unless one branch has more
 // Shapes of products are rounded up, since every new shape is code that oneDNN generates and keeps.
@@ -111,11 +112,10 @@ void softmax_row(float* scores, int64_t width, int64_t low, int64_t high, float 
   const Floats shift(now), factor(scale);
   Floats total(0.0f);
   for (int64_t n = 0; n < width; n += 2 * Floats::size()) {
-    Floats left = (Floats::loadu(scores + n) * factor - shift).exp_u20();
-    Floats right = (Floats::loadu(scores + n + Floats::size()) * factor - shift).exp_u20();
+    Floats left = (Floats::loadu(scores + n) * factor - shift).fexp_u20();
+    Floats right = (Floats::loadu(scores + n + Floats::size()) * factor - shift).fexp_u20();
     const auto rounded = at::vec::convert_from_float<Bf16>(left, right);
     rounded.store(weights + n);
-    std::tie(left, right) = at::vec::convert_to_float<Bf16>(rounded);
     total = total + left + right;
   }
   total.store(lanes);

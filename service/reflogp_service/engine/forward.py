@@ -6,7 +6,7 @@ self-check.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -22,12 +22,19 @@ Path = Literal["packed", "padded", "single"]
 
 
 @torch.inference_mode()
-def forward_pack(model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0) -> torch.Tensor:
+def forward_pack(
+    model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0, refused: Collection[str] = ()
+) -> torch.Tensor:
     """log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must be set to packed attention.
 
-    Raises UnsupportedAttentionError when a layer cannot be packed.
+    Args:
+        refused: attention kernels that may not be used, by name.
+
+    Raises:
+        UnsupportedAttentionError: a layer cannot be packed.
+        KernelFailedError: an attention kernel raised.
     """
-    states = pack_states(model, pack, PackLayout(pack, device))
+    states = pack_states(model, pack, PackLayout(pack, device, refused))
     parents = torch.from_numpy(pack.parents).to(device)
     targets = torch.from_numpy(pack.token_ids[pack.predicted]).to(device)
     return head.logps(states, parents, targets, temperature)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from reflogp_service.engine.load import autocasting
+
 #: Logits of whole rows held at once: 2**28 are 512 MiB in bfloat16 and 1 GiB in float32 on top.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 #: Rows and columns of logits held at once where a CPU computes them here: few enough to stay in cache until they are summed,
@@ -42,20 +44,27 @@ class Head:
     float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token removes it. Any
     other head runs through the model's own forward with the hidden states put in, so no architecture needs code here.
 
+    Under autocast the rounded logit stays: such values stand beside those of a run whose own logits are rounded alike (TRL's
+    fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
+
     Args:
         model: a causal language model.
         float32: compute the products in float32 whatever the model's dtype is.
+        autocast: the model runs under torch.autocast with this dtype; None where it does not.
 
     Attributes:
         logits: what the head does to its products, found by trying; None where only the model's own forward knows.
     """
 
-    def __init__(self, model: Any, float32: bool = False) -> None:
+    def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
         self._model = model
         self._output = model.get_output_embeddings()
         self._weight, self._bias = self._output.weight, getattr(self._output, "bias", None)
         self.logits = self._find_logits()
-        self._float32 = float32 and self._weight.dtype != torch.float32
+        self._float32 = float32
+        self._rounded = autocast if not float32 else None
+        # Cast once: autocast would cast the largest matrix of the model again for every chunk.
+        self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp = log_sum_exp
 
     @torch.inference_mode()
@@ -82,9 +91,17 @@ class Head:
     def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         if self.logits is None:
             hidden = hidden.to(self._weight.dtype)
-            logits = self._own_logits(hidden).float() / temperature
+            with autocasting(hidden.device, self._rounded):
+                logits = self._own_logits(hidden).float() / temperature
             return torch.gather(logits, 1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
+        with autocasting(hidden.device, None):  # every dtype below is chosen, and autocast would choose others
+            return self._logps_of_products(hidden, targets, temperature)
+
+    def _logps_of_products(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        assert self.logits is not None
         total, rounded = self._sum_and_target(hidden, targets, temperature)
+        if self._rounded is not None:
+            return torch.clamp(rounded - total, max=0.0)
         exact = (hidden.float() * self._weight[targets].float()).sum(1)
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
@@ -102,14 +119,14 @@ class Head:
         """(log sum exp of all logits, the target's logit as the product rounds it), both float32 (n,)."""
         assert self.logits is not None
         # Mamba keeps its residual stream, and so these states, in float32.
-        dtype = torch.float32 if self._float32 else hidden.dtype
+        dtype = torch.float32 if self._float32 else self._rounded or hidden.dtype
         vocabulary = self._weight.shape[0]
         columns = _CPU_BLOCK[1] if hidden.device.type == "cpu" else vocabulary
         sums, rounded = [], torch.zeros(len(targets), dtype=dtype, device=hidden.device)
         for start in range(0, vocabulary, columns):
             block = slice(start, start + columns)
             bias = None if self._bias is None else self._bias[block].to(dtype)
-            product = F.linear(hidden.to(dtype), self._weight[block].to(dtype), bias)
+            product = F.linear(hidden.to(dtype), self._factors[block].to(dtype), bias)
             sums.append(self.log_sum_exp(product, self.logits, 1.0 / temperature))
             at = targets - start
             inside = (at >= 0) & (at < product.shape[1])
@@ -127,8 +144,9 @@ class Head:
             return None  # an adapter on the head shows its base's weight and adds to the product itself
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
-        own = self._own_logits(hidden).float()
-        product = F.linear(hidden, weight, self._bias).float()
+        with autocasting(weight.device, None):
+            own = self._own_logits(hidden).float()
+            product = F.linear(hidden, weight, self._bias).float()
         config = self._model.config.get_text_config()
         scales = [1.0]
         for name in ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"):

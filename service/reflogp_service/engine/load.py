@@ -5,6 +5,7 @@ Knows transformers' loading. Does not know sequences. Called by the torch engine
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reflogp_service.errors import EngineError
-from reflogp_store.checkpoint import Adapter, read_checkpoint, resolve_model
-from reflogp_store.reference import resolve_dtype
+from reflogp_store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
+from reflogp_store.reference import autocast_dtype, resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class LoadedModel:
 
     Attributes:
         model: in evaluation mode, parameters without gradients, on `device`.
+        dtype: of the weights.
+        autocast: dtype that torch.autocast casts the operands of matrix products to; None for no autocast.
         vocab_size: rows of the output embedding; ids must be below it.
         max_positions: positions that the config allows, None where it names no limit.
         rope_limit: the length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and
@@ -35,6 +38,27 @@ class LoadedModel:
     vocab_size: int
     max_positions: int | None
     rope_limit: int | None
+    autocast: torch.dtype | None = None
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Dtype of the matrix products."""
+        return self.autocast or self.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """What the model computes in, as a reference names it."""
+        name = str(self.product_dtype).removeprefix("torch.")
+        return name if self.autocast is None else f"{name}-autocast"
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The context of every forward pass: torch.autocast as accelerate sets it up, or none, even if the caller has it on."""
+        return autocasting(self.device, self.autocast)
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch.autocast with this dtype; None switches off what the caller may have on."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def choose_device(device: str) -> torch.device:
@@ -72,13 +96,14 @@ def _with_adapter(model: Any, adapter: Adapter) -> Any:
 
 
 def load_model(
-    model: str, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
+    model: str | Checkpoint, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> LoadedModel:
     """Load a reference model.
 
     Args:
-        model: model folder, PEFT adapter folder, or hub id.
-        dtype: "float32", "bfloat16", "float16" or "auto".
+        model: model folder, PEFT adapter folder, hub id, or a checkpoint that was read.
+        dtype: "float32", "bfloat16", "float16" or "auto"; "bfloat16-autocast" or "float16-autocast" for float32 weights and
+            forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
         trust_remote_code: run modelling code that the checkpoint brings. Off unless asked for.
 
@@ -86,8 +111,10 @@ def load_model(
         UsageError, CheckpointError: as `read_checkpoint`.
         EngineError: transformers cannot build the model, or weights for it are missing from the files.
     """
-    checkpoint = read_checkpoint(resolve_model(model, revision))
-    torch_dtype = getattr(torch, resolve_dtype(dtype, checkpoint.config))
+    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model, revision))
+    name = resolve_dtype(dtype, checkpoint.config)
+    products = autocast_dtype(name)
+    torch_dtype = torch.float32 if products else getattr(torch, name)
     where = choose_device(device)
     quantized = "quantization_config" in checkpoint.config  # such weights are placed while they are loaded, not moved
     devices = [where] if where.type == "cuda" else []
@@ -116,6 +143,8 @@ def load_model(
     loaded = (loaded if quantized else loaded.to(where)).eval()
     for parameter in loaded.parameters():
         parameter.requires_grad_(False)
+    if where.type == "cpu":
+        _take_out_of_files(loaded)
     text_config = loaded.config.get_text_config()
     return LoadedModel(
         model=loaded,
@@ -124,7 +153,19 @@ def load_model(
         vocab_size=int(loaded.get_output_embeddings().weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         rope_limit=_rope_limit(text_config),
+        autocast=getattr(torch, products) if products else None,
     )
+
+
+def _take_out_of_files(model: Any) -> None:
+    """Copy weights into memory of their own.
+
+    safetensors maps a file into memory, and weights that need no conversion stay there: whoever writes to the file later would
+    change the loaded model.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor.data) is torch.Tensor:
+            tensor.data = tensor.data.clone()
 
 
 def forget_longest_pass(model: Any, limit: int) -> None:

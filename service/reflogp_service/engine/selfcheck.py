@@ -14,7 +14,7 @@ import torch
 
 from reflogp_service.engine import compiled
 from reflogp_service.engine.attention import NAME as PACKED
-from reflogp_service.engine.attention import PackLayout
+from reflogp_service.engine.attention import KernelFailedError, PackLayout, by_branch
 from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import LoadedModel
@@ -41,6 +41,7 @@ class SelfCheck:
         rejected: path, or attention kernel -> why it was not taken.
         kernels: attention kernels that ran in the check, as every pack will use them.
         compiled: decoder layers and log-sum-exp run compiled.
+        refused_kernels: attention kernels that raised or disagreed; no pass may use them.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class SelfCheck:
     rejected: dict[str, str]
     kernels: list[str]
     compiled: bool
+    refused_kernels: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,33 +64,55 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
         loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
         compile_layers: try packed with compiled layers first.
     """
+    with loaded.computing():
+        return _check(head, loaded, compile_layers)
+
+
+def _check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
     model, device = loaded.model, loaded.device
     limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
     own_attention = model.config._attn_implementation
     sequences = _sequences(loaded.vocab_size, min(limits, default=None))
     plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
-    tolerance = tolerance_of(loaded.dtype, plain)
+    tolerance = tolerance_of(loaded.product_dtype, plain)
     rejected: dict[str, str] = {}
+    refused: list[str] = []
     found: tuple[Path, float] = ("single", 0.0)
     kernels = [str(own_attention)]
-    for path in ("packed", "padded"):
+    while found[0] == "single":
         try:
-            if path == "packed":
-                values, layout = _packed(model, head, sequences, device)
-                kernels = sorted(layout.kernels)
-                rejected |= layout.declined
-            else:
-                values, kernels = _padded(model, head, sequences, device), [str(own_attention)]
+            values, layout = _packed(model, head, sequences, device, refused)
+        except KernelFailedError as error:
+            rejected[error.kernel] = error.reason
+            if error.kernel not in (by_branch.__name__, *refused):
+                refused.append(error.kernel)
+                continue
+            rejected["packed"] = str(error)
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
-            rejected[path] = str(error).splitlines()[0] if str(error) else type(error).__name__
-            model.set_attn_implementation(own_attention)
-            continue
-        difference = float(np.sqrt(np.mean((values - plain) ** 2)))
-        if difference <= tolerance:
-            found = (path, difference)
-            break
-        rejected[path] = f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+            rejected["packed"] = _first_line(error)
+        else:
+            rejected |= layout.declined
+            difference, problem = _compare(values, plain, tolerance)
+            doubted = layout.kernels - {by_branch.__name__, *refused}
+            if problem is not None and doubted:  # the plainest kernel decides whether it is the kernel or the model
+                rejected |= dict.fromkeys(doubted, problem)
+                refused.extend(sorted(doubted))
+                continue
+            if problem is None:
+                found, kernels = ("packed", difference), sorted(layout.kernels)
+            else:
+                rejected["packed"] = problem
+        break
+    if found[0] == "single":
         model.set_attn_implementation(own_attention)
+        try:
+            difference, problem = _compare(_padded(model, head, sequences, device), plain, tolerance)
+        except Exception as error:
+            difference, problem = float("nan"), _first_line(error)
+        if problem is None:
+            found = ("padded", difference)
+        else:
+            rejected["padded"] = problem
     if found[0] != "packed":
         warnings.warn(
             f"{type(model).__name__} is scored on the {found[0]} path, which is slower: packed {rejected['packed']}",
@@ -96,14 +120,26 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
         )
     is_compiled = False
     if found[0] == "packed" and compile_layers:
-        difference, problem = _try_compiled(model, head, sequences, plain, device, tolerance)
+        difference, problem = _try_compiled(model, head, sequences, plain, device, tolerance, refused)
         is_compiled = problem is None
         if problem is None:
             found = ("packed", difference)
         else:
             rejected["compiled"] = problem
             warnings.warn(f"{type(model).__name__} is scored without compiled layers, which is slower: {problem}", stacklevel=2)
-    return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled)
+    return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled, tuple(refused))
+
+
+def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
+    """(root mean square difference from a plain pass, what is wrong with it)."""
+    difference = float(np.sqrt(np.mean((values - plain) ** 2)))
+    if difference <= tolerance:
+        return difference, None
+    return difference, f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
@@ -112,7 +148,13 @@ def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
 
 
 def _try_compiled(
-    model: Any, head: Head, sequences: list[Sequence], plain: Any, device: torch.device, tolerance: float
+    model: Any,
+    head: Head,
+    sequences: list[Sequence],
+    plain: Any,
+    device: torch.device,
+    tolerance: float,
+    refused: list[str],
 ) -> tuple[float, str | None]:
     """(difference from a plain pass, why not) with compiled layers, which stay compiled only where they agree."""
     eager = head.log_sum_exp
@@ -121,7 +163,7 @@ def _try_compiled(
     try:
         compiled.compile_layers(model)
         head.log_sum_exp = compiled.compiled_log_sum_exp()
-        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device)[0] - plain) ** 2)))
+        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
         problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
     except Exception as error:  # compilers fail in many ways
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -179,21 +221,23 @@ def _recurrent_part(model: Any) -> str | None:
     return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
 
 
-def _packed(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> tuple[Any, PackLayout]:
+def _packed(
+    model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
+) -> tuple[Any, PackLayout]:
     """(values, what the layers did with the pack)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")
     model.set_attn_implementation(PACKED)
     [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
-    layout = PackLayout(pack, device)
+    layout = PackLayout(pack, device, refused)
     pack_states(model, pack, layout)
     layers = int(model.config.get_text_config().num_hidden_layers)
     if layout.layers_seen != layers:
         raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
         raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
-    values = forward_pack(model, head, pack, device).cpu().numpy()
+    values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
     return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout
 

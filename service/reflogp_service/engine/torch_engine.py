@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from reflogp_service.engine.attention import is_out_of_memory
 from reflogp_service.engine.compiled import worth_compiling
+from reflogp_service.engine.device import copy_to_host, on_device
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp_service.engine.forward import attention_of, forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
@@ -27,6 +29,7 @@ from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import NOT_FINITE, Logps, Outcome, Sequence, in_order, problem_of
 from reflogp_service.errors import EngineError
+from reflogp_store.checkpoint import Checkpoint
 
 #: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
 _WINDOW = 8_192
@@ -40,8 +43,9 @@ class TorchEngine:
     with a warning (`self_check`).
 
     Args:
-        model: model folder or hub id; safetensors weights.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        model: model folder, hub id, or a checkpoint that was read; safetensors weights.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. "bfloat16-autocast" and "float16-autocast":
+            float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA when there), "cpu", "cuda", "cuda:1", …
         token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved, for good, and
             nothing is lost.
@@ -61,7 +65,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: str,
+        model: str | Checkpoint,
         dtype: str = "bfloat16",
         device: str = "auto",
         token_budget: int | Literal["auto"] = "auto",
@@ -75,15 +79,16 @@ class TorchEngine:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
         self._loaded = load_model(model, dtype, device, revision, trust_remote_code)
         self.device = self._loaded.device
-        own_head = str(self._loaded.dtype).removeprefix("torch.")
+        own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
-        self._head = Head(self._loaded.model, float32=lm_head_dtype == "float32")
+        self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
         self._flops = ForwardFlops(self._loaded.model)
         if compile_layers is None:
             compile_layers = worth_compiling(self._loaded.model, self.device)
         self._own_attention = self._loaded.model.config._attn_implementation
-        self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
+        with on_device(self.device):
+            self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
         self.token_budget = (
             auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
         )
@@ -181,7 +186,7 @@ class TorchEngine:
 
     def peak_flops_per_second(self) -> float:
         """Matrix product rate of this device in this dtype, measured once."""
-        return matmul_flops_per_second(self.device, self._loaded.dtype)
+        return matmul_flops_per_second(self.device, self._loaded.product_dtype)
 
     def close(self) -> None:
         """Nothing: it started nothing, and its memory goes with the object."""
@@ -194,7 +199,7 @@ class TorchEngine:
             "transformers": transformers.__version__,
             "python": ".".join(map(str, sys.version_info[:2])),
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "dtype": str(self._loaded.dtype).removeprefix("torch."),
+            "dtype": self._loaded.dtype_name,
             "self_check": self.self_check.as_dict(),
             "batch_invariant": False,
         }
@@ -236,14 +241,16 @@ class TorchEngine:
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
             forget_longest_pass(model, limit)
         try:
-            if isinstance(unit.work, Pack):
-                values = forward_pack(model, self._head, unit.work, self.device, temperature)
-            else:
-                with attention_of(model, self._own_attention):
-                    values = forward_padded(model, self._head, unit.work, self.device, temperature)
+            with on_device(self.device), self._loaded.computing():
+                if isinstance(unit.work, Pack):
+                    refused = self.self_check.refused_kernels
+                    values = forward_pack(model, self._head, unit.work, self.device, temperature, refused)
+                else:
+                    with attention_of(model, self._own_attention):
+                        values = forward_padded(model, self._head, unit.work, self.device, temperature)
             return _Flying.begin(unit, values)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
         # Outside the handler, where the failed pass's tensors are no longer held by its traceback.
         if self.device.type == "cuda":
@@ -262,7 +269,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Flying:
-    """A pass whose values are on their way off the device."""
+    """A pass whose values are on their way off the device: `values` is host memory, written when `copied` has happened."""
 
     unit: _Unit
     values: torch.Tensor
@@ -270,13 +277,7 @@ class _Flying:
 
     @classmethod
     def begin(cls, unit: _Unit, values: torch.Tensor) -> _Flying:
-        if values.device.type != "cuda":
-            return cls(unit, values, None)
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return cls(unit, host, copied)
+        return cls(unit, *copy_to_host(values))
 
     def land(self, indices: list[int]) -> list[tuple[int, Outcome]]:
         """The pass's values, once they are here; `indices` are the caller's numbers of the members."""
@@ -297,8 +298,3 @@ def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:
         while (unit := coming.result()) is not None:
             coming = background.submit(next, units, None)
             yield unit
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    texts = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
