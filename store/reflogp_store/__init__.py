@@ -8,6 +8,8 @@ from reflogp_store.compaction import compact, vacuum
 from reflogp_store.errors import (
     CheckpointError,
     DamagedStoreError,
+    FileChangedError,
+    OtherContentError,
     ReferenceNotFoundError,
     ReflogpError,
     SnapshotNotFoundError,
@@ -30,9 +32,11 @@ from reflogp_store.table import LogprobTable
 __all__ = [
     "CheckpointError",
     "DamagedStoreError",
+    "FileChangedError",
     "Join",
     "LogprobStore",
     "LogprobTable",
+    "OtherContentError",
     "Reference",
     "ReferenceNotFoundError",
     "ReflogpError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,32 @@ class Checkpoint:
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
     adapter: Adapter | None = None
+
+    def code_files(self) -> list[Path]:
+        """Modelling code that comes with the weights; none where the config names none."""
+        return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
+
+    def hashed_files(self) -> list[Path]:
+        """Weights and code: what a reference id has digests of."""
+        return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
+
+    def files(self) -> list[Path]:
+        """Every file that decides what the model computes."""
+        index = self.folder / _INDEX
+        read = [self.folder / "config.json", *([index] if index.is_file() else [])]
+        return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
+
+    def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
+        """Return True if config, index and adapter config, read again, say what is in here."""
+        try:
+            if json.loads(read[self.folder / "config.json"]()) != self.config:
+                return False
+            index = self.folder / _INDEX
+            if index in read and {self.folder / name for name in _named_in(read[index]())} != set(self.weight_files):
+                return False
+            return self.adapter is None or json.loads(read[self.adapter.folder / _ADAPTER_CONFIG]()) == self.adapter.config
+        except (KeyError, ValueError, AttributeError):
+            return False
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
@@ -117,7 +144,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     index = folder / _INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = _named_in(index.read_bytes())
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{index} cannot be read: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
@@ -136,6 +163,11 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
             "safetensors (model.save_pretrained writes it) and give that folder"
         )
     raise CheckpointError(f"{folder} holds no weights: neither model.safetensors nor {_INDEX}")
+
+
+def _named_in(index: bytes) -> list[str]:
+    """Weight files that an index names, sorted. Raises ValueError, KeyError or AttributeError for what is no index."""
+    return sorted(set(json.loads(index)["weight_map"].values()))
 
 
 def _check_whole(file: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from reflogp_store.errors import ReferenceNotFoundError, StoreNotFoundError
 
 
 def score_command(
@@ -17,6 +21,9 @@ def score_command(
     split: str = "train",
     revision: str | None = None,
     form: str | None = None,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
 ) -> str:
     """`reflogp score` with these arguments; options at their defaults are left out."""
     options = [
@@ -26,10 +33,22 @@ def score_command(
         ("--split", split if split != "train" else None),
         ("--revision", revision),
         ("--format", form),
+        ("--tokenizer", tokenizer),
+        ("--chat-template", chat_template),
     ]
     words = ["reflogp", "score", model, data, "--store", store, "--dtype", dtype]
     words += [str(word) for option in options if option[1] is not None for word in option]
+    words += ["--trust-remote-code"] * trust_remote_code
     return shlex.join(words)
+
+
+@contextmanager
+def naming_command(command: str) -> Iterator[None]:
+    """While the block runs, an error that nothing was scored yet also says the whole command that scores."""
+    try:
+        yield
+    except (StoreNotFoundError, ReferenceNotFoundError) as error:
+        raise type(error)(f"{error}. Score the data: {command}") from error
 
 
 def repair_command(table_uri: str) -> str:

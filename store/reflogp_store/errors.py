@@ -9,7 +9,9 @@ ReflogpError                    base of all four packages: the command line prin
     ├── DamagedStoreError       parts of it are damaged, and what was asked needs it whole
     ├── ReferenceNotFoundError  the store holds nothing for this reference model
     ├── SnapshotNotFoundError   no such snapshot number
-    └── CheckpointError         weight files that are missing, truncated or of a refused kind
+    ├── CheckpointError         weight files that are missing, truncated or of a refused kind
+    └── FileChangedError        a file was replaced or written to while it was read
+        └── OtherContentError   its content is not what an id or a digest names
 
 StoreDamageWarning (a UserWarning): a reader goes on without a damaged part, and says which.
 """
@@ -57,3 +59,11 @@ class SnapshotNotFoundError(StoreError):
 
 class CheckpointError(StoreError):
     """A model folder's weight files are missing, truncated or of a kind that is refused."""
+
+
+class FileChangedError(StoreError):
+    """A file was replaced or written to while it was read; reading it again may help."""
+
+
+class OtherContentError(FileChangedError):
+    """A file's content is not what an id or a digest names; reading it again does not help."""

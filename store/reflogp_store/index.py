@@ -42,8 +42,15 @@ class Places:
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
-    def take(self, order: Int64s) -> Places:
-        """The same of the keys in another order."""
+    @classmethod
+    def joined(cls, parts: list[Places]) -> Places:
+        """The places of several parts of the keys, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def take(self, order: Int64s | slice) -> Places:
+        """The same of some of the keys, or of the keys in another order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:

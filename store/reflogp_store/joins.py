@@ -171,9 +171,10 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
         sums = front + ld_alpha * (sums - front)
     short = (found.lengths < every) & (every > 0)
     rows = len(asked.dropped)
-    missing = short.reshape(-1, rows).any(0) & ~asked.dropped
-    unusable = (~np.isfinite(sums) & ~short).reshape(-1, rows).any(0) & ~asked.dropped
-    logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(-1, rows), strict=True)}
+    shape = (len(columns), rows)  # rows may be 0, so that no side can be left to reshape
+    missing = short.reshape(shape).any(0) & ~asked.dropped
+    unusable = (~np.isfinite(sums) & ~short).reshape(shape).any(0) & ~asked.dropped
+    logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(shape), strict=True)}
     return Join(logps, asked.keys, needed, missing, unusable, asked.dropped)
 
 

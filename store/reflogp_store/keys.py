@@ -39,6 +39,8 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         UsageError: a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
+    if pa.types.is_null(array.type) and not len(array):  # what no rows at all make of a column
+        array = array.cast(pa.list_(pa.uint32()))
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
     ):

@@ -27,7 +27,9 @@ from reflogp_store.schema import SCHEMA, one_array, problem_of_rows
 #: What a lookup of one key reads of a sorted shard: at 200 tokens a row 3.4 MB of token values, 120 kB of the index columns.
 ROW_GROUP_ROWS = 4_096
 #: Rows with many tokens come in smaller groups: about so many bytes of values, but not fewer than so many rows.
-_GROUP_BYTES, _LEAST_GROUP_ROWS = 4 << 20, 256
+_GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
+#: Bytes of row groups whose values are read at a time, or one row group where it is larger.
+READ_BYTES = 32 << 20
 #: What lookups read unless they need single tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
@@ -58,7 +60,7 @@ def longest_of_each_key(rows: pa.Table) -> pa.Table:
 
 def _group_rows(rows: pa.Table) -> int:
     fitting = _GROUP_BYTES * len(rows) // max(1, int(rows["token_logps"].nbytes))
-    return max(_LEAST_GROUP_ROWS, min(ROW_GROUP_ROWS, fitting))
+    return max(LEAST_GROUP_ROWS, min(ROW_GROUP_ROWS, fitting))
 
 
 def write_shard(rows: pa.Table, sink: Any) -> None:
@@ -84,11 +86,13 @@ def shard_digest(data: Any) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """A row group: its first row's place in the shard, its rows, and the first words of its least and greatest key."""
+    """A row group: its first row's place in the shard, its rows, its uncompressed bytes, and the first words of its least and
+    greatest key."""
 
     index: int
     start: int
     rows: int
+    bytes: int
     least: int
     greatest: int
 
@@ -127,16 +131,34 @@ class Shard:
             for index in range(file.num_row_groups):
                 yield file.read_row_group(index)
 
-    def values(self, column: str, rows: npt.NDArray[np.int32]) -> pa.Array:
-        """A column's values in some rows, given in ascending order. Reads only the row groups that hold them."""
-        starts = np.array([group.start for group in self.groups])
-        wanted = np.searchsorted(starts, rows, "right") - 1
-        used, place = np.unique(wanted, return_inverse=True)
+    def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
+        """(some of `rows`, a column's values in them), one part after the other; reads only the row groups that hold them.
+
+        A part is of row groups of READ_BYTES together, so that memory is bounded however many rows are asked for.
+
+        Args:
+            column: name.
+            rows: numbers of rows, ascending.
+        """
+        groups = self.groups
+        group_of = np.searchsorted(np.array([group.start for group in groups]), rows, "right") - 1
+        used, first = np.unique(group_of, return_index=True)
+        ends = [*first[1:].tolist(), len(rows)]
         with self._open() as file:
-            read = one_array(file.read_row_groups(used.tolist(), columns=[column])[column])
-        sizes = np.array([self.groups[index].rows for index in used])
-        before = np.cumsum(sizes) - sizes
-        return read.take(pa.array(rows - starts[wanted] + before[place]))
+            at = 0
+            while at < len(used):
+                stop, size = at + 1, groups[used[at]].bytes
+                while stop < len(used) and size + groups[used[stop]].bytes <= READ_BYTES:
+                    size += groups[used[stop]].bytes
+                    stop += 1
+                together = [groups[index] for index in used[at:stop]]
+                read = one_array(file.read_row_groups([group.index for group in together], columns=[column])[column])
+                sizes = np.array([group.rows for group in together])
+                starts = np.array([group.start for group in together])
+                part = slice(int(first[at]), ends[stop - 1])
+                place = np.searchsorted(starts, rows[part], "right") - 1
+                yield part, read.take(pa.array(rows[part] - starts[place] + (np.cumsum(sizes) - sizes)[place]))
+                at = stop
 
     def digest(self) -> str:
         """As `shard_digest`, of the file as it is now."""
@@ -220,8 +242,7 @@ def _groups(metadata: pq.FileMetaData) -> list[Group]:
         statistics = group.column(column).statistics
         known = statistics is not None and statistics.has_min_max
         least, greatest = (statistics.min, statistics.max) if known else (b"\0" * 16, b"\xff" * 16)
-        groups.append(
-            Group(index, start, group.num_rows, int.from_bytes(least[:8], "big"), int.from_bytes(greatest[:8], "big"))
-        )
+        first_words = int.from_bytes(least[:8], "big"), int.from_bytes(greatest[:8], "big")
+        groups.append(Group(index, start, group.num_rows, group.total_byte_size, *first_words))
         start += group.num_rows
     return groups

@@ -23,11 +23,11 @@ import pyarrow.fs as pafs
 
 from reflogp_store import storage
 from reflogp_store.commands import repair_command
-from reflogp_store.errors import DamagedStoreError, StoreDamageWarning
+from reflogp_store.errors import DamagedStoreError, StoreDamageWarning, UsageError
 from reflogp_store.index import MISS, Int64s, Layer, Places, Words
 from reflogp_store.keys import keys_as_words
 from reflogp_store.schema import list_sums
-from reflogp_store.shard import Shard, ShardDamageError
+from reflogp_store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
 
 #: Rows up to which the whole index is kept: 36 bytes a row, so 1.1 GB at the most.
 INDEX_ROWS = 30_000_000
@@ -39,6 +39,9 @@ _READERS = 8
 _GROUPS_AT_ONCE = 64
 #: Rows whose token values are read at a time.
 _VALUE_ROWS = 65_536
+#: Keys that are looked up in the index at a time, the bytes that a lookup needs for each of them beside its answer, and the
+#: bytes of the answer. One pass over row groups takes all keys, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
+_FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
 
 
 T = TypeVar("T")
@@ -99,13 +102,28 @@ class Snapshot:
 
     def find(self, keys: pa.Array) -> Found:
         """Look n keys up, once; the answer's methods give lengths, sums and values."""
+        if len(self) > self._index_rows:
+            return Found(self, self._sorted(keys, self._scanned_places))
+        parts = [
+            self._sorted(keys.slice(start, _FIND_KEYS), self._indexed_places)
+            for start in range(0, max(1, len(keys)), _FIND_KEYS)
+        ]
+        return Found(self, Places.joined(parts))
+
+    def find_bytes(self, count: int) -> int:
+        """Bytes of memory that a lookup of `count` keys takes, its answer included."""
+        if len(self) > self._index_rows:
+            return count * (_FIND_BYTES + _PLACE_BYTES) + _READERS * _GROUPS_AT_ONCE * ROW_GROUP_ROWS * 28
+        return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
+
+    def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
+        """Places of keys, which are sorted for the search: memory is then read from front to back."""
         hi, lo = keys_as_words(keys)
-        order = np.argsort(hi)  # memory is then read from front to back
-        hi, lo = hi[order], lo[order]
-        places = self._indexed_places(hi, lo) if len(self) <= self._index_rows else self._scanned_places(hi, lo)
+        order = np.argsort(hi)
+        places = places_of(hi[order], lo[order])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        return Found(self, places.take(back))
+        return places.take(back)
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
         """Values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
@@ -240,13 +258,33 @@ class Found:
 
     def token_lists(self) -> pa.ListArray:
         """The same of all keys as one Arrow array of list<float32>; null for a miss and for damaged values."""
-        parts, places = [pa.array([], pa.list_(pa.float32()))], np.full(len(self.lengths), -1)
-        there = 0
+        lengths = np.maximum(self.lengths, 0).astype(np.int64)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise UsageError(f"{int(offsets[-1]):,} token values at once: ask for fewer keys at a time")
+        values, missing = np.zeros(int(offsets[-1]), np.float32), np.ones(len(lengths), bool)
         for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
-            places[rows] = np.arange(there, there + len(rows))
-            parts.append(lists)
-            there += len(rows)
-        return pa.concat_arrays(parts).take(pa.array(places, mask=places < 0))
+            starts, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
+            whole = np.flatnonzero(np.diff(starts) == lengths[rows])
+            for i, row in zip(whole.tolist(), rows[whole].tolist(), strict=True):
+                values[offsets[row] : offsets[row + 1]] = flat[starts[i] : starts[i + 1]]
+            missing[rows[whole]] = False
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), mask=pa.array(missing))
+
+    def slice(self, start: int, stop: int) -> Found:
+        """Keys from `start` to before `stop`."""
+        return Found(self._snapshot, self._places.take(slice(start, stop)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this takes."""
+        return _PLACE_BYTES * len(self.lengths)
+
+    def values_bytes(self, count: int) -> int:
+        """Bytes of memory that reading and sending `count` bytes of token values at a time takes."""
+        group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
+        return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.
@@ -276,6 +314,7 @@ class Found:
                 if len(keys):
                     number = int(file[keys[0]])
                     try:
-                        yield keys, self._snapshot._shards[number].values(column, row[keys])
+                        for part, found in self._snapshot._shards[number].values(column, row[keys]):
+                            yield keys[part], found
                     except ShardDamageError as error:
                         self._snapshot._note_damage(number, error)

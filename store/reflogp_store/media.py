@@ -1,0 +1,76 @@
+"""Rows that hold more than text: images, video, audio, as columns or as parts of a message's content.
+
+A reference model's log-probs for such a row depend on the media. What is scored and joined here are tokens alone, so a row with
+media is refused wherever rows are read. Follows the names of TRL (`image`, `images`), of transformers' chat templates and
+processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Columns that hold media.
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+#: Columns that a processor makes of media; they stand beside token ids.
+PROCESSED_COLUMNS = (
+    "pixel_values",
+    "pixel_values_images",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_sizes",
+    "input_features",
+    "audio_input_values",
+)
+#: Columns of messages.
+MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
+#: A content part whose type has one of these words in it is not text; a part may also hold its media under a key alone.
+_WORDS = ("image", "video", "audio", "file")
+_PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
+
+
+def media_of(columns: Mapping[str, Any]) -> str | None:
+    """What a row holds beside text, in words; None for a row of text or of token ids."""
+    for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
+        if name in columns and _is_present(columns[name]):
+            return f"column {name}"
+    for name in MESSAGE_COLUMNS:
+        for kind in _part_kinds(columns.get(name)):
+            return f"a content part of type {kind[:40]} in {name}"
+    return None
+
+
+def _part_kinds(messages: Any) -> Iterator[str]:
+    """Types of the content parts that are not text."""
+    if not isinstance(messages, list | tuple):
+        return
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else [content]:
+            if isinstance(part, Mapping):
+                kind = _kind(part)
+                if kind is not None:
+                    yield kind
+
+
+def _kind(part: Mapping[str, Any]) -> str | None:
+    """The type of a content part that is not text; a part without a type has that of the first media key it holds."""
+    kind = part.get("type")
+    if isinstance(kind, str) and any(word in kind.lower() for word in _WORDS):
+        return kind
+    return next((key for key in _PART_KEYS if key in part and _is_present(part[key])), None)
+
+
+def _is_present(value: Any) -> bool:
+    """Return False for null, for NaN (how pandas writes null), and for what is empty or holds nothing but nulls."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return False
+    if isinstance(value, str | bytes):
+        return bool(value)
+    if isinstance(value, Mapping):  # Arrow's structs, such as {"bytes": None, "path": None}
+        return any(_is_present(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_present(entry) for entry in value)
+    return True

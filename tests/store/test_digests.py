@@ -1,0 +1,220 @@
+"""Digests of files: right after every kind of change, and remembered only where nobody else can write them."""
+
+import hashlib
+import mmap
+import os
+import re
+import shutil
+import stat
+
+import pytest
+
+from reflogp_store import ReflogpError, describe_reference, digests
+
+
+def truth(file) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def digest(file) -> str:
+    return digests.file_digests([file])[file]
+
+
+def flipped(content: bytes) -> bytes:
+    return bytes(byte ^ 0x20 for byte in content)
+
+
+def in_place(file, content: bytes) -> None:
+    """Write other content of the same size into the same inode, and give the file its old times again."""
+    about = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(content)
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def renamed_over(file, content: bytes) -> None:
+    about = file.stat()
+    other = file.with_name("other")
+    other.write_bytes(content)
+    os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+    other.rename(file)
+
+
+def through_a_map(file, content: bytes) -> None:
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        mapped[:] = content
+
+
+def appended(file, content: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(content)
+
+
+CHANGES = [in_place, renamed_over, through_a_map, appended]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_has_its_own_digest(tmp_path, cache, change):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights" * 100)
+    first, content = file.read_bytes(), b"some weights" * 100
+    for turn in range(20):  # at once one after the other: times have steps, and a change within a step must be seen
+        assert digest(file) == truth(file), turn
+        content = flipped(content)
+        change(file, content)
+    assert digest(file) == truth(file)
+    assert file.read_bytes() == first or change is appended
+
+
+def test_a_program_that_keeps_a_file_mapped_is_noticed_each_time(tmp_path, cache):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights" * 100)
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        for turn in range(5):
+            mapped[:] = flipped(mapped[:])
+            assert digest(file) == truth(file), turn
+
+
+def test_a_file_that_is_written_while_it_is_hashed_is_refused(tmp_path, cache):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights" * 100)
+    with pytest.raises(ReflogpError, match="weights was changed or replaced"):
+        digests.file_digests([file], lambda done, total: in_place(file, flipped(file.read_bytes())))
+    assert digest(file) == truth(file)
+
+
+def everything_writable(folder) -> None:
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o022)
+
+
+def tamper(folder) -> None:
+    """Exchange every sha256 in a folder's files for another one, as a user could who may write them."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.write_bytes(re.sub(rb"[0-9a-f]{64}", b"ab" * 32, file.read_bytes()))
+
+
+def test_a_digest_that_others_may_write_is_not_believed(tmp_path, cache, caplog):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    digest(file)
+    everything_writable(cache)
+    tamper(cache)
+    assert digest(file) == digest(file) == truth(file)
+    said = [record.message for record in caplog.records if "can be written by other users" in record.message]
+    assert len(said) == 1 and "chmod go-w" in said[0]
+
+
+def test_single_entries_that_others_may_write_are_not_believed(tmp_path, cache):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    digest(file)
+    tamper(cache)
+    for entry in cache.rglob("*.json"):
+        entry.chmod(0o666)
+    assert digest(file) == truth(file)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
+@pytest.mark.parametrize("what", ["folder", "entries"])
+def test_another_users_digests_are_not_believed(tmp_path, cache, what):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    digest(file)
+    tamper(cache)
+    [own] = cache.iterdir()
+    for path in [own] if what == "folder" else own.iterdir():
+        os.chown(path, 12345, 12345)
+    assert digest(file) == truth(file)
+
+
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path, cache, caplog):
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    digest(file)
+    tamper(cache)
+    [own] = cache.iterdir()
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    assert digest(file) == truth(file)
+    assert [record for record in caplog.records if "not remembered" in record.message]
+
+
+def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tmp_path, cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    umask = os.umask(0)
+    try:
+        digest(file)
+    finally:
+        os.umask(umask)
+    [own] = cache.iterdir()
+    assert own.name == f"digests-{os.getuid()}" and stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(entry.stat().st_mode) for entry in own.iterdir()] == [0o600]
+
+
+@pytest.fixture
+def hub(reference_folder, tmp_path, cache):
+    """A model as the hub's client keeps it: a blob that is named by its sha256, and a snapshot that links to it."""
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "one"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    blob = blobs / truth(reference_folder / "model.safetensors")
+    shutil.copy(reference_folder / "model.safetensors", blob)
+    shutil.copy(reference_folder / "config.json", snapshot)
+    for path in (blobs, snapshot, blob):
+        path.chmod(0o755)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    return snapshot
+
+
+def hashed(folder):
+    """(digests of a model's weights, whether a file was read for them)"""
+    reads = []
+    weights = describe_reference(str(folder), "float32", progress=lambda done, total: reads.append(done)).weights
+    return weights, bool(reads)
+
+
+def test_a_blobs_name_is_believed_where_only_the_hubs_client_wrote_it(hub):
+    blob = (hub / "model.safetensors").resolve()
+    assert hashed(hub) == ((blob.name,), False)
+
+
+@pytest.mark.parametrize("where", ["blob", "blobs", "snapshot"])
+def test_a_blobs_name_is_not_believed_where_others_may_write(hub, where):
+    blob = (hub / "model.safetensors").resolve()
+    {"blob": blob, "blobs": blob.parent, "snapshot": hub}[where].chmod(0o777)
+    if where == "blob":  # its change time is newer than the link as well; make a newer link
+        (hub / "model.safetensors").unlink()
+        (hub / "model.safetensors").symlink_to(blob)
+    assert hashed(hub) == ((truth(blob),), True)
+
+
+def last_byte_changed(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one revision", "a later revision links to it again"])
+@pytest.mark.parametrize("change", [in_place, renamed_over, through_a_map])
+def test_a_blob_that_was_changed_under_its_name_is_hashed(hub, change, again):
+    blob = (hub / "model.safetensors").resolve()
+    before = describe_reference(str(hub), "float32").reference_id
+    change(blob, last_byte_changed(blob.read_bytes()))
+    if again:
+        later = shutil.copytree(hub, hub.with_name("two"), symlinks=True)
+        (later / "model.safetensors").unlink()
+        (later / "model.safetensors").symlink_to(blob)
+        hub = later
+    assert truth(blob) != blob.name
+    assert hashed(hub) == ((truth(blob),), True)
+    assert describe_reference(str(hub), "float32").reference_id != before
