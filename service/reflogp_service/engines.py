@@ -5,14 +5,21 @@ Knows each engine's name and settings. Loads an engine's own libraries only when
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from reflogp_service.engine import Outcome, Sequence
-from reflogp_store import Reference, UsageError
+from reflogp_store import FileChangedError, OtherContentError, Reference, UsageError
+from reflogp_store.checkpoint import Checkpoint
+from reflogp_store.reference import OpenModel, autocast_dtype, open_model
+
+#: Loads of one model, when its files' times change while they are read, before that is an error.
+_LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
 
@@ -93,25 +100,50 @@ class EngineChoice:
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
 
+    def require_dtype(self, dtype: str) -> None:
+        """Raise UsageError where this engine cannot compute in `dtype`."""
+        if self.name != "torch" and autocast_dtype(dtype) is not None:
+            raise UsageError(
+                f"{dtype} is float32 weights under torch.autocast, which the {self.name} engine cannot compute: use the torch "
+                "engine for it"
+            )
+
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """The engine, loaded.
+        """The engine, loaded with exactly the files that the reference names.
+
+        The files are opened and hashed at every load (digests of unchanged files are remembered), read through the open files,
+        and compared with what they were when everything is in memory.
 
         Args:
             model: local folder of the model.
             reference: the model under the numerics that are wanted.
 
         Raises:
+            OtherContentError: the folder holds another model than the reference.
+            FileChangedError: it is being written to.
             UsageError, CheckpointError, EngineError: it cannot be loaded.
         """
+        self.require_dtype(reference.dtype)
+        for attempt in range(_LOAD_ATTEMPTS):
+            try:
+                return self._made(model, reference)
+            except FileChangedError as error:  # permissions or a further link change a file's times too, so look again
+                if isinstance(error, OtherContentError) or attempt == _LOAD_ATTEMPTS - 1:
+                    raise
+                gc.collect()
+        raise AssertionError("unreachable")
+
+    def _made(self, model: str, reference: Reference) -> PassEngine:
         match self.name:
             case "torch":
-                return self._torch(model, reference)
+                with opened_as(model, reference) as opened, opened.for_loading() as checkpoint:
+                    return self._torch(checkpoint, reference)
             case "vllm":
                 return self._vllm(model, reference)
             case "remote":
                 return self._remote(model, reference)
 
-    def _torch(self, model: str, reference: Reference) -> PassEngine:
+    def _torch(self, model: Checkpoint, reference: Reference) -> PassEngine:
         from reflogp_service.engine import TorchEngine
 
         return TorchEngine(
@@ -128,9 +160,21 @@ class EngineChoice:
         from reflogp_service.vllm.engine import VllmEngine
         from reflogp_service.vllm.options import vllm_options
 
+        @contextmanager
+        def unchanged() -> Iterator[None]:
+            """vLLM's processes open the paths by themselves, so the paths must lead to the open files before and after."""
+            with opened_as(model, reference) as opened:
+                opened.files.check(by_path=True)
+                try:
+                    yield
+                finally:  # what went wrong is explained by a file that changed, where one did
+                    opened.files.check(by_path=True)
+
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
-        loading = vllm_options(model, reference, self.tensor_parallel, self.trust_remote_code, self.vllm_options)
-        return VllmEngine(VllmProcess(python, loading), reference)
+        with unchanged():
+            loading = vllm_options(model, reference, self.tensor_parallel, self.trust_remote_code, self.vllm_options)
+            process = VllmProcess(python, loading, unchanged)
+        return VllmEngine(process, reference)
 
     def _remote(self, model: str, reference: Reference) -> PassEngine:
         from reflogp_service.vllm.engine import VllmEngine
@@ -146,5 +190,14 @@ class EngineChoice:
         if self.check_claim:
             from reflogp_service.vllm.claim import check_claim
 
-            engine.claim = check_claim(engine, model, reference, self.device, self.trust_remote_code)
+            with opened_as(model, reference) as opened, opened.for_loading() as checkpoint:
+                engine.claim = check_claim(engine, checkpoint, reference, self.device, self.trust_remote_code)
         return engine
+
+
+@contextmanager
+def opened_as(model: str, reference: Reference) -> Iterator[OpenModel]:
+    """A model's open files. Raises OtherContentError when they are not the reference's, and as `open_model`."""
+    with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
+        opened.require(reference)
+        yield opened

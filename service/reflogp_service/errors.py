@@ -4,6 +4,10 @@ ReflogpError (reflogp_store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape
 ├── TokenizerError           a tokenizer lacks what the data needs
 ├── OtherEngineError         a store has values of an engine that was not wanted
+├── LedgerError              a service's ledger of jobs cannot be used now
+│   ├── LedgerUnavailableError  it is locked, its disk is full or fails
+│   ├── LedgerDamagedError      some of its pages are damaged
+│   └── LedgerTakenError        it is another service's, or is not there any more
 └── EngineError              the engine cannot load a model or score with it
     └── InvalidSequencesError   some sequences cannot be scored; the others were
 """
@@ -25,6 +29,22 @@ class TokenizerError(ReflogpError):
 
 class OtherEngineError(ReflogpError):
     """A store has values of another engine than the one that is wanted alone."""
+
+
+class LedgerError(ReflogpError):
+    """A service's ledger of jobs cannot be used now; the message says why and what to do."""
+
+
+class LedgerUnavailableError(LedgerError):
+    """The ledger is locked by another process, or its disk is full or fails: the same call may succeed later."""
+
+
+class LedgerDamagedError(LedgerError):
+    """Pages of the ledger are damaged."""
+
+
+class LedgerTakenError(LedgerError):
+    """Another service has taken the ledger over, or its file was moved, deleted or replaced."""
 
 
 class EngineError(ReflogpError):

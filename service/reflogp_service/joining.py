@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.read import RowSource
+from reflogp_service.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
+from reflogp_service.errors import DatasetError
 from reflogp_service.scoring import NAMED_ROWS, Watcher
 from reflogp_store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp_store.joins import ROW_COLUMN, tokens_column
+from reflogp_store.texts import shortened
 
 
 @dataclass
@@ -64,7 +68,7 @@ def join_dataset(
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
-    trust_remote_code: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     watcher: Watcher | None = None,
 ) -> JoinSummary:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
@@ -73,6 +77,9 @@ def join_dataset(
     of, `reflogp.coverage` how many of the rows it has; the columns chosen_key and rejected_key (or completion_key) hold each
     sequence's key, ref_chosen_tokens and ref_rejected_tokens (or ref_tokens), int64, how many log-probs each sum has, and
     ref_row, int64, the row's number in the dataset, from 0.
+
+    Args:
+        tokenizer: None for the model folder's.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
@@ -86,9 +93,10 @@ def join_dataset(
         raise UsageError(f"the output {output} is the dataset itself; give it another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     writer: pq.ParquetWriter | None = None
-    tokenizer = load_tokenizer(model_folder, trust_remote_code)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model_folder)
     try:
-        row_schema = source.schema()
+        row_schema = source.schema(_is_usable)
         for window in tokenize_dataset(source, tokenizer):
             if watcher and not summary.rows:
                 watcher.begin(source.count())
@@ -128,6 +136,7 @@ def join_dataset(
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")
             writer.write_table(table.cast(writer.schema))
             summary.written += len(kept)
+        source.check_unchanged()
         summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
         if writer is not None:
             counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
@@ -138,12 +147,26 @@ def join_dataset(
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         raise UsageError(f"the output {output} cannot be written: {error.strerror or error}") from error
     except pa.ArrowInvalid as error:
-        raise StoreUnavailableError(f"the rows do not fit one Parquet schema: {str(error).splitlines()[0]}") from error
+        text = shortened(str(error).splitlines()[0])
+        raise StoreUnavailableError(f"the rows do not fit one Parquet schema: {text}") from error
     finally:
         if writer is not None:
             writer.close()
             partial.unlink(missing_ok=True)
     return summary
+
+
+def _is_usable(columns: dict[str, Any]) -> bool:
+    """Return True for a row whose columns are of the types that tokenising needs."""
+    try:
+        form = detect_format(columns)
+        if form == "tokens":
+            token_row(columns, output_columns(form, columns))
+        else:
+            examples_of(columns, form)
+    except (DatasetError, RowError, RecursionError):
+        return False
+    return True
 
 
 def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +65,20 @@ class Meter:
     Args:
         bounds: None: everything may be read.
         name: of the dataset, for messages.
+        check: called whenever bytes are counted; raises to stop.
     """
 
-    def __init__(self, bounds: ReadBounds | None, name: str) -> None:
+    def __init__(self, bounds: ReadBounds | None, name: str, check: Callable[[], None] | None = None) -> None:
         self.bounded = bounds is not None
         self.bounds = bounds or _NO_BOUNDS
         self._name = name
+        self._check = check
         self._spent = 0
 
     def spend(self, size: int) -> None:
         """Count bytes. Raises DatasetError when the dataset is longer than it may be."""
+        if self._check is not None:
+            self._check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
             raise DatasetError(f"{self._name} is longer than {self.bounds.dataset_bytes:,} bytes when decoded; split it")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from reflogp_service.data.arrow_bounds import arrow_batches
 from reflogp_service.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
 from reflogp_service.data.parquet_bounds import open_parquet, parquet_batches
 from reflogp_service.errors import DatasetError
+from reflogp_store import FileChangedError
+from reflogp_store.digests import FileIdentity
+from reflogp_store.texts import shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
 
@@ -44,6 +48,9 @@ _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 _BATCH_BYTES = 256 << 20
 #: A saved dataset's description of itself is no longer.
 _STATE_BYTES = 16 << 20
+#: An escape that may be half of a surrogate pair.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 #: A row's columns or None, what is wrong with it or None, its bytes as they were read (0 where that is not known).
 _Read = tuple[dict[str, Any] | None, str | None, int]
@@ -67,15 +74,23 @@ class RowSource:
         split: of a hub dataset or a saved DatasetDict.
         bounds: for data that others sent: what is longer is refused, what a saved dataset names outside its folder too, and
             there is no hub.
+        check: called at every step of reading; raises to stop.
 
     Raises:
         DatasetError: nothing of that name can be opened.
     """
 
-    def __init__(self, data: str, split: str = "train", bounds: ReadBounds | None = None) -> None:
+    def __init__(
+        self,
+        data: str,
+        split: str = "train",
+        bounds: ReadBounds | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.name = data
         self.split = split
         self._bounds = bounds
+        self._check = check
         self._dataset: Any = None
         self._numbers: frozenset[int] | None = None
         path = Path(data).expanduser()
@@ -90,6 +105,8 @@ class RowSource:
             self.format = "hub"
         if self.format == "folder" and bounds:
             self.format, self.files = "arrow", _saved_files(path, split)
+        of_folder = path.rglob("*") if self.format == "folder" else ()
+        self._identities = {file: FileIdentity.at(file) for file in (*self.files, *of_folder) if file.is_file()}
         if self.format in ("folder", "hub"):
             self._dataset = _load_with_datasets(data, self.format, split)
 
@@ -104,6 +121,19 @@ class RowSource:
         some._numbers = frozenset(numbers)
         return some
 
+    def check_unchanged(self) -> None:
+        """Raise FileChangedError when a local file was replaced or written to since the dataset was opened.
+
+        Whoever reads a dataset more than once calls it before it hands on what it made.
+        """
+        for file, identity in self._identities.items():
+            try:
+                same = FileIdentity.at(file) == identity
+            except OSError:
+                same = False
+            if not same:
+                raise FileChangedError(f"{file} was changed or replaced while it was read; run again")
+
     def count(self) -> int:
         """Rows in all, readable or not. Lines of text are counted by reading them, everything else by its metadata."""
         if self._dataset is not None:
@@ -114,28 +144,38 @@ class RowSource:
             return sum(open_parquet(file, self._bounds).metadata.num_rows for file in self.files)
         return sum(1 for _ in self._rows())
 
-    def schema(self) -> pa.Schema:
-        """Arrow schema of the readable rows' columns (for text formats: found by reading them all once)."""
+    def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
+        """Arrow schema of the readable rows' columns (for text formats: found by reading them all once).
+
+        Args:
+            usable: which rows count; a row that is left out anyway must not decide what type a column has.
+        """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
         if self.format == "parquet":
             return pa.unify_schemas([open_parquet(file, self._bounds).schema_arrow for file in self.files])
         schemas: list[pa.Schema] = []
-        for rows in batched((row for row in self if row.columns is not None), BATCH_ROWS):
+        for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
             try:
                 found = pa.Table.from_pylist([row.columns for row in rows]).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
-                raise DatasetError(f"{self.name}: a column has no one type: {error}") from error
+                raise DatasetError(f"{self.name}: a column has no one type: {shortened(str(error))}") from error
         return schemas[0] if schemas else pa.schema([])
 
     def _rows(self) -> Iterator[_Read]:
+        for read in self._read():
+            if self._check is not None:
+                self._check()
+            yield read
+
+    def _read(self) -> Iterator[_Read]:
         if self._dataset is not None:
             for batch in self._dataset.iter(batch_size=BATCH_ROWS):
                 for values in zip(*batch.values(), strict=True):
                     yield dict(zip(batch, values, strict=True)), None, 0
             return
-        meter = Meter(self._bounds, self.name)
+        meter = Meter(self._bounds, self.name, self._check)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
         for file in self.files:
             with _said_as_dataset_error(file, self.format):
@@ -143,7 +183,7 @@ class RowSource:
 
     def _lines(self) -> Iterator[bytes | None]:
         """Lines of text that are not blank; None for one that is too long."""
-        meter = Meter(self._bounds, self.name)
+        meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
             with _said_as_dataset_error(file, self.format), open_text(file, meter) as reader:
                 yield from (line for line in lines(reader, meter.bounds.row_bytes) if line is None or line.strip())
@@ -178,7 +218,7 @@ def _said_as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
-            f"{file} cannot be read as {form}: {(str(error) or type(error).__name__).splitlines()[0]}"
+            f"{file} cannot be read as {form}: {shortened((str(error) or type(error).__name__).splitlines()[0])}"
         ) from error
 
 
@@ -260,35 +300,77 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
             continue
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield None, f"not JSON: {error}", 0
-            continue
-        yield _object(value, len(line))
+        yield _json_row(line)
 
 
-def _object(value: Any, size: int) -> _Read:
-    return (value, None, size) if isinstance(value, dict) else (None, f"not a JSON object but a {type(value).__name__}", 0)
+def _json_row(line: bytes) -> _Read:
+    """A row from a line of JSON. Bytes that are not valid text make a bad row, as an escape of half a character does."""
+    try:
+        text = line.decode(json.detect_encoding(line))
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON: {error}", 0
+    return _object(value, len(line), text)
+
+
+def _object(value: Any, size: int, text: str) -> _Read:
+    """A row from a JSON value and the text that it was written as."""
+    if not isinstance(value, dict):
+        return None, f"not a JSON object but a {type(value).__name__}", 0
+    problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
+    return (value, None, size) if problem is None else (None, problem, 0)
+
+
+def _surrogate_problem(value: Any) -> str | None:
+    """Look through keys and values; a pair that was written as two escapes is one character by now."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "it has half of a surrogate pair (such as \\ud800), which no tokenizer and no file takes"
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """One array of objects, or JSON lines under the wrong name."""
+    """One array of objects, decoded one after the other, or JSON lines under the wrong name."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))
         if not head.lstrip().startswith(b"["):
             yield from _json_lines(reader, meter.bounds)
             return
-        text = read_group(reader, meter, file)
+        content = read_group(reader, meter, file)
     try:
-        values = json.loads(text)
+        text = content.decode(json.detect_encoding(content))
+        del content
+        yield from _json_array(text)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{file} is not JSON: {error}") from error
-    size = len(text) // max(1, len(values))
-    del text
-    for value in values:
-        yield _object(value, size)
+
+
+def _json_array(text: str) -> Iterator[_Read]:
+    """The rows of a JSON array. Raises ValueError where the text is not one."""
+    decode = json.JSONDecoder().raw_decode
+
+    def skip(at: int) -> int:
+        found = _SPACE.match(text, at)
+        return found.end() if found else at
+
+    at = skip(skip(0) + 1)
+    if text[at : at + 1] != "]":
+        while True:
+            begin = at
+            value, at = decode(text, begin)
+            yield _object(value, at - begin, text[begin:at])
+            at = skip(at)
+            if text[at : at + 1] == "]":
+                break
+            if text[at : at + 1] != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            at = skip(at + 1)
+    if skip(at + 1) != len(text):
+        raise json.JSONDecodeError("Extra data", text, at + 1)
 
 
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:

@@ -6,20 +6,34 @@ unpair_preference_dataset). Does not know tokenizers. Called by `tokenize`.
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from reflogp_service.errors import DatasetError
+from reflogp_store.media import media_of
+from reflogp_store.texts import shortened_names
 
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
 
-_TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+#: Columns that a row's tokens are made from.
+TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
+#: Parameters of apply_chat_template that are data for the template, as TRL passes `tools`.
+_DATA_PARAMETERS = frozenset({"tools", "documents"})
 
 
 class RowError(ValueError):
     """A row that cannot be used. The message says why; the caller knows its number."""
+
+
+class RowLimitError(RowError):
+    """A row that takes more time or memory than it may; with more of either it might be usable."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,8 @@ class Example:
     Attributes:
         prompt: text, or a list of messages.
         completions: one per output column: (chosen, rejected), or (completion,).
-        template_kwargs: what a chat template gets beside the messages (`tools` and the row's chat_template_kwargs).
+        template_kwargs: what a chat template gets beside the messages: `tools` and the row's chat_template_kwargs, none of
+            which is a parameter that changes the template, the encoding or what is rendered.
     """
 
     prompt: Any
@@ -53,9 +68,10 @@ def detect_format(columns: dict[str, Any]) -> Format:
         return "preference"
     if {"prompt", "completion"} <= names:
         return "kto"
+    shown = shortened_names(sorted(map(str, names))) or "(none)"
     raise DatasetError(
-        f"columns {', '.join(sorted(names)) or '(none)'} fit no known format; expected prompt, chosen, rejected (prompt "
-        "may be left out), or prompt, completion, label, or prompt_ids with chosen_ids and rejected_ids or completion_ids"
+        f"columns {shown} fit no known format; expected prompt, chosen, rejected (prompt may be left out), or prompt, "
+        "completion, label, or prompt_ids with chosen_ids and rejected_ids or completion_ids"
     )
 
 
@@ -71,14 +87,19 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
     """Read one row: one example, or two when a pair is asked for as KTO rows (as TRL unpairs them).
 
-    Raises RowError when a column is missing, null, empty or of the wrong type.
+    Raises RowError when a column is missing, null, empty or of the wrong type, when the row holds images, video or audio, and
+    when its chat_template_kwargs hold more than variables of the template.
     """
+    require_text(columns)
     pair = form == "preference" or "completion" not in columns
     names = ("chosen", "rejected") if pair else ("completion",)
     for name in names if "prompt" not in columns and pair else ("prompt", *names):
         if columns.get(name) is None:
             raise RowError(f"{name} is null or missing")
     prompt, completions = columns.get("prompt"), tuple(columns[name] for name in names)
+    for name, value in zip(names, completions, strict=True):
+        if not isinstance(value, str | list):
+            raise _wrong_type(name, value)
     if "prompt" not in columns:
         prompt, *rest = split_implicit_prompt(*completions)
         completions = tuple(rest)
@@ -118,15 +139,23 @@ def is_conversational(*values: Any) -> bool:
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
     """(prompt_ids, completions) of a row that holds tokens already.
 
-    Raises RowError when one is not a list of integers in [0, 2**32).
+    Raises RowError when one is not a list of integers in [0, 2**32), and when the row holds images, video or audio.
     """
+    require_text(columns)
     found = []
     for name in ("prompt_ids", *outputs):
         ids = columns.get(name)
-        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**32 for i in ids):
             raise RowError(f"{name} is not a list of token ids")
         found.append(ids)
     return found[0], tuple(found[1:])
+
+
+def require_text(columns: dict[str, Any]) -> None:
+    """Raise RowError for a row with images, video or audio: scored as text, it would get values of another input."""
+    media = media_of(columns)
+    if media is not None:
+        raise RowError(f"it holds more than text ({media}), and only text is scored; remove what is not text, or the row")
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
@@ -134,7 +163,11 @@ def _check_type(name: str, value: Any, conversational: bool) -> None:
         if not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
             raise RowError(f"{name} is not a list of messages with a role")
     elif not isinstance(value, str):
-        raise RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+        raise _wrong_type(name, value)
+
+
+def _wrong_type(name: str, value: Any) -> RowError:
+    return RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
 
 
 def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +175,29 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"tools is not JSON: {error}") from error
     if extra is not None and not isinstance(extra, dict):
         raise RowError("chat_template_kwargs is not an object")
-    return {"tools": tools, **(extra or {})}
+    extra = {name: value for name, value in (extra or {}).items() if value is not None or name not in reserved_kwargs()}
+    refused = sorted(set(extra) & reserved_kwargs())
+    if refused:
+        raise RowError(
+            f"chat_template_kwargs has {', '.join(refused)}, which would change how a row is rendered or encoded; only "
+            "variables of the model's own chat template may stand there"
+        )
+    return {"tools": tools, **extra}
+
+
+@cache
+def reserved_kwargs() -> frozenset[str]:
+    """Names that mean something to apply_chat_template itself, and so may not come from a row.
+
+    Found from the signatures of transformers' functions: whatever is no parameter there becomes a variable of the template.
+    """
+    parameters: set[str] = {"messages"}  # what the template calls the conversation
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                parameters.add(name)
+    return frozenset(parameters - _DATA_PARAMETERS)

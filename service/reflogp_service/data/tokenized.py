@@ -7,11 +7,13 @@ nothing).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,13 +21,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.read import RowSource
+from reflogp_service.data.row_process import RowLimits
 from reflogp_service.data.shape import Format
 from reflogp_service.data.tokenize import TokenizedRows, tokenize_dataset
-from reflogp_store import read_checkpoint, resolve_model
-from reflogp_store.digests import file_digests
-
-#: What may change a tokenisation: vocabulary, merges, templates, special tokens, and config.json, which names the class.
-_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.jinja", "chat_template*", "*.model", "*.tiktoken", "config.json", "*.py")
 
 
 class TokenizedDataset:
@@ -36,7 +34,12 @@ class TokenizedDataset:
         load: gives the tokenizer; called when something must be tokenised.
         form: the dataset's format; None finds it.
         kept: a file that holds the token ids when it is there, and is written on the first complete pass when it is not.
-            Name it by `kept_name`, so that it cannot be another dataset's. Rows as they were read are not kept.
+            Name it by `kept_name`, so that it cannot be another dataset's. Rows as they were read are not kept. Nothing is
+            kept when a row reached a limit of time or memory, because the row may be usable under another limit.
+        unchanged: called behind each pass over `source`, before its tokens are kept; raises when what was read may be something
+            else than what `kept` is named by.
+        limits: what tokenising a row may take; None for the defaults.
+        check: called many times a second while rows are read and tokenised; raises to stop.
     """
 
     def __init__(
@@ -45,11 +48,18 @@ class TokenizedDataset:
         load: Callable[[], PreTrainedTokenizerBase],
         form: Format | None = None,
         kept: Path | None = None,
+        *,
+        unchanged: Callable[[], None] = lambda: None,
+        limits: RowLimits | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self._unchanged = unchanged
         self._source = source
         self._load = load
         self._form = form
         self._kept = kept
+        self._limits = limits
+        self._check = check
 
     def count(self) -> int:
         """Rows in all, readable or not."""
@@ -64,17 +74,24 @@ class TokenizedDataset:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
-        return tokenize_dataset(self._source, self._load(), self._form)
+        yield from tokenize_dataset(self._source, self._load(), self._form, limits=self._limits, check=self._check)
+        self._unchanged()
 
     def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
+        forget_abandoned(kept.parent)
+        with _partial(kept) as partial:
+            yield from self._written(partial, kept)
+
+    def _written(self, partial: Path, kept: Path) -> Iterator[TokenizedRows]:
         rows = self._source.count()
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
+        limited = False
         try:
             for window in self._tokenized():
                 problems |= window.problems
+                limited |= window.limited
                 if window.table.num_columns > 2:  # a window before the first readable row has no completions yet
                     if writer is None:
                         schema = window.table.schema.with_metadata({"rows": str(rows)})
@@ -86,27 +103,23 @@ class TokenizedDataset:
                 yield window
             if writer is not None:
                 writer.close()
-                partial.replace(kept)
+                if not limited:
+                    partial.replace(kept)
         finally:
             if writer is not None:
                 writer.close()
-            partial.unlink(missing_ok=True)
 
 
-def kept_name(dataset_digest: str, model_folder: str, form: Format | None, split: str) -> str:
+def kept_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
     """The file name of a tokenisation: a digest of all that it depends on."""
-    folder = resolve_model(model_folder)
-    if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
-        folder = read_checkpoint(folder).folder
-    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
     content = {
         "dataset": dataset_digest,
-        "tokenizer": sorted((file.name, digest) for file, digest in file_digests(files).items()),
+        "tokenizer": tokenizer_digest,
         "form": form,
         "split": split,
         "versions": {name: version(name) for name in ("reflogp", "transformers", "tokenizers")},
     }
-    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v1")
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16, person=b"reflogp.tok.v2")
     return f"{digest.hexdigest()}.arrow"
 
 
@@ -118,6 +131,35 @@ def forget_oldest(folder: Path, max_bytes: int) -> None:
         kept += file.stat().st_size
         if kept > max_bytes:
             file.unlink(missing_ok=True)
+
+
+def forget_abandoned(folder: Path) -> None:
+    """Delete what killed processes left half written. A process holds a lock on the file that it writes, until it ends."""
+    for partial in folder.glob(".*.partial"):
+        with suppress(OSError):  # it is locked, or became whole just now
+            descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                partial.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextmanager
+def _partial(kept: Path) -> Iterator[Path]:
+    """A new file beside `kept`, locked while the block writes it, and deleted at its end unless it was renamed."""
+    while True:
+        partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not partial.exists():  # taken for an abandoned one before it was locked
+                continue
+            yield partial
+            return
+        finally:
+            partial.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _read(kept: Path) -> Iterator[TokenizedRows]:

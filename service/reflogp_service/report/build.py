@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.shape import Format
@@ -148,7 +149,7 @@ def write_report(
     form: Format | None = None,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
-    trust_remote_code: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     watcher: Watcher | None = None,
 ) -> ReportSummary:
     """Write `output`/index.html and the charts.
@@ -156,6 +157,7 @@ def write_report(
     Args:
         score: the command line that scores what is missing, for the page to quote.
         model: what the user calls the model; the folder where it is left out.
+        tokenizer: None for the model folder's.
 
     Raises:
         UsageError: bad settings, a dataset that cannot be used, or a folder that holds something else.
@@ -164,8 +166,8 @@ def write_report(
     check_truncation(max_length, truncation_mode)
     folder = Path(output)
     check_folder(folder)
-    tokenizer = load_tokenizer(model_folder, trust_remote_code)
-    dataset = TokenizedDataset(source, lambda: tokenizer, form)
+    used = load_tokenizer(model_folder) if tokenizer is None else tokenizer
+    dataset = TokenizedDataset(source, lambda: used, form)
     collected = collect(dataset, snapshot, max_length=max_length, truncation_mode=truncation_mode, watcher=watcher)
     if not len(collected.rows):
         row, problem = collected.coverage.problems[0]
@@ -183,7 +185,7 @@ def write_report(
     noun, coverage = "pair" if collected.pairs else "row", collected.coverage
     said = [
         *findings.coverage_findings(coverage, score, snapshot.repair_command() if snapshot.damaged else None),
-        *findings.value_findings(collected, len(tokenizer)),
+        *findings.value_findings(collected, len(used)),
         *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
         *findings.truncation_findings(at, max_length is not None, enough, noun),
         *findings.duplicate_findings(duplicates, coverage.examples, noun),
@@ -198,7 +200,7 @@ def write_report(
         compared,
         collected,
         source,
-        tokenizer,
+        used,
         form,
         snapshot,
         max_length,
@@ -226,6 +228,7 @@ def write_report(
         shown,
         time.monotonic() - started,
     )
+    source.check_unchanged()  # it was read twice: numbers first, then the texts that are shown
     with appears_whole(folder / PAGE_NAME) as partial:
         partial.write_text(render_page(content), encoding="utf-8", errors="replace")
     charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)

@@ -1,0 +1,257 @@
+"""Rows of every kind that a file can hold: each has the tokens that TRL trains on, or is a bad row; others are unharmed."""
+
+import json
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from trl.data_utils import _tokenize, common_prefix_length
+
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.row_process import RowLimits
+from reflogp_service.data.shape import reserved_kwargs
+from reflogp_service.data.tokenize import tokenize_dataset
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.errors import DatasetError
+from reflogp_store.texts import MOST_CHARACTERS, shortened, shortened_names
+from tests.conftest import write_rows
+from tests.service.hostile_rows import obedient, pair, write_raw
+
+GOOD = pair()
+
+
+def tokenized(file, tokenizer, **options):
+    """(row -> its token lists, row -> what is wrong) of a file."""
+    tokens, problems = {}, {}
+    for window in tokenize_dataset(RowSource(str(file)), tokenizer, **options):
+        problems |= window.problems
+        for row in window.table.to_pylist():
+            tokens[row.pop("row")] = row
+    return tokens, problems
+
+
+def trl_tokens(row: dict, tokenizer) -> dict:
+    """What TRL's `tokenize_fn` makes of a conversational pair, by TRL's own functions."""
+    tools = row.get("tools")
+    kwargs = {"tools": json.loads(tools) if isinstance(tools, str) else tools, **(row.get("chat_template_kwargs") or {})}
+    prompt = _tokenize(tokenizer, row["prompt"], add_generation_prompt=True, **kwargs)["input_ids"]
+    sides = [_tokenize(tokenizer, row["prompt"] + row[side], **kwargs)["input_ids"] for side in ("chosen", "rejected")]
+    cut = min(common_prefix_length(prompt, ids) for ids in sides)
+    return {"prompt_ids": prompt[:cut], "chosen_ids": sides[0][cut:], "rejected_ids": sides[1][cut:]}
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**40), 10**40),
+    st.floats(),
+    st.text(max_size=8),
+    st.text(st.characters(categories=["Cs", "Cc", "Lu"]), max_size=4),
+    st.sampled_from([10**4000, "\ud800", "a\x00b", "\U0001f600", nested(40), nested(600), [], {}, [None], {"role": "user"}]),
+    st.recursive(st.integers() | st.text(max_size=3), lambda some: st.lists(some) | st.dictionaries(st.text(max_size=3), some)),
+)
+PLACES = st.sampled_from(
+    [
+        ("prompt",),
+        ("prompt", 0),
+        ("prompt", 0, "role"),
+        ("prompt", 0, "content"),
+        ("prompt", 0, "tool_calls"),
+        ("prompt", 0, "name"),
+        ("chosen",),
+        ("chosen", 0),
+        ("chosen", 0, "content"),
+        ("rejected",),
+        ("rejected", 0, "content"),
+        ("tools",),
+        ("chat_template_kwargs",),
+        ("chat_template_kwargs", "thinking"),
+        ("chat_template_kwargs", "documents"),
+        ("chat_template_kwargs", "bos_token"),
+        ("label",),
+        ("note",),
+    ]
+)
+
+
+@st.composite
+def hostile_rows(draw):
+    """A pair of which some places hold anything, or a line that is no pair at all."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(ANYTHING)
+    row = pair(chat_template_kwargs={"thinking": True})
+    for place in draw(st.lists(PLACES, min_size=1, max_size=3)):
+        within = row
+        for step in place[:-1]:
+            within = within[step] if isinstance(within, dict | list) and len(within) else None
+            if not isinstance(within, dict | list):
+                break
+        last = place[-1]
+        if isinstance(within, dict) or (isinstance(within, list) and isinstance(last, int) and last < len(within)):
+            within[last] = draw(ANYTHING)
+    if draw(st.integers(0, 4)) == 0:
+        row[draw(st.text(st.characters(), max_size=3))] = draw(ANYTHING)
+    return row
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(hostile_rows(), min_size=4, max_size=25))
+@example([pair("\ud800"), pair(tools="[\ud800]"), pair(chat_template_kwargs={"thinking": "\udfff"}), pair(**{"\ud9ff": 1})])
+@example([pair(nested(900)), pair(math.nan), pair("a\x00b"), pair(10**4000)])
+def test_whatever_a_row_holds(tokenizer, tmp_path, rows):
+    tokenizer = obedient(tokenizer)
+    try:
+        lines = [json.dumps(row) for row in rows]
+    except RecursionError:
+        return
+    between = [line for hostile in lines for line in (json.dumps(GOOD), hostile)]
+    tokens, problems = tokenized(write_raw(tmp_path / "rows.jsonl", between), tokenizer)
+    assert set(tokens) | set(problems) == set(range(len(between))) and not set(tokens) & set(problems)
+    expected = trl_tokens(GOOD, tokenizer)
+    for at in range(0, len(between), 2):
+        assert tokens[at] == expected
+    for at in range(1, len(between), 2):
+        if at in tokens:
+            assert tokens[at] == trl_tokens(json.loads(between[at]), tokenizer), between[at]
+    assert all(0 < len(problem) <= MOST_CHARACTERS for problem in problems.values())
+    json.dumps(problems, ensure_ascii=False).encode()
+
+
+MEDIA = {
+    **{name: {name: value} for name, value in {"image": "a.png", "video": "a.mp4", "audio": {"bytes": "x"}}.items()},
+    **{name: {name: ["a"]} for name in ("images", "videos", "audios")},
+    "pixel_values": {"pixel_values": [[1.0]]},
+}
+PARTS = (
+    {"type": "image"},
+    {"type": "image", "image": "a.png"},
+    {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
+    {"type": "input_image", "image_url": "a"},
+    {"type": "video", "video": "a.mp4"},
+    {"type": "audio", "audio": "a.wav"},
+    {"type": "input_audio", "input_audio": {"data": "a"}},
+    {"image": "a.png"},
+)
+
+
+@pytest.mark.parametrize("form", ["preference", "kto", "tokens"])
+def test_rows_with_media_are_bad_rows(form, tokenizer, tmp_path):
+    good = {
+        "preference": GOOD,
+        "kto": {"prompt": GOOD["prompt"], "completion": GOOD["chosen"], "label": True},
+        "tokens": {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]},
+    }[form]
+    rows = [good, *({**good, **media} for media in MEDIA.values())]
+    if form != "tokens":
+        content = [[{"type": "text", "text": "Look:"}, part] for part in PARTS]
+        rows += [{**good, "prompt": [{"role": "user", "content": parts}]} for parts in content]
+        rows += [{**good, "prompt": [*good["prompt"], {"role": "tool", "content": content[0]}]}]
+    rows += [{**good, "image": None, "images": [], "video": "", "audio": {"bytes": None, "path": None}, "videos": [None]}]
+    tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", rows), obedient(tokenizer))
+    assert set(tokens) == {0, len(rows) - 1}, "a column that holds nothing is no image"
+    assert tokens[0] == tokens[len(rows) - 1]
+    assert all("holds more than text" in problem for problem in problems.values())
+
+
+def test_an_image_column_of_parquet_too(tokenizer, tmp_path):
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = {name: pa.array([GOOD[name]] * 3) for name in GOOD}
+    columns["image"] = pa.array([{"bytes": b"\x89PNG", "path": None}, None, {"bytes": None, "path": None}], image)
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    tokens, problems = tokenized(tmp_path / "rows.parquet", obedient(tokenizer))
+    assert (set(tokens), set(problems)) == ({1, 2}, {0})
+
+
+def test_text_parts_are_rendered_as_trl_renders_them(tokenizer, tmp_path):
+    row = pair([{"type": "text", "text": "Look:"}, {"type": "text", "text": "there", "image": None}])
+    tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", [row]), obedient(tokenizer))
+    assert not problems and tokens[0] == trl_tokens(row, obedient(tokenizer))
+
+
+def test_kwargs_are_variables_of_the_template_or_refused(tokenizer, tmp_path):
+    tokenizer = obedient(tokenizer)
+    honest = [{"thinking": True}, {"enable_thinking": False}, {"reasoning_effort": "low"}, {"documents": [{"title": "a"}]}]
+    honest += [{"date_string": "1 May"}, {"chat_template": None}, {}, {"tools": [{"name": "add"}]}]
+    refused = [{name: value} for name in sorted(reserved_kwargs()) for value in ("x", True, 1, "{{ messages }}")]
+    rows = [pair(chat_template_kwargs=kwargs) for kwargs in (*honest, *refused)]
+    tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", rows), tokenizer)
+    assert set(tokens) == set(range(len(honest)))
+    for at, row in enumerate(rows[: len(honest)]):
+        assert tokens[at] == trl_tokens(row, tokenizer)
+    assert {"chat_template", "tokenize", "return_dict", "conversation", "continue_final_message", "add_generation_prompt"} < (
+        reserved_kwargs()
+    )
+    for at, row in enumerate(rows[len(honest) :], len(honest)):
+        assert next(iter(row["chat_template_kwargs"])) in problems[at]
+
+
+def test_rows_of_odd_columns_before_the_first_good_one(tokenizer, tmp_path):
+    rows = [{"foo": 1}, {"chosen": GOOD["chosen"]}, GOOD, {"bar": 2}]
+    tokens, problems = tokenized(write_rows(tmp_path / "rows.jsonl", rows), obedient(tokenizer))
+    assert (set(tokens), set(problems)) == ({2}, {0, 1, 3})
+    with pytest.raises(DatasetError, match="columns foo fit no known format"):
+        tokenized(write_rows(tmp_path / "none.jsonl", rows[:2]), obedient(tokenizer))
+
+
+def test_json_arrays_and_marked_files(tokenizer, tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps([GOOD, pair("\ud800"), GOOD]))
+    tokens, problems = tokenized(tmp_path / "rows.json", obedient(tokenizer))
+    assert (set(tokens), set(problems)) == ({0, 2}, {1})
+    (tmp_path / "marked.jsonl").write_text(json.dumps(GOOD) + "\n", encoding="utf-8-sig")
+    assert set(tokenized(tmp_path / "marked.jsonl", obedient(tokenizer))[0]) == {0}
+
+
+@pytest.mark.parametrize("text", ["[1,", "[{}", "[{} {}]", '[{"a": 1}] 2', "[{},]"])
+def test_a_broken_json_array(text, tmp_path):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DatasetError, match="not JSON"):
+        list(RowSource(str(tmp_path / "rows.json")))
+
+
+def test_text_is_cut_once_and_can_be_encoded():
+    for text in ("a" * 10**6, "\ud800" * 10**4, "ä" * 501, "x\udc00"):
+        short = shortened(text)
+        assert len(short) <= MOST_CHARACTERS and short.encode() and shortened(short) == short
+    assert shortened("a" * 500) == "a" * 500
+    assert len(shortened_names(["n" * 10**6] * 1000)) <= MOST_CHARACTERS
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("order", ["loop", "power", "memory"])
+def test_a_row_that_does_not_end_is_a_bad_row(order, tokenizer, tmp_path):
+    rows = [pair() for _ in range(40)]
+    rows[5], rows[38] = pair(order), pair(order)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    tokens, problems = tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.5))
+    assert set(problems) == {5, 38} and len(tokens) == 38
+    says = "memory" if order == "memory" else "more than 0.5 s of processor time"
+    assert all(says in problem for problem in problems.values())
+
+
+def test_a_row_that_reached_a_limit_is_tried_again(tokenizer, tmp_path):
+    tokenizer = obedient(tokenizer)
+    for order, kept in (("loop", False), ("memory", False), ("speak", True)):
+        file = write_rows(tmp_path / f"{order}.jsonl", [pair(), pair(order)])
+        place = tmp_path / f"{order}.arrow"
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: tokenizer, kept=place, limits=RowLimits(seconds=0.3))
+        assert [set(window.problems) for window in dataset] == [{1}]
+        assert place.exists() == kept, order
+        assert [set(window.problems) for window in dataset] == [{1}]
+
+
+def test_a_template_that_never_ends_fails_the_dataset(tokenizer, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", [pair("loop") for _ in range(100)])
+    with pytest.raises(DatasetError, match="does not end"):
+        tokenized(file, obedient(tokenizer), limits=RowLimits(seconds=0.1))

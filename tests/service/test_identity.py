@@ -1,0 +1,311 @@
+"""Whatever is read is what is named: files that change at any moment give the right value or a clear error."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.engine import Sequence, load
+from reflogp_service.engines import EngineChoice
+from reflogp_store import ReflogpError, describe_reference
+from tests.conftest import plain_token_logps
+
+SEQUENCE = Sequence([5, 6, 7, 8, 9], [10, 11, 12, 13])
+CODE = """
+from transformers import LlamaForCausalLM
+class Scaled(LlamaForCausalLM):
+    def forward(self, *arguments, **options):
+        out = super().forward(*arguments, **options)
+        out.logits = out.logits * SCALE
+        return out
+SCALE = 1.0
+"""
+
+
+# Kinds of change. Each leaves `content` at the path of `file`, with the old file's size and modification time where it can.
+
+
+def _dressed_as(file: Path, old: Path) -> Path:
+    os.utime(file, ns=(old.stat().st_atime_ns, old.stat().st_mtime_ns))
+    return file
+
+
+def renamed_over(file: Path, content: bytes) -> None:
+    other = file.with_name(".new")
+    other.write_bytes(content)
+    _dressed_as(other, file).rename(file)
+
+
+def in_place(file: Path, content: bytes) -> None:
+    about = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(content)
+        opened.truncate()
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def link_swapped(file: Path, content: bytes) -> None:
+    """As a deployment does: a link that led to the old file leads to the new one."""
+    new = file.resolve().with_name("new-" + file.name)
+    new.write_bytes(content)
+    link = file.with_name(".link")
+    link.symlink_to(_dressed_as(new, file))
+    link.rename(file)
+
+
+KINDS = [renamed_over, in_place, link_swapped]
+
+
+# Files that decide what a model computes: how to make a checkpoint that has one, and the file's other content.
+
+
+def _other_weights(file: Path) -> bytes:
+    tensors = {name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}
+    other = file.with_name(".other.safetensors")
+    save_file(tensors, other, metadata={"format": "pt"})
+    content = other.read_bytes()
+    other.unlink()
+    assert len(content) == file.stat().st_size
+    return content
+
+
+def _plain(source: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(source, folder))
+
+
+def _sharded(source: Path, folder: Path) -> Path:
+    _plain(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, some in halves.items():
+        save_file({name: tensors[name] for name in some}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, some in halves.items() for name in some}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _with_code(source: Path, folder: Path) -> Path:
+    _plain(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "modeling_scaled.Scaled"}}))
+    (folder / "modeling_scaled.py").write_text(CODE)
+    return folder
+
+
+def _adapter(source: Path, folder: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _edited(old: str, new: str):
+    def edit(file: Path) -> bytes:
+        text = file.read_text()
+        assert old in text and len(old) == len(new)
+        return text.replace(old, new).encode()
+
+    return edit
+
+
+FILES = {
+    "model.safetensors": (_plain, _other_weights),
+    "model-2.safetensors": (_sharded, _other_weights),
+    "config.json": (_plain, _edited('"rms_norm_eps": 1e-06', '"rms_norm_eps": 5e-01')),
+    "modeling_scaled.py": (_with_code, _edited("SCALE = 1.0", "SCALE = 0.5")),
+    "adapter_model.safetensors": (_adapter, _other_weights),
+    "adapter_config.json": (_adapter, _edited('"lora_alpha": 16', '"lora_alpha": 99')),
+}
+MOMENTS = ["before the load", "between hash and load", "while it is loaded", "after the load"]
+
+
+def plain_values(folder: Path) -> list[float]:
+    """Values of SEQUENCE by transformers and peft alone."""
+    if (folder / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM
+
+        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True)
+    return plain_token_logps(model.eval(), SEQUENCE.prompt_ids, SEQUENCE.completion_ids)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(reference_folder, tmp_path_factory):
+    """name -> (folder as it was, values as it was, the file's other content); the other content gives other values."""
+    made = {}
+    for name, (build, other_content) in FILES.items():
+        folder = build(reference_folder, tmp_path_factory.mktemp("checkpoint") / "original")
+        changed = Path(shutil.copytree(folder, folder.with_name("changed")))
+        content = other_content(folder / name)
+        (changed / name).write_bytes(content)
+        values = plain_values(folder)
+        assert np.abs(np.subtract(values, plain_values(changed))).max() > 0.01, name
+        made[name] = folder, values, content
+    return made
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind, moment, tmp_path, monkeypatch):
+    original, expected, content = checkpoints[name]
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    if kind is link_swapped:
+        (tmp_path / "blobs").mkdir()
+        (folder / name).rename(tmp_path / "blobs" / name)
+        (folder / name).symlink_to(tmp_path / "blobs" / name)
+    left = [moment]
+
+    def at(now: str) -> None:
+        if left == [now]:
+            left.clear()
+            kind(folder / name, content)
+
+    auto_class = load._auto_class
+
+    def with_moments(*arguments):
+        at("between hash and load")
+        found = auto_class(*arguments)
+
+        class Loader:
+            @staticmethod
+            def from_pretrained(*args, **options):
+                loaded = found.from_pretrained(*args, **options)
+                at("while it is loaded")
+                return loaded
+
+        return Loader
+
+    monkeypatch.setattr(load, "_auto_class", with_moments)
+    reference = describe_reference(str(folder), "float32")
+    at("before the load")
+    try:
+        engine = EngineChoice(device="cpu", trust_remote_code=True).make(str(folder), reference)
+    except ReflogpError as error:
+        assert moment != "after the load" and not left
+        assert name in str(error) and "run again" in str(error)
+        return
+    at("after the load")
+    assert not left and moment != "before the load"
+    [values] = engine.score([SEQUENCE])
+    np.testing.assert_allclose(values, expected, atol=2e-4)
+
+
+def test_touching_a_file_while_it_is_loaded_stops_nothing(checkpoints, tmp_path, monkeypatch):
+    """A backup that links to a file, or new permissions, change its times; the content is what counts."""
+    original, expected, _ = checkpoints["model.safetensors"]
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    auto_class, touched = load._auto_class, []
+
+    def touching(*arguments):
+        if not touched:
+            touched.append(os.link(folder / "model.safetensors", tmp_path / "backup"))
+        return auto_class(*arguments)
+
+    monkeypatch.setattr(load, "_auto_class", touching)
+    engine = EngineChoice(device="cpu").make(str(folder), describe_reference(str(folder), "float32"))
+    np.testing.assert_allclose(engine.score([SEQUENCE])[0], expected, atol=2e-4)
+    assert touched
+
+
+def test_a_model_whose_folder_is_gone_goes_on_as_loaded(checkpoints, tmp_path):
+    original, expected, content = checkpoints["model.safetensors"]
+    folder = Path(shutil.copytree(original, tmp_path / "model"))
+    engine = EngineChoice(device="cpu").make(str(folder), describe_reference(str(folder), "float32"))
+    in_place(folder / "model.safetensors", content)
+    shutil.rmtree(folder)
+    np.testing.assert_allclose(engine.score([SEQUENCE])[0], expected, atol=2e-4)
+
+
+# Tokenizers
+
+TEXT = [{"role": "user", "content": "What is 7 times 8?"}, {"role": "assistant", "content": "56."}]
+
+
+def _other_merges(file: Path) -> bytes:
+    """The same tokenizer without its last merges: texts become more tokens."""
+    found = json.loads(file.read_text())
+    found["model"]["merges"] = found["model"]["merges"][: len(found["model"]["merges"]) // 4]
+    return json.dumps(found).encode()
+
+
+TOKENIZER_FILES = {
+    "chat_template.jinja": lambda file: file.read_bytes().replace(b"{%", b"Hm. {%", 1),
+    "tokenizer.json": _other_merges,
+    "tokenizer_config.json": lambda file: file.read_bytes().replace(b"{%", b"Hm. {%", 1),
+}
+
+
+def ids(tokenizer) -> list[int]:
+    return list(tokenizer.apply_chat_template(TEXT, tokenize=True, return_dict=True)["input_ids"])
+
+
+@pytest.fixture
+def model(reference_folder, tmp_path) -> Path:
+    folder = Path(shutil.copytree(reference_folder, tmp_path / "model"))
+    names = {file.name for file in folder.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= names
+    return folder
+
+
+@pytest.mark.parametrize("moment", ["before it is named", "between name and load", "while it is loaded", "after the load"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_a_tokenizer_is_the_one_that_its_digest_names(model, name, kind, moment, monkeypatch):
+    from reflogp_service.data.tokenizer_files import TokenizerCache
+
+    if name == "tokenizer_config.json":
+        template = (model / "chat_template.jinja").read_text()
+        (model / "chat_template.jinja").unlink()
+        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), "chat_template": template}))
+    if kind is link_swapped:
+        (model.parent / "blobs").mkdir()
+        (model / name).rename(model.parent / "blobs" / name)
+        (model / name).symlink_to(model.parent / "blobs" / name)
+    copies = {"old": shutil.copytree(model, model.with_name("old")), "new": shutil.copytree(model, model.with_name("new"))}
+    content = TOKENIZER_FILES[name](model / name)
+    (copies["new"] / name).unlink()
+    (copies["new"] / name).write_bytes(content)
+    named = {TokenizerCache(1).find(str(copy), False).digest: ids(load_tokenizer(str(copy))) for copy in copies.values()}
+    assert len({tuple(found) for found in named.values()}) == 2
+    left = [moment]
+
+    def at(now: str) -> None:
+        if left == [now]:
+            left.clear()
+            kind(model / name, content)
+
+    from_pretrained = AutoTokenizer.from_pretrained
+
+    def with_moment(*arguments, **options):
+        at("while it is loaded")
+        return from_pretrained(*arguments, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", with_moment)
+    cache = TokenizerCache(1)
+    at("before it is named")
+    found = cache.find(str(model), False)
+    at("between name and load")
+    try:
+        tokenizer = found.load()
+    except ReflogpError as error:
+        assert moment in ("between name and load", "while it is loaded") and "run again" in str(error)
+        again = cache.find(str(model), False)
+        assert ids(again.load()) == named[again.digest] and again.digest != found.digest
+        return
+    at("after the load")
+    assert not left
+    assert ids(tokenizer) == ids(found.load()) == named[found.digest]

@@ -1,0 +1,218 @@
+"""A `python` that has already imported torch, transformers and reflogp, so that services and workers start in 0.1 s.
+
+A zygote process imports the modules once and forks itself for each program. What takes the place of `python` is a launcher: it
+hands its arguments, environment, folder and standard streams to the zygote, passes signals on, and ends as the program ends.
+Program and launcher die together, however either is killed. What runs is the same code that `python -c …` and `python -m …`
+run, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_MESSAGE = 1 << 18
+
+
+class WarmPython:
+    """A zygote, and the launcher that takes the place of `python`.
+
+    Args:
+        folder: for the launcher and the zygote's socket; a short path.
+        modules: imported before anything is forked.
+
+    Attributes:
+        executable: path of the launcher.
+    """
+
+    def __init__(self, folder: Path, modules: list[str]) -> None:
+        self._socket = str(folder / "zygote")
+        self.executable = str(folder / "python")
+        launcher = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        launcher += f"from warm_python import launch; launch({self._socket!r})\n"
+        Path(self.executable).write_text(f"#!{sys.executable} -IS\n{launcher}")
+        Path(self.executable).chmod(0o700)
+        command = [sys.executable, str(Path(__file__).resolve()), self._socket, self.executable, *modules]
+        self._zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ready(self) -> WarmPython:
+        """Wait until the modules are imported."""
+        assert self._zygote.stdout and self._zygote.stdout.readline() == b"ready\n"
+        return self
+
+    def program_of(self, launcher: int) -> int | None:
+        """Process id of the program that a launcher started; None before it runs and after it has ended."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(self._socket)
+            connection.send(json.dumps({"program_of": launcher}).encode())
+            return json.loads(connection.recv(_MESSAGE)) or None
+
+    def close(self) -> None:
+        """End the zygote and every program that still runs."""
+        self._zygote.communicate()
+
+
+def launch(place: str) -> None:
+    """Run a program in the zygote's child; called by the launcher."""
+    program = 0
+
+    def pass_on(number: int, _: Any) -> None:
+        if program:
+            os.kill(program, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": str(Path.cwd())}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(place)
+        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+        program = int(connection.recv(_MESSAGE))
+        for stream in (0, 1, 2):  # a pipe must end when the program ends, not when the launcher does
+            os.close(stream)
+        status = int(connection.recv(_MESSAGE) or b"256")
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+class _Zygote:
+    """Forks programs, and tells their launchers how they ended."""
+
+    def __init__(self, place: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(place)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(0, selectors.EVENT_READ)
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it closes its standard input
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._launchers: dict[int, tuple[socket.socket, int]] = {}  # program -> its launcher's connection and process id
+
+    def run(self) -> None:
+        """Serve until standard input ends."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == 0:
+                    for program in self._launchers:
+                        os.kill(program, signal.SIGKILL)
+                    return
+                if key.fileobj is self._listener:
+                    self._take()
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                    self._reap()
+                elif key.data in self._launchers:  # its launcher is gone
+                    self._selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+
+    def _take(self) -> None:
+        connection, _ = self._listener.accept()
+        message, streams, *_ = socket.recv_fds(connection, _MESSAGE, 3)
+        if not message:
+            connection.close()
+            return
+        request = json.loads(message)
+        if "program_of" in request:
+            found = [program for program, (_, launcher) in self._launchers.items() if launcher == request["program_of"]]
+            connection.send(json.dumps(found[0] if found else 0).encode())
+            connection.close()
+            return
+        launcher = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+        program = os.fork()
+        if not program:
+            _run_and_exit(request, streams)
+        for stream in streams:
+            os.close(stream)
+        self._launchers[program] = connection, launcher
+        self._selector.register(connection, selectors.EVENT_READ, program)
+        connection.send(str(program).encode())
+
+    def _reap(self) -> None:
+        while self._launchers:
+            program, status = os.waitpid(-1, os.WNOHANG)
+            if not program:
+                return
+            connection, _ = self._launchers.pop(program)
+            try:
+                self._selector.unregister(connection)
+                connection.send(str(status).encode())
+            except (KeyError, OSError):
+                pass  # the launcher went first
+            connection.close()
+
+
+def _run_and_exit(request: dict[str, Any], streams: list[int]) -> None:
+    """Be the program, in the zygote's child."""
+    import atexit
+    import runpy
+    import threading
+    import traceback
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, 4096)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    status = 0
+    try:
+        match request["arguments"]:
+            case ["-c", code, *arguments]:
+                sys.argv = ["-c", *arguments]
+                exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+            case ["-m", module, *arguments]:
+                sys.argv = [module, *arguments]
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            case other:
+                raise AssertionError(f"python {other}")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _main(place: str, executable: str, *modules: str) -> None:
+    import gc
+    import importlib
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what imports print is no answer
+    sys.path.pop(0)  # this folder
+    sys.executable = executable  # of the programs that a program starts
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
+    zygote = _Zygote(place)
+    print("ready", file=answers, flush=True)
+    answers.close()
+    zygote.run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
