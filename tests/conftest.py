@@ -22,6 +22,8 @@ LONGEST = (
     "trainer_ext/test_distributed",
     "trainer_ext/test_openrlhf",
     "service/test_jobs",
+    "service/test_state_machine",
+    "service/test_staying_up",
     "service/test_ray",
     "trainer_ext/test_online",
     "service/test_pages",

@@ -20,10 +20,15 @@ import psutil
 
 
 class Service:
-    """A running service: its URL, its process, its workers' processes, its log."""
+    """A running service: its URL, its process, its workers' processes, its log.
 
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", "serve", *map(str, arguments)]
+    Args:
+        arguments: of `reflogp serve`.
+        python: runs the service, and its workers.
+    """
+
+    def __init__(self, *arguments: object, python: str = sys.executable) -> None:
+        command = [python, "-c", "from reflogp_client.cli import main; main()", "serve", *map(str, arguments)]
         if "--port" not in arguments:
             command += ["--port", "0"]
         self._state = tempfile.TemporaryDirectory()  # where the settings name no folder for jobs
@@ -110,6 +115,14 @@ def token_rows(count: int, seed: int, length: int = 20) -> list[dict]:
     draw = np.random.default_rng(seed)
     sides = ("prompt_ids", "chosen_ids", "rejected_ids")
     return [{side: draw.integers(10, 900, length).tolist() for side in sides} for _ in range(count)]
+
+
+def wait_until(holds, seconds=120):
+    """Poll until holds()."""
+    stop = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < stop
+        time.sleep(0.05)
 
 
 def wait_for(client, job, ready, timeout=240):

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,7 +17,10 @@ import pytest
 
 from reflogp_service.errors import DatasetError
 from reflogp_service.server import fetch as fetching
+from reflogp_service.server.dataset_room import DatasetRoom
 from reflogp_service.server.fetch import FetchCancelledError, check_uri, fetch
+from reflogp_service.server.fetched import FetchedFolder
+from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.problems import Problem
 from reflogp_service.server.settings import ServerSettings
 from reflogp_store import UsageError
@@ -167,7 +170,8 @@ def allowing(*prefixes: str, **settings) -> ServerSettings:
 
 
 def get(uri: str, folder, settings, cancelled=lambda: False):
-    return fetch(uri, folder, settings, cancelled)
+    with closing(Ledger(folder.parent / f"{folder.name}.sqlite")) as ledger:
+        return fetch(uri, FetchedFolder(folder, ledger, DatasetRoom(settings.max_uploads_bytes)), settings, cancelled)
 
 
 # What is allowed
@@ -483,9 +487,13 @@ def test_a_cancelled_fetch_ends_soon(port, folder):
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_is_said(port, folder):
-    with pytest.raises(DatasetError, match="cannot be written"):
-        get(f"http://127.0.0.1:{port}/good.jsonl", folder / "none", allowing(f"http://127.0.0.1:{port}"))
+def test_a_folder_that_went_away_is_said(port, tmp_path):
+    settings = allowing(f"http://127.0.0.1:{port}")
+    with closing(Ledger(tmp_path / "jobs.sqlite")) as ledger:
+        fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetRoom(settings.max_uploads_bytes))
+        fetched.folder.rmdir()
+        with pytest.raises(DatasetError, match="cannot be written"):
+            fetch(f"http://127.0.0.1:{port}/good.jsonl", fetched, settings, lambda: False)
 
 
 # The connection goes to the address that was checked, and the certificate is the name's

@@ -63,7 +63,8 @@ def ask(service):
     """ask(method, path, token="boss", **options) -> answer; every refusal is a problem and names no path of the machine."""
 
     def send(method, path, token="boss", headers=None, **options):
-        headers = {**({"authorization": f"Bearer {TOKENS[token]}"} if token else {}), **(headers or {})}
+        kind = "application/octet-stream" if method == "PUT" else "application/json"
+        headers = {**({"authorization": f"Bearer {TOKENS[token]}"} if token else {}), "content-type": kind, **(headers or {})}
         return httpx.request(method, service.url + path, headers=headers, timeout=20, **options)
 
     return send
@@ -247,6 +248,7 @@ def test_heads_that_are_none(service, head):
 
 def test_a_body_that_never_ends_or_never_comes(service, place):
     token = f"Authorization: Bearer {TOKENS['boss']}\r\n".encode()
+    token += b"Content-Type: application/octet-stream\r\n"
     head = b"PUT /v1/uploads/slow.jsonl HTTP/1.1\r\nHost: a\r\n" + token + b"Content-Length: 1000\r\n\r\nabc"
     assert b" 408 " in raw(service, head)
     endless = b"PUT /v1/uploads/long.jsonl HTTP/1.1\r\nHost: a\r\n" + token + b"Transfer-Encoding: chunked\r\n\r\n"

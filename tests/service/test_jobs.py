@@ -15,7 +15,7 @@ from reflogp_client import Client, NotAllowedError, RequestRefusedError, Service
 from reflogp_store import LogprobStore, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for
+from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, re
         ended = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(3, seed=12)), "ref").id)
         assert (ended.state, ended.attempts) == ("failed", 3)
         assert "3 workers died" in ended.error and "SIGKILL" in ended.error
-        assert httpx.get(f"{service.url}/readyz").status_code == 200  # the next job may be a good one
+        wait_until(lambda: httpx.get(f"{service.url}/readyz").status_code == 200)  # the next job may be a good one
 
 
 def test_a_worker_that_takes_too_much_memory_is_ended_and_the_job_says_so(tmp_path, reference_folder):

@@ -121,3 +121,12 @@ def test_a_newer_ledger_and_what_is_none_are_refused_in_one_sentence(tmp_path):
         Ledger(newer)
     with pytest.raises(UsageError, match="is no ledger of jobs"):
         Ledger(damaged)
+
+
+def test_as_many_deaths_as_the_limit_fail_the_job(ledger):
+    job = put(ledger, "one")[0].id
+    for expected, state in ((1, "queued"), (2, "queued"), (3, "failed")):
+        ledger.claim([], 0)
+        assert ledger.died(job, [], {}, "its worker ended: killed by SIGKILL", limit=3) == expected
+        assert ledger.get(job).state == state
+    assert "3 workers died" in ledger.get(job).error and "SIGKILL" in ledger.get(job).error

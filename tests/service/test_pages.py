@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import threading
 import time
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
@@ -149,7 +152,7 @@ def signed_in(url, who="anna"):
 
 
 def paths(job):
-    return ["/", "/jobs", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/jobs/unknown"]
+    return ["/", "/jobs", "/?state=done", "/?before=unknown", f"/jobs/{job}", "/references", "/store", "/docs", "/jobs/unknown"]
 
 
 # What a page says
@@ -249,6 +252,56 @@ def test_narrow_screens_need_no_sideways_scrolling(chromium, service, done, sche
             for summary in page.locator("summary").all():
                 summary.click()
             assert page.evaluate("document.documentElement.scrollWidth") <= 380, path
+
+
+def test_the_description_of_the_api_runs_under_its_policy_and_fetches_nothing_from_elsewhere(chromium, service):
+    asked = []
+    with opened(chromium) as page:
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(service)
+        page.get_by_role("link", name="API").click()
+        page.wait_for_url(f"{service}/docs")
+        page.locator("a", has_text="POST /v1/score").click()
+        assert page.locator("h2", has_text="POST /v1/score").is_visible()
+    assert asked and all(url.startswith(service) for url in asked), asked
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_page_of_another_site_does_nothing_in_a_browser(chromium, service, done, host, tmp_path):
+    """It sends what a browser sends without asking first: bodies without a type, forms, frames."""
+    with Client(service) as client, opened(chromium, allowed_errors=[""]) as page:
+        before = client.jobs().jobs
+        request = json.dumps({"reference": "tiny", "dataset": {"upload": "none.jsonl"}, "max_length": 7})
+        script = f"""
+            const answers = [];
+            for (const path of ["/v1/jobs", "/v1/jobs?reference=tiny", "/v1/score?reference=tiny&cache_write=true",
+                                "/v1/jobs/{done}/retry", "/jobs/{done}/retry", "/v1/uploads/new.jsonl"])
+              for (const body of [new Blob(['{request}']), '{request}', new URLSearchParams("a=1"), new FormData()])
+                answers.push(fetch("{service}" + path, {{method: "POST", mode: "no-cors", body}}).catch(() => null));
+            answers.push(fetch("{service}/v1/jobs").then((answer) => answer.text()).catch(() => "unread"));
+            Promise.all(answers).then((found) => document.title = found.pop());
+        """
+        parts = f'<iframe src="{service}/"></iframe><img src="{service}/static/icon.svg">'
+        body = f"<!doctype html>{parts}<script>{script}</script>"
+        (tmp_path / "index.html").write_text(body)
+        handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)  # a browser lets pages of this machine ask this machine
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        refused_before = refused(service)
+        page.goto(f"http://{host}:{server.server_address[1]}/")
+        page.wait_for_function("document.title == 'unread'")
+        page.wait_for_timeout(300)
+        assert page.locator("img").evaluate("image => image.naturalWidth") == 0
+        assert page.frames[1].locator("header.site").count() == 0
+        assert client.jobs().jobs == before
+        assert refused(service) - refused_before == 24 + 3  # and the list, the frame, the image
+        server.shutdown()
+
+
+def refused(url) -> int:
+    """Requests that the service has answered 403."""
+    counts = re.findall(r'reflogp_request_seconds_count{[^}]*status="403"} (\d+)', httpx.get(f"{url}/metrics").text)
+    return sum(map(int, counts))
 
 
 # Live
@@ -354,7 +407,11 @@ def test_signing_in_and_out(chromium, guarded):
         page.get_by_role("button", name="Sign in").click()
         page.wait_for_url(f"{guarded}/?state=done")
         [cookie] = page.context.cookies()
-        assert (cookie["name"], cookie["path"], cookie["sameSite"]) == ("reflogp_token", "/", "Strict")
+        assert (cookie["name"], cookie["path"], cookie["sameSite"]) == (
+            f"reflogp_session_{guarded.rpartition(':')[2]}",
+            "/",
+            "Strict",
+        )
         assert (cookie["httpOnly"], cookie["secure"]) == (True, False)
         assert 11.9 * 3600 < cookie["expires"] - time.time() < 12.1 * 3600
         assert TOKENS["reader"][0] not in page.content() and page.evaluate("document.cookie") == ""
@@ -432,7 +489,9 @@ def test_signing_in_leads_to_no_other_site(guarded, target, method):
 )
 @pytest.mark.parametrize("path", ["/jobs/{job}/cancel", "/jobs/{job}/retry", "/signin", "/signout"])
 def test_a_form_of_another_site_is_refused(service, guarded, done, headers, path):
-    for url, cookie in ((guarded, {"reflogp_token": TOKENS["anna"][0]}), (service, {})):
+    with signed_in(guarded) as client:
+        cookies = dict(client.cookies)
+    for url, cookie in ((guarded, cookies), (service, {})):
         sent = {name: value.format(url=url) for name, value in headers.items()}
         answer = httpx.post(url + path.format(job=done), headers=sent, cookies=cookie, data={"token": TOKENS["anna"][0]})
         assert answer.status_code == 403 and "another site" in answer.text and "set-cookie" not in answer.headers
@@ -450,7 +509,8 @@ def test_the_cookie_reads_the_api_and_changes_nothing(guarded):
             client.put("/v1/uploads/a.jsonl", content=b"{}"),
             client.post("/v1/lookup", params={"reference": "tiny"}, json={"keys": []}),
             client.get("/v1/jobs", headers={"Authorization": "Bearer wrong"}),
-            client.get("/v1/jobs", cookies={"reflogp_token": "wrong"}),
+            httpx.get(f"{guarded}/v1/jobs", cookies=dict.fromkeys(client.cookies, "wrong")),
+            httpx.get(f"{guarded}/v1/jobs", cookies=dict.fromkeys(client.cookies, TOKENS["anna"][0])),
         ):
             assert answer.status_code == 401, answer.request
 

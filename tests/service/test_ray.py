@@ -29,7 +29,7 @@ from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import running, settings_file, token_rows, wait_for
+from tests.service.serving import running, settings_file, token_rows, wait_for, wait_until
 from tests.service.watching import Watching
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -85,13 +85,6 @@ def actors(name):
     return [
         process for process in psutil.process_iter(["cmdline"]) if f"ray::{name}" in " ".join(process.info["cmdline"] or [])
     ]
-
-
-def wait_until(holds, seconds=120):
-    stop = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < stop
-        time.sleep(0.1)
 
 
 def same_rows(left, right):

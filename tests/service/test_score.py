@@ -317,4 +317,4 @@ def test_a_store_that_is_being_made_is_an_empty_one(tmp_path, reference_folder):
         with pytest.raises(RequestRefusedError, match="nothing was scored"):
             client.lookup("ref", [b"0" * 16])
         assert [entry.sequences for entry in client.references()] == [0]
-        assert httpx.get(f"{service.url}/readyz").status_code == 200
+        wait_until(lambda: httpx.get(f"{service.url}/readyz").status_code == 200)

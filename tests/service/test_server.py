@@ -184,14 +184,18 @@ def test_tokens_and_scopes(guarded, path, token, status):
         assert "token-of" not in answer.text
 
 
-def test_an_answer_that_would_be_too_long_is_refused(guarded):
+def test_an_answer_that_would_be_too_long_is_refused_and_the_client_asks_for_parts(guarded):
     keys = some_rows(0, 500)[0]
+    question = keys_stream(keys.to_pylist() * 9)
+    headers = {"authorization": f"Bearer {TOKENS['reader']}", "content-type": ARROW_STREAM}
+    parameters = {"reference": REFERENCE.reference_id, "values": True}
+    answer = httpx.post(f"{guarded}/v1/lookup", params=parameters, content=question, headers=headers)
+    assert answer.status_code == 413 and "fewer keys" in answer.json()["next_step"]
     with Client(guarded, token=TOKENS["reader"]) as client:
         assert (client.lookup(REFERENCE.reference_id, keys).lengths == 5).all()
-        assert len(client.lookup(REFERENCE.reference_id, keys[:200], values=True).token_logps) == 200
-        with pytest.raises(RequestRefusedError, match="fewer keys") as caught:
-            client.lookup(REFERENCE.reference_id, keys, values=True)
-    assert caught.value.status == 413
+        found = client.lookup(REFERENCE.reference_id, keys, values=True)
+    assert [values.tolist() for values in found.token_logps] == some_rows(0, 1000)[1]["token_logps"].to_pylist()[:500]
+    assert found.lengths.tolist() == [5] * 500 and found.snapshot == 1
 
 
 def test_the_client_names_what_is_not_allowed(guarded):
@@ -251,7 +255,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_bodies_are_refused_with_a_problem(guarded, what):
     request, status = HOSTILE[what]
-    headers = {"authorization": f"Bearer {TOKENS['reader']}"} | request.get("headers", {})
+    headers = {"authorization": f"Bearer {TOKENS['reader']}", "content-type": "application/json"} | request.get("headers", {})
     try:
         answer = httpx.post(
             f"{guarded}/v1/lookup", params={"reference": REFERENCE.reference_id}, **{**request, "headers": headers}, timeout=20

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reflogp_service.server.dataset_room import DatasetRoom
 from reflogp_service.server.ledger import Ledger, Submission
 from reflogp_service.server.models import DatasetSpec, JobSettings
 from reflogp_service.server.problems import Problem
@@ -25,7 +26,11 @@ class Place:
         self.folder = folder / "uploads"
         self.settings = ServerSettings(store=str(folder / "store"), **settings)
         self.ledger = Ledger(folder / "jobs.sqlite")
-        self.uploads = UploadFolder(self.folder, self.ledger, self.settings)
+        self.uploads = self.open()
+
+    def open(self) -> UploadFolder:
+        """The folder as a service that starts now sees it."""
+        return UploadFolder(self.folder, self.ledger, self.settings, DatasetRoom(self.settings.max_uploads_bytes))
 
     def send(self, name: str, *chunks: bytes, declared: int | None = None):
         return asyncio.run(self.uploads.receive(name, arriving(*chunks), declared))
@@ -198,7 +203,7 @@ def test_a_full_folder_takes_files_again_when_others_were_deleted(tmp_path):
         os.utime(file, (LONG_AGO, LONG_AGO))
     place.send("b.csv", b"b" * 80)
     assert len(place.files()) == 1
-    restarted = UploadFolder(place.folder, place.ledger, place.settings)
+    restarted = place.open()
     with pytest.raises(Problem):  # what lies there from before counts
         asyncio.run(restarted.receive("c.csv", arriving(b"c" * 80), None))
 
@@ -206,7 +211,7 @@ def test_a_full_folder_takes_files_again_when_others_were_deleted(tmp_path):
 def test_leftovers_of_a_killed_service_are_removed(place):
     place.send("a.jsonl", b"kept")
     (place.folder / ".partial-0123").write_bytes(b"half")
-    UploadFolder(place.folder, place.ledger, place.settings)
+    place.open()
     assert len(place.files()) == 1
 
 

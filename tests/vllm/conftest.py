@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from reflogp_service.data.encode import tokenize_examples
 from reflogp_service.data.shape import examples_of
-from reflogp_service.data.tokenize import tokenize_examples
 from reflogp_service.engine import Sequence
 from reflogp_service.engines import EngineChoice
 from reflogp_store import describe_reference

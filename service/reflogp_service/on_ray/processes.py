@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds without a place after which that is said, and within which a node must answer what a worker's memory is.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
+#: Seconds that a relay has to end its worker.
+_KILL_SECONDS = 10.0
 
 
 class RayProcess:
@@ -53,8 +55,10 @@ class RayProcess:
         self.name = name
         self._relay = relay
         self._lost = ""
+        self._killing = False
         self._reader = asyncio.StreamReader(limit=BUFFER)
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._outgoing_bytes = 0
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
     def send(self, data: bytes) -> bool:
@@ -62,7 +66,12 @@ class RayProcess:
         if self._reader.at_eof():
             return False
         self._outgoing.put_nowait(data)
+        self._outgoing_bytes += len(data)
         return True
+
+    def outgoing(self) -> int:
+        """As WorkerProcess.outgoing."""
+        return self._outgoing_bytes
 
     async def receive(self) -> Frame | None:
         """As WorkerProcess.receive."""
@@ -87,8 +96,15 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """As WorkerProcess.kill."""
+        """As WorkerProcess.kill. A relay that does not answer any more is ended itself, which ends its worker."""
         self._relay.kill.remote()
+        if not self._killing:
+            self._killing = True
+            asyncio.get_running_loop().call_later(_KILL_SECONDS, self._end_relay)
+
+    def _end_relay(self) -> None:
+        if not self._tasks[1].done():
+            ray.kill(self._relay)
 
     async def _write(self) -> None:
         """One call at a time: calls of an asynchronous actor that overlap have no order."""
@@ -98,6 +114,7 @@ class RayProcess:
                 while not self._outgoing.empty():
                     data.append(self._outgoing.get_nowait())
                 await self._relay.send.remote(b"".join(data))
+                self._outgoing_bytes -= sum(map(len, data))
 
     async def _read(self) -> None:
         try:

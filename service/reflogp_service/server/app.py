@@ -5,27 +5,31 @@ Knows which parts there are and how they begin and end. Made by `reflogp serve` 
 
 from __future__ import annotations
 
-import fcntl
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import psutil
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from reflogp_service.server import problems
+from reflogp_service.server.auth import Sessions
+from reflogp_service.server.available_memory import total_memory
+from reflogp_service.server.connections import ActiveRequests
 from reflogp_service.server.context import Context
+from reflogp_service.server.dataset_room import DatasetRoom
+from reflogp_service.server.fetched import FetchedFolder
 from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.metrics import Metrics
-from reflogp_service.server.middleware import HeadBounds, LoopbackNames, Timed
+from reflogp_service.server.middleware import HeadBounds, Timed
 from reflogp_service.server.online import OnlineScoring
 from reflogp_service.server.pool import Pool, WorkerHandle
 from reflogp_service.server.precompute import Precompute
 from reflogp_service.server.processes import Start, start_here
+from reflogp_service.server.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
 from reflogp_service.server.routes.health import health_router
 from reflogp_service.server.routes.jobs import jobs_router
 from reflogp_service.server.routes.lookups import lookups_router
@@ -34,11 +38,20 @@ from reflogp_service.server.routes.scores import scores_router
 from reflogp_service.server.routes.uploads import uploads_router
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
+from reflogp_service.server.sites import OwnSite, SafeHeaders
+from reflogp_service.server.state_lock import StateLock
 from reflogp_service.server.uploads import UploadFolder
 from reflogp_service.worker.orders import ModelPlace, WorkerConfiguration
 from reflogp_store import UsageError
 
 _DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
+
+
+class _App(FastAPI):
+    """An app whose every answer has safe headers, that of an unexpected error too, which no added middleware sees."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return SafeHeaders(super().build_middleware_stack())
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -49,14 +62,17 @@ def create_app(settings: ServerSettings) -> FastAPI:
         What Shelf raises: a service that cannot answer for its references does not start.
     """
     folder = settings.state_folder()
-    lock = _lock(folder)
+    lock = StateLock(folder)
     metrics = Metrics()
     shelf = Shelf(settings)
-    ledger = Ledger(folder / "jobs.sqlite")
-    uploads = UploadFolder(folder / "uploads", ledger, settings)
-    precompute = Precompute(settings, folder, ledger, shelf, uploads, metrics)
+    ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
+    room = DatasetRoom(settings.max_uploads_bytes)
+    uploads = UploadFolder(folder / "uploads", ledger, settings, room)
+    fetched = FetchedFolder(folder / "fetched", ledger, room)
+    precompute = Precompute(settings, folder, ledger, shelf, uploads, fetched, metrics)
     online = OnlineScoring(settings, shelf, metrics)
-    context = Context(settings, shelf, ledger, precompute, online, uploads, metrics)
+    request_memory = RequestMemory(settings.request_memory_bytes or default_request_memory(total_memory()))
+    context = Context(settings, shelf, ledger, precompute, online, uploads, metrics, request_memory)
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         await online.on_frame(worker, message, body)
@@ -70,8 +86,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
     devices, start, end = _workers(settings, shelf, folder)
     most = settings.max_worker_bytes
     if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
-        most = psutil.virtual_memory().total * 9 // 10
-    pool = Pool(_configurations(settings, shelf, folder, devices), start, on_frame, on_death, most)
+        most = total_memory() * 9 // 10
+    configurations = _configurations(settings, shelf, folder, devices)
+    silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
+    pool = Pool(configurations, start, on_frame, on_death, most, silence, longest)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,16 +99,26 @@ def create_app(settings: ServerSettings) -> FastAPI:
         yield
         precompute.drain()
         await pool.close()
+        await precompute.close()
         end()
         ledger.close()
         lock.close()
 
-    app = FastAPI(title="reflogp", version=version("reflogp"), description=_DESCRIPTION, lifespan=lifespan)
+    app = _App(
+        title="reflogp",
+        version=version("reflogp"),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own page runs a script of another site; /docs is one of our pages
+        redoc_url=None,
+    )
     app.state.context = context
+    app.state.sessions = Sessions(settings.tokens)
     problems.install(app)
-    if not settings.tokens:
-        app.add_middleware(LoopbackNames)
+    app.add_middleware(RequestMemoryGuard, memory=request_memory)
+    app.add_middleware(OwnSite, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
     app.add_middleware(HeadBounds, max_bytes=settings.max_head_bytes)
+    app.add_middleware(ActiveRequests, most=settings.max_connections)
     app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
     app.include_router(lookups_router(context))
@@ -135,22 +163,6 @@ def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, device
         row_bytes=settings.max_row_bytes,
         dataset_bytes=settings.max_dataset_bytes,
         group_bytes=settings.max_group_bytes,
+        row_seconds=settings.row_seconds,
     )
     return [replace(first, device=device) for device in devices]
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Hold the state folder for this process; the kernel lets go of it when the process ends, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("w")
-    except OSError as error:
-        raise UsageError(f"the state folder {folder} cannot be written: {error.strerror}") from error
-    for attempt in range(20):  # a service that was just killed may still be on its way out
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if attempt < 19:
-                time.sleep(0.1)
-    raise UsageError(f"another service uses the state folder {folder}: stop it, or give this one another `state`")

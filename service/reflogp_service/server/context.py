@@ -11,6 +11,7 @@ from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.metrics import Metrics
 from reflogp_service.server.online import OnlineScoring
 from reflogp_service.server.precompute import Precompute
+from reflogp_service.server.request_memory import RequestMemory
 from reflogp_service.server.settings import ServerSettings
 from reflogp_service.server.shelf import Shelf
 from reflogp_service.server.uploads import UploadFolder
@@ -28,6 +29,7 @@ class Context:
         online: scores sequences at once.
         uploads: dataset files that were sent.
         metrics: counters and gauges.
+        request_memory: of all requests under way.
     """
 
     settings: ServerSettings
@@ -37,3 +39,4 @@ class Context:
     online: OnlineScoring
     uploads: UploadFolder
     metrics: Metrics
+    request_memory: RequestMemory

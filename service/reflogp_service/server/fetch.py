@@ -1,7 +1,7 @@
 """Datasets by URI: from hosts and buckets that an administrator allows, and from nowhere else.
 
 Knows URIs, addresses and HTTP. Does not know file formats beyond their suffixes. `check_uri` is called where a job is
-submitted, `fetch` in a thread when it begins.
+submitted, `fetch` in a thread while the job waits in line.
 
 A prefix that names a host (https://data.example.org/prefs/, s3://team/) is trusted, internal or not. A bare scheme (https://)
 means any host whose addresses are all public: it is resolved once, and the connection goes to the address that was checked.
@@ -34,9 +34,12 @@ import pyarrow.fs as pafs
 
 from reflogp_service.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp_service.errors import DatasetError
+from reflogp_service.server.fetched import PARTIAL, FetchedFolder
 from reflogp_service.server.problems import Problem
+from reflogp_service.server.public_addresses import is_public
 from reflogp_service.server.settings import ServerSettings
 from reflogp_store import UsageError
+from reflogp_store.safe_text import hide_secrets
 from reflogp_store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
 
 _PORTS = {"http": 80, "https": 443}
@@ -48,6 +51,8 @@ _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
+#: Bytes that must arrive within `body_idle_seconds`, so that no server holds a place by a byte a minute.
+_LEAST_BYTES = 4 << 10
 #: Characters of a URI (RFC 3986) without the fragment's.
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
@@ -56,23 +61,6 @@ _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 #: A last label like these makes resolvers read the whole name as an IPv4 address, in decimal, octal or hexadecimal.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
-#: Networks that some version of `ipaddress` calls global but that lead elsewhere: NAT64, 6to4, Teredo, IPv4 in IPv6, …
-_NOT_PUBLIC = [
-    ipaddress.ip_network(network)
-    for network in (
-        "192.88.99.0/24",
-        "::/96",
-        "::ffff:0:0/96",
-        "::ffff:0:0:0/96",
-        "64:ff9b::/96",
-        "64:ff9b:1::/48",
-        "2001::/23",
-        "2002::/16",
-        "3fff::/20",
-        "5f00::/16",
-        "fec0::/10",
-    )
-]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -120,14 +108,23 @@ def check_uri(uri: str, settings: ServerSettings) -> None:
         ) from error
 
 
-def fetch(uri: str, folder: Path, settings: ServerSettings, cancelled: Callable[[], bool]) -> tuple[Path, str]:
+def fetch(
+    uri: str,
+    folder: FetchedFolder,
+    settings: ServerSettings,
+    cancelled: Callable[[], bool],
+    arrived: Callable[[int], None] = lambda size: None,
+) -> tuple[Path, str]:
     """Fetch a dataset; (its file, sha256). The file is named by its content and whole, or not there at all.
+
+    The caller tells the folder when it needs the file no more: `released`.
 
     Args:
         uri: https://, http://, s3://, gs:// or az://, under a prefix of the settings.
-        folder: must be there.
+        folder: where it goes, and how much room there is.
         settings: prefixes and bounds.
         cancelled: asked a few times a second.
+        arrived: told now and then how many bytes there are.
 
     Raises:
         FetchCancelledError: it was.
@@ -137,14 +134,14 @@ def fetch(uri: str, folder: Path, settings: ServerSettings, cancelled: Callable[
         parsed = _parse(uri)
         suffix = _suffix(parsed)
         trusted = _admit(parsed, settings)
-        with _partial(folder) as sink:
+        with _partial(folder, arrived) as sink:
             if parsed.scheme in _OBJECT_STORES:
                 _copy_object(parsed, sink, settings, cancelled)
             else:
                 asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
             return sink.keep(suffix)
     except ValueError as error:
-        raise DatasetError(f"{_shown(uri)} was not fetched: {error}") from error
+        raise DatasetError(f"{hide_secrets(uri)[:200]} was not fetched: {error}") from error
 
 
 # URIs
@@ -228,11 +225,6 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
     return uri.scheme in _OBJECT_STORES
 
 
-def _shown(uri: str) -> str:
-    """A URI for messages: its signature and its user left out."""
-    return re.sub(r"//[^/]*@", "//", uri.split("?")[0])[:200]
-
-
 # Addresses
 
 
@@ -245,10 +237,8 @@ def _literal(host: str) -> _Address | None:
 
 def _check_public(addresses: list[_Address]) -> None:
     """Raise ValueError unless every address is a public one. The message names none: it would describe an inner network."""
-    for address in addresses:
-        inside = any(address in network for network in _NOT_PUBLIC if network.version == address.version)
-        if inside or not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
-            raise ValueError("its host is not a public one")
+    if not all(map(is_public, addresses)):
+        raise ValueError("its host is not a public one")
 
 
 async def _public_addresses(uri: _Uri) -> list[str]:
@@ -271,9 +261,14 @@ async def _download_bounded(
     """Download within the time that the settings give, or until it is cancelled."""
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
+    size, since = 0, time.monotonic()
     try:
         while not (await asyncio.wait([download], timeout=_POLL_SECONDS))[0]:
             _check_going_on(deadline, settings, cancelled)
+            if sink.size - size >= _LEAST_BYTES:
+                size, since = sink.size, time.monotonic()
+            elif time.monotonic() - since > settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES:
+                raise ValueError(f"less than {_LEAST_BYTES:,} bytes arrived within {settings.body_idle_seconds:g} seconds")
         await download
     except httpx.HTTPError as error:
         raise ValueError(f"the connection failed ({type(error).__name__})") from error
@@ -382,38 +377,55 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
 class _Sink:
     """A file that is being written, hidden, and its digest."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
         self._path, self._file = path, file
+        self._folder = folder
+        self._arrived = arrived
         self._digest = hashlib.sha256()
         self.size = 0
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
-        """Raise ValueError for a file that is too long."""
-        if size > settings.max_upload_bytes:
-            raise ValueError(f"it is longer than {settings.max_upload_bytes:,} bytes")
+        """Raise ValueError for a file that is too long, or that there is no room for."""
+        self._check_length(size, settings)
+        self._folder.check_room(size)
 
     def write(self, chunk: bytes, settings: ServerSettings) -> None:
+        self._check_length(self.size + len(chunk), settings)
+        self._folder.take(len(chunk))
         self.size += len(chunk)
-        self.check_room(self.size, settings)
         self._digest.update(chunk)
         self._file.write(chunk)
+        self._arrived(self.size)
 
     def keep(self, suffix: str) -> tuple[Path, str]:
         """Name the file by its content. (file, sha256)"""
         self._file.flush()
         os.fsync(self._file.fileno())
         digest = self._digest.hexdigest()
-        return self._path.replace(self._path.with_name(f"{digest}{suffix}")), digest
+        file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
+        self.size = 0
+        return file, digest
+
+    def abandon(self) -> None:
+        """Delete what was not kept."""
+        self._folder.give(self.size)
+        self._path.unlink(missing_ok=True)
+
+    def _check_length(self, size: int, settings: ServerSettings) -> None:
+        if size > settings.max_upload_bytes:
+            raise ValueError(f"it is longer than {settings.max_upload_bytes:,} bytes")
 
 
 @contextmanager
-def _partial(folder: Path) -> Iterator[_Sink]:
+def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
     """A hidden file in a folder, deleted at the end unless it was kept. Raises ValueError when the disk refuses it."""
-    path = folder / f".partial-{secrets.token_hex(8)}"
+    path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
         with path.open("xb") as file:
-            yield _Sink(path, file)
+            sink = _Sink(path, file, folder, arrived)
+            try:
+                yield sink
+            finally:
+                sink.abandon()
     except OSError as error:
         raise ValueError(f"it cannot be written here: {error.strerror}") from error
-    finally:
-        path.unlink(missing_ok=True)

@@ -40,19 +40,36 @@ class Metrics:
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
         self._workers = Gauge("reflogp_workers_ready", "Workers that take work.", registry=registry)
         self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in line.", registry=registry)
+        self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
+        self._busy = Gauge(
+            "reflogp_worker_busy_seconds",
+            "Time that the engine is at the present load or pass.",
+            ["worker", "at"],
+            registry=registry,
+        )
+        self._ledger_well = Gauge("reflogp_ledger_works", "1 while the ledger of jobs can be written.", registry=registry)
+        self._ledger_failures = Gauge("reflogp_ledger_failures", "Attempts to use the ledger that failed.", registry=registry)
+        self._unrecorded = Gauge("reflogp_ledger_waiting_writes", "Writes that wait for the ledger.", registry=registry)
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
 
-    def text(
-        self,
-        jobs: Mapping[JobState, int],
-        workers_ready: int,
-        online_tokens: int,
-        memory: dict[str, int],
-    ) -> bytes:
-        """All of it in Prometheus' text format."""
-        for state in JOB_STATES:
-            self._jobs.labels(state).set(jobs.get(state, 0))
-        self._workers.set(workers_ready)
+    def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
+        """How the ledger is."""
+        self._ledger_well.set(works)
+        self._ledger_failures.set(failures)
+        self._unrecorded.set(waiting_writes)
+
+    def set_workers(self, ready: int, answering: int, busy: Mapping[int, tuple[str, float] | None]) -> None:
+        """How the workers are; `busy`: by number, what an engine is at ("load", "pass") and for how long."""
+        self._workers.set(ready)
+        self._answering.set(answering)
+        for worker, doing in busy.items():
+            for at in ("load", "pass"):
+                self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
+
+    def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
+        """All of it in Prometheus' text format. `jobs` by state; None keeps the last known numbers."""
+        for state in JOB_STATES if jobs is not None else ():
+            self._jobs.labels(state).set((jobs or {}).get(state, 0))
         self._online_tokens.set(online_tokens)
         for process, size in memory.items():
             self._memory.labels(process).set(size)

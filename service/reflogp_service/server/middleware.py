@@ -1,4 +1,4 @@
-"""What happens to every request before its route, and after: counted and timed; refused for a long head or a strange name.
+"""What happens to every request before its route, and after: counted and timed; refused for a long head.
 
 Knows ASGI. Installed by the app.
 """
@@ -6,9 +6,7 @@ Knows ASGI. Installed by the app.
 from __future__ import annotations
 
 import time
-from ipaddress import ip_address
 
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp_service.server.metrics import Metrics
@@ -63,32 +61,3 @@ class HeadBounds:
                 await refused.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-class LoopbackNames:
-    """Refuses requests whose Host is no name of this machine for itself.
-
-    For a service without tokens: a page from elsewhere whose name is made to lead to 127.0.0.1 (DNS rebinding) would otherwise
-    speak for whoever looks at it.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_loopback(Request(scope).url.hostname):
-            problem = Problem(
-                403, "a service without tokens is asked by a name of loopback only", "use http://127.0.0.1 or localhost"
-            )
-            await problem.response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-
-def _is_loopback(host: str | None) -> bool:
-    if host is None:
-        return False
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

@@ -8,7 +8,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from reflogp_store.safe_text import hide_secrets
 
 #: queued and running end in one of the others; failed and cancelled can be put in line again (retry).
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -93,9 +95,11 @@ class Job(BaseModel):
     id: str = Field(description="Names the job in every other route.")
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
     settings: JobSettings = Field(description="As submitted.")
-    dataset: DatasetSpec = Field(description="As submitted.")
+    dataset: DatasetSpec | None = Field(
+        description="As submitted, without the query of a URI. None for a token that may not read, where another submitted it."
+    )
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    submitted_by: str = Field(description="Name of the token that submitted it.")
+    submitted_by: str = Field(description="Name of the token that submitted it; empty like dataset.")
     created_at: datetime = Field(description="When it was submitted first.")
     started_at: datetime | None = Field(None, description="Of the latest attempt.")
     finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
@@ -104,9 +108,37 @@ class Job(BaseModel):
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
-    note: str | None = Field(None, description="Why the attempt before the latest did not end the job.")
+    note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a job in line waits for.")
     error: str | None = Field(None, description="Why it failed.")
     summary: dict[str, Any] | None = Field(None, description="What `reflogp score --json` says of a run; when done.")
+
+    @field_validator("dataset")
+    @classmethod
+    def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
+        """A job is shown to everybody who may read; whoever fetches its dataset has the whole URI from elsewhere."""
+        if dataset is None or dataset.uri is None:
+            return dataset
+        return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
+
+    @field_validator("note", "error")
+    @classmethod
+    def _hide_secrets(cls, text: str | None) -> str | None:
+        return None if text is None else hide_secrets(text)
+
+    def for_stranger(self, asked: JobRequest | None = None) -> Job:
+        """The job for a token that may not read and did not submit it: how far it is, and what the token itself asked for."""
+        settings = self.settings.model_copy(update={"title": "", "priority": 0})
+        return self.model_copy(
+            update={
+                "settings": settings if asked is None else JobSettings(**asked.model_dump(exclude={"dataset"})),
+                "dataset": None if asked is None else self._hide_signature(asked.dataset),
+                "submitted_by": "",
+                "note": None,
+                "error": None,
+                "summary": None,
+                "throughput": [],
+            }
+        )
 
 
 class Jobs(BaseModel):

@@ -29,6 +29,8 @@ from reflogp_store.schema import one_array
 
 #: A request that was being computed when this many workers died is at fault.
 _DEATHS = 2
+#: Of a token id on its way to a worker.
+_TOKEN_BYTES = 8
 #: Weight of the last request in the rate from which Retry-After is taken.
 _RATE_WEIGHT = 0.2
 
@@ -190,6 +192,7 @@ class OnlineScoring:
         }
         answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         entry = _Pending(worker, message, stream_bytes(sequences), tokens, deadline, answer)
+        self._check_room(worker, len(entry.body))
         self._pending[key] = entry
         worker.send(message, entry.body)
         try:
@@ -218,7 +221,7 @@ class OnlineScoring:
         working = [worker for worker in self._pool.workers if not worker.broken]
         if not working:
             raise _no_worker(self._pool.workers[0])
-        chosen = min(working, key=lambda worker: (reference_id not in worker.loaded, self.queued_tokens(worker)))
+        chosen = min(working, key=lambda worker: (worker.late, reference_id not in worker.loaded, self.queued_tokens(worker)))
         queued = self.queued_tokens(chosen)
         if queued and queued + tokens > self._settings.max_queued_tokens:
             self._metrics.refused.labels("queue").inc()
@@ -230,6 +233,18 @@ class OnlineScoring:
                 {"Retry-After": str(max(1, min(60, wait)))},
             )
         return chosen
+
+    def _check_room(self, worker: WorkerHandle, size: int) -> None:
+        """Raise Problem where a worker has left so much unread that a request of `size` bytes would wait in this memory."""
+        unread = worker.outgoing_bytes
+        if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
+            self._metrics.refused.labels("unread").inc()
+            raise Problem(
+                503,
+                f"worker {worker.number} has not taken {unread:,} bytes of earlier requests yet",
+                "try again: a worker that does not answer is started again",
+                {"Retry-After": "10"},
+            )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """What the store has: values for each sequence or None, and the snapshot they are of."""

@@ -6,6 +6,7 @@ Knows status codes and our error tree. Called by the app, which registers the ha
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,8 +15,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
+from reflogp_service.errors import LedgerDamagedError, LedgerError
 from reflogp_store import (
     DamagedStoreError,
     ReferenceNotFoundError,
@@ -24,6 +26,7 @@ from reflogp_store import (
     StoreUnavailableError,
     UsageError,
 )
+from reflogp_store.safe_text import hide_secrets, visible
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +36,14 @@ MEDIA_TYPE = "application/problem+json"
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists what there is"),
     (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
+    (LedgerDamagedError, 503, "an administrator mends the ledger as the message says"),
+    (LedgerError, 503, "try again; an administrator checks the service's state folder"),
     (UsageError, 422, "correct the request"),
     (DamagedStoreError, 503, "an administrator runs `reflogp store verify --repair`"),
     (StoreUnavailableError, 503, "try again; an administrator checks the store"),
 ]
+#: When to ask again where the ledger of jobs fails.
+_LEDGER_SECONDS = "5"
 
 
 class ProblemBody(BaseModel):
@@ -65,7 +72,10 @@ class Problem(Exception):
 
     def response(self) -> JSONResponse:
         body = ProblemBody(
-            title=HTTPStatus(self.status).phrase, status=self.status, detail=self.detail, next_step=self.next_step
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=visible(hide_secrets(self.detail)),
+            next_step=visible(hide_secrets(self.next_step)),
         )
         return JSONResponse(body.model_dump(), self.status, self.headers, MEDIA_TYPE)
 
@@ -74,7 +84,8 @@ def problem_of(error: ReflogpError) -> Problem:
     """What one of our errors is over HTTP."""
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
-            return Problem(status, str(error), next_step)
+            headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
+            return Problem(status, str(error), next_step, headers)
     return Problem(500, str(error), "try again; if it stays, report it with the service's log")
 
 
@@ -111,10 +122,20 @@ def install(app: FastAPI) -> None:
 def _methods_here(request: Request) -> list[str]:
     """Methods that some route takes at a request's path."""
     found: set[str] = set()
-    for route in request.app.routes:
+    for route in _routes_of(request.app.routes):
         if route.matches(request.scope)[0] is not Match.NONE:
             found |= set(getattr(route, "methods", None) or ())
     return sorted(found)
+
+
+def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
+    """Routes, and those of included routers, which newer versions of FastAPI keep as they are."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from _routes_of(included.routes)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

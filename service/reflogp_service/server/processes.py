@@ -33,6 +33,9 @@ class WorkerProcess(Protocol):
     def send(self, data: bytes) -> bool:
         """Send bytes of frames; False when it takes no more."""
 
+    def outgoing(self) -> int:
+        """Bytes that were sent and that it has not read yet, as far as that can be told."""
+
     async def receive(self) -> Frame | None:
         """Its next frame; None when it has ended."""
 
@@ -64,6 +67,11 @@ class LocalProcess:
             return False
         stdin.write(data)
         return True
+
+    def outgoing(self) -> int:
+        """As WorkerProcess.outgoing."""
+        assert self._process.stdin is not None
+        return int(self._process.stdin.transport.get_write_buffer_size())
 
     async def receive(self) -> Frame | None:
         """As WorkerProcess.receive."""

@@ -12,7 +12,9 @@ from types import FrameType
 import uvicorn
 
 from reflogp_service.server.app import create_app
+from reflogp_service.server.connections import ConnectionConfig, waiting_connections
 from reflogp_service.server.logs import install_logging
+from reflogp_service.server.request_memory import give_memory_back
 from reflogp_service.server.settings import ServerSettings
 
 #: Seconds that open requests get.
@@ -31,15 +33,17 @@ class _Server(uvicorn.Server):
 
 def run(settings: ServerSettings) -> None:
     """Serve. Raises what `create_app` raises."""
+    give_memory_back()
     app = create_app(settings)
     install_logging(settings.log_format)
-    config = uvicorn.Config(
+    config = ConnectionConfig(
         app,
+        settings.head_seconds,
+        settings.answer_idle_seconds,
+        waiting_connections(settings.max_connections),
         host=settings.host,
         port=settings.port,
-        http="h11",
         h11_max_incomplete_event_size=settings.max_head_bytes,
-        limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=_GRACE_SECONDS,
         log_config=None,
         server_header=False,

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from reflogp_service.engines import EngineName
+from reflogp_service.engines import EngineChoice, EngineName
 from reflogp_service.vllm.options import check_options
 from reflogp_service.worker.orders import ModelPlace
 from reflogp_store.errors import UsageError
@@ -44,7 +45,11 @@ class ReferenceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
-    dtype: str = Field("bfloat16", description="Compute dtype; part of the reference id.")
+    dtype: str = Field(
+        "bfloat16",
+        description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
+        "torch.autocast); auto for the checkpoint's own. Part of the reference id.",
+    )
     lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
     revision: str | None = Field(None, description="Revision of a hub id.")
     trust_remote_code: bool = Field(False, description="Run modelling code that the checkpoint brings.")
@@ -69,6 +74,7 @@ class ReferenceSettings(BaseModel):
             raise ValueError("engine remote needs a url")
         try:
             check_options(self.vllm_options)
+            EngineChoice(self.engine).require_dtype(self.dtype)
         except UsageError as error:
             raise ValueError(str(error)) from error
         return self
@@ -100,11 +106,33 @@ class ServerSettings(BaseSettings):
     tokens: list[TokenSettings] = Field(default_factory=list, description="Who may call. None is allowed on loopback only.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    max_body_bytes: int = Field(256 << 20, gt=0, description="A longer request body is refused.")
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Host names that the service may be asked by, beside those of loopback: data.example.org, *.example.org."
+        " Default: without tokens none, with tokens any. With tokens an IP address is always allowed.",
+    )
+    max_body_bytes: int = Field(
+        256 << 20, gt=0, description="A longer request body is refused; uploads have max_upload_bytes instead."
+    )
+    max_json_bytes: int = Field(
+        2 << 20, gt=0, description="A longer JSON body is refused: Arrow streams are for more than that."
+    )
+    request_memory_bytes: int | None = Field(
+        None,
+        ge=64 << 20,
+        description="Memory of all requests under way. Those beyond wait for up to 10 seconds, then the answer is 503."
+        " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
+    )
     max_head_bytes: int = Field(32 << 10, gt=0, description="A longer target, or longer headers, are refused.")
+    head_seconds: float = Field(10.0, gt=0, description="A connection whose request's head is not complete by then is closed.")
+    answer_idle_seconds: float = Field(30.0, gt=0, description="A connection whose answer is not read for this long is closed.")
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
     max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
-    max_connections: int = Field(1_000, gt=0, description="Connections beyond are answered 503.")
+    max_connections: int = Field(
+        1_000,
+        gt=0,
+        description="Requests under way at a time; beyond, the answer is 503. As many connections may be idle beside them.",
+    )
     state: Path | None = Field(
         None, description="Folder for jobs, uploads and results. Default: one of this store's own in ~/.local/state/reflogp."
     )
@@ -128,10 +156,27 @@ class ServerSettings(BaseSettings):
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="A worker that takes more memory is killed and started again. Default: 9/10 of the machine's; on"
-        " Ray, Ray's own limit.",
+        description="A worker that takes more memory is killed and started again. Default: 9/10 of the memory of"
+        " the machine, or of its container; on Ray, Ray's own limit.",
+    )
+    worker_silence_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="A worker that does not answer for so long is killed and started again; ten times as long while it starts."
+        " Loading a model and a long pass are no silence.",
+    )
+    max_pass_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="A worker whose engine is at one pass for longer is killed and started again. Default: no bound, since a"
+        " long pass looks like one that hangs; the log warns of passes of more than ten minutes.",
     )
     # jobs
+    ledger_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="How long a request waits for a ledger of jobs that is locked or whose disk fails, before it is 503.",
+    )
     max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
     commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
     max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
@@ -149,10 +194,15 @@ class ServerSettings(BaseSettings):
         " trusted, internal or not; https:// alone is any host with public addresses only.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
-    max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads together.")
+    max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads and fetched datasets together.")
+    max_uploads: int = Field(10_000, gt=0, description="Names of uploads; further ones are refused.")
+    max_fetches: int = Field(4, gt=0, description="Datasets that are fetched at a time; the jobs of others wait.")
     fetch_seconds: float = Field(3_600.0, gt=0, description="A dataset that was not fetched by then is given up.")
     body_idle_seconds: float = Field(60.0, gt=0, description="An upload or fetch that stands still for this long is given up.")
     max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is a bad row.")
+    row_seconds: float = Field(
+        10.0, gt=0, le=3600, description="A row that takes more processor time to tokenise is a bad row."
+    )
     max_dataset_bytes: int = Field(256 << 30, gt=0, description="A dataset that is longer when decompressed is refused.")
     max_group_bytes: int = Field(
         2 << 30, gt=0, description="What is read at once: a JSON array, a Parquet row group, an Arrow batch."
@@ -163,6 +213,16 @@ class ServerSettings(BaseSettings):
         if not self.tokens and not self.on_loopback():
             raise ValueError(f"host {self.host} is reachable by others: give tokens, or listen on 127.0.0.1")
         return self
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name == "*":
+                raise ValueError("'*' would let a page of any site in: list the names that the service is asked by")
+            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
+                raise ValueError(f"{name!r} is not a host name: write it without scheme, port and path")
+        return names
 
     @model_validator(mode="after")
     def _pinned_is_known(self) -> ServerSettings:

@@ -5,21 +5,25 @@ Knows settings and the store. Loads no model. Safe to call from several threads.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
 import pyarrow as pa
 
+from reflogp_service.data.tokenizer_files import open_tokenizer
 from reflogp_service.server.settings import ServerSettings
 from reflogp_store import (
     LogprobStore,
     LogprobTable,
     Reference,
     ReferenceNotFoundError,
+    ReflogpError,
     Snapshot,
     UsageError,
     describe_reference,
+    resolve_model,
 )
 from reflogp_store.keys import KEY_TYPE
 from reflogp_store.storage import is_local
@@ -52,6 +56,7 @@ class Shelf:
             name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
             for name, entry in settings.references.items()
         }
+        self._models = dict(settings.references)
         self._engines = {name: entry.engine for name, entry in settings.references.items()}
         self._tables: dict[str, LogprobTable] = {}
         self._lock = Lock()
@@ -83,6 +88,14 @@ class Shelf:
                 f"this service has no model for reference {name_or_id!r}; it has: {', '.join(self._named) or 'none'}"
             )
         return found
+
+    def tokenizer_digest(self, reference: Reference) -> str | None:
+        """Digest of the tokenizer's files that a reference's folder has now; None where they cannot be read."""
+        for name, entry in self._models.items():
+            if self._named[name].reference_id == reference.reference_id:
+                with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
+                    return files.digest
+        return None
 
     def named(self) -> dict[str, Reference]:
         """References that have a name and a model, by name."""

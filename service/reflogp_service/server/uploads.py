@@ -22,6 +22,7 @@ from typing import BinaryIO
 from anyio import to_thread
 
 from reflogp_service.data.read import SUFFIXES_IN_WORDS, dataset_suffix
+from reflogp_service.server.dataset_room import DatasetRoom
 from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.models import NAME_PATTERN, Upload
 from reflogp_service.server.problems import Problem
@@ -29,11 +30,12 @@ from reflogp_service.server.settings import ServerSettings
 
 _PARTIAL = ".partial-"
 #: Bytes that are gathered before they go to the disk, off the event loop.
-_WRITE_BYTES = 1 << 20
+_WRITE_BYTES = 256 << 10
 #: Bytes that must arrive within `body_idle_seconds`, so that nobody holds a place by a byte a minute.
 _LEAST_BYTES = 4 << 10
 #: A file that was sent or resolved within this time is never deleted: a job may be about to name it.
 _GRACE = timedelta(minutes=10)
+_MAKE_ROOM = "DELETE /v1/uploads/NAME of what is not needed, and wait ten minutes"
 
 
 class UploadFolder:
@@ -43,18 +45,20 @@ class UploadFolder:
         folder: created where it is not there. What a killed service left half written in it is deleted.
         ledger: remembers which name means which file.
         settings: bounds.
+        room: for uploads and fetched datasets together.
     """
 
-    def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings) -> None:
+    def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetRoom) -> None:
         self._folder = folder.absolute()
         self._ledger = ledger
         self._settings = settings
+        self._room = room
         self._lock = Lock()  # whoever names, touches or deletes a whole file holds it
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(f"{_PARTIAL}*"):
             partial.unlink(missing_ok=True)
-        self._kept = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-        self._arriving = 0
+        room.hold(sum(file.stat().st_size for file in folder.iterdir() if file.is_file()))
+        room.add_sweeper(lambda: self.collect(datetime.now(UTC)))
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
         """Take a file; (what it is now, whether the name is new). It is on the disk when this returns, or there is none of it.
@@ -68,17 +72,42 @@ class UploadFolder:
             Problem: 400 where other bytes come than announced, 408 where they stop coming, 413 and 507 for too many,
                 422 for a name that is none and for an empty file.
         """
-        suffix = _suffix_of(name)
-        await self._check_room(declared_length or 0, declared_length or 0)
+        file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
+        return await to_thread.run_sync(self._put, name, file.name, size, digest)
+
+    async def receive_nameless(
+        self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
+    ) -> tuple[Path, str]:
+        """Take a file for one job; (file, sha256). It stays for some minutes, and as long as a job needs it then.
+
+        Raises Problem as `receive`.
+        """
+        file, digest, _ = await self._receive(suffix, chunks, declared_length)
+        return file, digest
+
+    async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
+        """Take a file; (file, sha256, bytes)."""
+        if declared_length is not None:
+            self._check_length(declared_length)
+            if not await to_thread.run_sync(self._room.fits, declared_length):
+                raise self._no_room()
         partial = self._folder / f"{_PARTIAL}{secrets.token_hex(8)}"
-        size, digest = 0, hashlib.sha256()
+        size, taken, digest = 0, 0, hashlib.sha256()
+
+        def keep() -> Path:
+            nonlocal taken
+            file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
+            taken = 0  # the file holds its room itself now, also when nobody waits for it any more
+            return file
+
         try:
             file = await to_thread.run_sync(_create, partial)
             try:
                 async for block in self._blocks(chunks):
-                    self._arriving += len(block)
+                    self._check_length(size + len(block))
+                    await self._take_room(len(block))
                     size += len(block)
-                    await self._check_room(size, 0)
+                    taken = size
                     if declared_length is not None and size > declared_length:
                         break
                     await to_thread.run_sync(_append, file, digest, block)
@@ -89,13 +118,13 @@ class UploadFolder:
                 await to_thread.run_sync(_make_durable, file)
             finally:
                 file.close()
-            return await to_thread.run_sync(self._keep, name, partial, f"{digest.hexdigest()}{suffix}", size)
+            return await to_thread.run_sync(keep), digest.hexdigest(), size
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._no_room() from error
             raise
         finally:
-            self._arriving -= size
+            self._room.give(taken)
             with suppress(FileNotFoundError):
                 partial.unlink()  # not awaited: whoever went away has cancelled this task
 
@@ -141,7 +170,7 @@ class UploadFolder:
                 about = file.stat()
                 if about.st_mtime < before:
                     file.unlink()
-                    self._kept -= about.st_size
+                    self._room.give(about.st_size)
                     deleted += 1
         return deleted
 
@@ -171,32 +200,38 @@ class UploadFolder:
         if block:
             yield bytes(block)
 
-    async def _check_room(self, size: int, ahead: int) -> None:
-        """Raise Problem when a file of `size` bytes is too long, or there is no room for it with `ahead` bytes to come."""
+    def _check_length(self, size: int) -> None:
         if size > self._settings.max_upload_bytes:
             raise Problem(413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split it, or compress it")
-        room = self._settings.max_uploads_bytes - self._arriving - ahead
-        if self._kept > room:
-            await to_thread.run_sync(self.collect, datetime.now(UTC))
-            if self._kept > room:
+
+    async def _take_room(self, size: int) -> None:
+        """Take room for bytes that arrived. Raises Problem where there is none."""
+        if not self._room.take(size):
+            await to_thread.run_sync(self._room.sweep)
+            if not self._room.take(size):
                 raise self._no_room()
 
     def _no_room(self) -> Problem:
-        return Problem(
-            507, "there is no room for the file", "DELETE /v1/uploads/NAME of what is not needed, and wait ten minutes"
-        )
+        return Problem(507, "there is no room for the file", _MAKE_ROOM)
 
-    def _keep(self, name: str, partial: Path, content_name: str, size: int) -> tuple[Upload, bool]:
-        """Give a whole file its name, on the disk first and then in the ledger."""
+    def _keep(self, partial: Path, content_name: str, size: int) -> Path:
+        """Name a whole file by its content."""
         file = self._folder / content_name
         with self._lock:
-            if not file.exists():
-                self._kept += size
+            if file.exists():
+                self._room.give(size)
             partial.replace(file)  # the same content where it was there before: whoever reads that goes on
             os.utime(file)
             _sync_folder(self._folder)
+        return file
+
+    def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
+        """Record what a name means."""
+        with self._lock:
             created = self._ledger.upload(name) is None
-            self._ledger.put_upload(name, content_name, size, content_name[:64])
+            if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
+                raise Problem(507, f"there are {self._settings.max_uploads:,} uploads already", _MAKE_ROOM)
+            self._ledger.put_upload(name, content_name, size, sha256)
             return self.get(name), created
 
 

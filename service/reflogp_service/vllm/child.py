@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, BinaryIO, cast
 
@@ -45,15 +45,18 @@ class VllmProcess:
     Args:
         python: interpreter of vLLM's environment, where reflogp is installed too.
         loading: of `vllm_options`.
+        unchanged: a block in which vLLM loads the model; raises FileChangedError when the files are not the reference's.
 
     Raises:
         UsageError: the interpreter is not there, or has no vLLM.
         EngineError: vLLM cannot load the model.
+        FileChangedError: as `unchanged`.
     """
 
-    def __init__(self, python: str, loading: Loading) -> None:
+    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._python = python
         self._loading = loading
+        self._unchanged = unchanged
         self._running: _Running | None = None
         self.revive()
 
@@ -90,8 +93,13 @@ class VllmProcess:
         if self._running is not None and not self._running.ended():
             return False
         self.close()
-        self._running = _Running(self._python, self._loading)
-        self._about = self._running.about
+        with contextlib.ExitStack() as undo:
+            with self._unchanged():
+                running = _Running(self._python, self._loading)
+                undo.callback(running.close)
+            undo.pop_all()
+        self._running = running
+        self._about = running.about
         return True
 
     def close(self) -> None:

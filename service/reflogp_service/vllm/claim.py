@@ -17,17 +17,20 @@ from reflogp_service.engine.torch_engine import TorchEngine
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.engine import VllmEngine
 from reflogp_store import Reference
+from reflogp_store.checkpoint import Checkpoint
 
 #: (prompt, completion) lengths of the sequences. The last is longer than 512 tokens, up to which a server with speculative
 #: decoding can give wrong values (github.com/vllm-project/vllm/issues/53488).
 _LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 
 
-def check_claim(engine: VllmEngine, model: str, reference: Reference, device: str, trust_remote_code: bool) -> dict[str, Any]:
+def check_claim(
+    engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
     """Score a few sequences here and there; what provenance says about it.
 
     Args:
-        model: local folder with the reference's weights.
+        model: the reference's weights.
 
     Raises:
         EngineError: the server's values are another model's, or the weights cannot be loaded here.

@@ -3,8 +3,8 @@
 Three threads: this one owns the engines and takes turns, one reads frames, one does jobs. Started by the service's pool as
 `python -m reflogp_service.worker`; what it has to say to people goes to stderr.
 
-    service -> worker   configure, score (+ sequences), forget, job, stop, exit
-    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, dying
+    service -> worker   configure, score (+ sequences), forget, job, stop, ping, exit
+    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,10 +24,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from reflogp_service.data.bounds import ReadBounds
-from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.data.row_process import RowLimits
+from reflogp_service.data.tokenizer_files import TokenizerCache
 from reflogp_service.engine import Sequence
 from reflogp_service.engine.load import choose_device
-from reflogp_service.engines import EngineChoice, PassEngine
+from reflogp_service.engines import EngineChoice, PassEngine, opened_as
+from reflogp_service.freed_memory import give_freed_memory_back
 from reflogp_service.worker.engine_loop import Answer, DisplacedError, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
 from reflogp_service.worker.frames import encode, read_frame
@@ -35,8 +37,10 @@ from reflogp_service.worker.job import JobPlace, JobStoppedError, Progress, run_
 from reflogp_service.worker.late_writes import LateWrites
 from reflogp_service.worker.orders import JobOrder, ModelPlace, WorkerConfiguration
 from reflogp_service.worker.wire import outcomes_table, table_of
-from reflogp_store import LogprobStore, Reference, ReflogpError, describe_reference, resolve_model
+from reflogp_store import LogprobStore, OtherContentError, Reference, ReflogpError, describe_reference, resolve_model
 from reflogp_store.arrow_stream import stream_bytes
+from reflogp_store.safe_text import LineFormatter
+from reflogp_store.texts import shortened
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -58,7 +62,7 @@ class Worker:
         self._out = out
         self._sending = threading.Lock()
         self._references: dict[str, Reference] = {}
-        self._tokenizers: OrderedDict[str, Any] = OrderedDict()
+        self._tokenizers = TokenizerCache(_TOKENIZERS)
         self._store = LogprobStore(configuration.store)
         self._place = JobPlace(
             self._store,
@@ -66,9 +70,14 @@ class Worker:
             configuration.max_tokens_bytes,
             configuration.commit_seconds,
             ReadBounds(configuration.row_bytes, configuration.dataset_bytes, configuration.group_bytes),
+            RowLimits(configuration.row_seconds),
         )
         engines = Engines(
-            self._load, configuration.capacity, configuration.pinned, lambda ids: self.send({"op": "loaded", "references": ids})
+            self._load,
+            configuration.capacity,
+            configuration.pinned,
+            lambda ids: self.send({"op": "loaded", "references": ids}),
+            self._admit,
         )
         self.loop = EngineLoop(
             engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
@@ -95,7 +104,10 @@ class Worker:
         self._job_thread.start()
         threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
         if self._configuration.pinned is not None:
-            self.loop.preload(self._configuration.pinned)
+            try:
+                self.loop.preload(self._configuration.pinned)
+            except OtherContentError as error:  # requests for it are answered so; other references go on
+                logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
         self._late.close()
@@ -129,6 +141,9 @@ class Worker:
                 case "stop":
                     if message["job"] == self._job and self._stop is None:
                         self._stop = message["why"]
+                case "ping":
+                    doing, seconds = self.loop.doing() or (None, 0.0)
+                    self.send({"op": "pong", "doing": doing, "seconds": seconds})
                 case "exit":
                     self.end()
         self.end()
@@ -173,12 +188,15 @@ class Worker:
             except DisplacedError:
                 message |= {"end": "stopped", "why": "displaced"}
             except (ReflogpError, OSError) as error:
-                message |= {"end": "failed", "error": str(error)}
+                message |= {"end": "failed", "error": shortened(str(error))}
             except Exception as error:
-                logger.exception("job %s failed", order.job, extra={"job": order.job})
-                message |= {"end": "failed", "error": f"{type(error).__name__}: {error}"}
+                where = "".join(traceback.format_tb(error.__traceback__))
+                text = shortened(f"{type(error).__name__}: {error}")
+                logger.error("job %s failed: %s\n%s", order.job, text, where, extra={"job": order.job})
+                message |= {"end": "failed", "error": text}
             self._job = None
             self.send(message)
+            give_freed_memory_back()
 
     def _do(self, order: JobOrder) -> dict[str, Any]:
         def check() -> None:
@@ -192,38 +210,45 @@ class Worker:
             self.send({"op": "pass", "job": order.job, "keys": keys})
 
         place = self._models(order.reference_id)
-        folder = str(resolve_model(place.model, place.revision))
+        folder = self._folder(order.reference_id)
         reference = self._reference(order.reference_id)
-        tokenizer = partial(self._tokenizer, folder, place.trust_remote_code)
-        progress = Progress(report, check)
-        return run_job(order, self._place, reference, folder, tokenizer, self.loop, progress, announce, check)
+        find_tokenizer = partial(self._tokenizers.find, folder, place.trust_remote_code)
+        new_progress = partial(Progress, report, check)
+        return run_job(order, self._place, reference, find_tokenizer, self.loop, new_progress, announce, check)
 
     def _models(self, reference_id: str) -> ModelPlace:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
-        """The reference, described once; a model that has changed since the service started is refused."""
+        """What a reference id stands for: found by describing the model's folder, then remembered, since an id never changes.
+
+        What the folder holds now is compared at every load, by `_admit` and by the engine's choice.
+        """
         if reference_id not in self._references:
             place = self._models(reference_id)
             found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
             if found.reference_id != reference_id:
-                raise ReflogpError(f"{place.model} has changed since the service started: restart the service")
+                raise OtherContentError(
+                    f"{place.model} has changed since the service started: it is reference {found.reference_id} now, not "
+                    f"{reference_id}; put the old files back, or restart the service"
+                )
             self._references[reference_id] = found
         return self._references[reference_id]
+
+    def _admit(self, reference_id: str) -> None:
+        """Raise OtherContentError when a model's folder no longer holds the reference, before others make room for it."""
+        with opened_as(self._folder(reference_id), self._reference(reference_id)):
+            pass
+
+    def _folder(self, reference_id: str) -> str:
+        place = self._models(reference_id)
+        return str(resolve_model(place.model, place.revision))
 
     def _load(self, reference_id: str) -> PassEngine:
         place = self._models(reference_id)
         configuration = self._configuration
         choice = EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **place.engine)
-        return choice.make(str(resolve_model(place.model, place.revision)), self._reference(reference_id))
-
-    def _tokenizer(self, folder: str, trust_remote_code: bool) -> Any:
-        if folder not in self._tokenizers:
-            self._tokenizers[folder] = load_tokenizer(folder, trust_remote_code)
-        self._tokenizers.move_to_end(folder)
-        while len(self._tokenizers) > _TOKENIZERS:
-            self._tokenizers.popitem(last=False)
-        return self._tokenizers[folder]
+        return choice.make(self._folder(reference_id), self._reference(reference_id))
 
 
 def _ids(scalar: Any) -> Any:
@@ -244,7 +269,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # whatever prints does not end up between frames
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)
     _quiet_libraries()
     frame = read_frame(source)
     if frame is None:
@@ -256,8 +284,9 @@ def main() -> None:
         worker.run(source)
     except Exception as error:  # the service says it on, and starts another worker or gives it up
         known = isinstance(error, ReflogpError)
-        worker.send({"op": "dying", "error": str(error) if known else f"{type(error).__name__}: {error}"})
-        logger.error("%s", error, exc_info=not known)
+        text = shortened(str(error) if known else f"{type(error).__name__}: {error}")
+        worker.send({"op": "dying", "error": text})
+        logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
         os._exit(1)
     out.flush()
     os._exit(0)

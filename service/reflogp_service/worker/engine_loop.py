@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reflogp_service.engine import Outcome, Sequence
@@ -113,6 +114,12 @@ class EngineLoop:
         self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
+        self._at: tuple[str, float] | None = None
+
+    def doing(self) -> tuple[str, float] | None:
+        """("load" or "pass", for how many seconds) while the engine is at something; None while it is idle."""
+        at = self._at
+        return None if at is None else (at[0], time.monotonic() - at[1])
 
     def ask(self, request: OnlineRequest) -> None:
         """Put a request in line."""
@@ -185,7 +192,7 @@ class EngineLoop:
 
     def preload(self, reference_id: str) -> None:
         """Load an engine before anybody asks; called by the thread that will call `run`."""
-        self._engines.get(reference_id)
+        self._engine(reference_id)
 
     def run(self) -> None:
         """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on."""
@@ -207,6 +214,18 @@ class EngineLoop:
                         self._changed.wait(_LOOK_AGAIN_SECONDS if self._online or self._work else None)
                     self._news = False
 
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self._at = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._at = None
+
+    def _engine(self, reference_id: str) -> PassEngine:
+        with self._doing("load"):
+            return self._engines.get(reference_id)
+
     def _tell(self) -> None:
         """Wake the loop; the caller holds the lock."""
         self._news = True
@@ -223,14 +242,15 @@ class EngineLoop:
 
     def _advance(self, work: _Work) -> None:
         try:
-            work.engine = self._engines.get(work.reference_id)
+            work.engine = self._engine(work.reference_id)
         except ReflogpError as error:
             work.out.put(error)
             self._drop(work)
             return
         if work.passes is None:
             work.passes = work.engine.passes(work.sequences, work.skip, before=work.before)
-        landed = next(work.passes, None)
+        with self._doing("pass"):
+            landed = next(work.passes, None)
         work.out.put(landed)
         if landed is None:
             self._drop(work)
@@ -250,7 +270,7 @@ class EngineLoop:
         if pause > 0 and not first.alone and now - self._overlapped < _OVERLAP_SECONDS:
             time.sleep(pause)
         try:
-            budget = self._engines.get(first.reference_id).token_budget
+            budget = self._engine(first.reference_id).token_budget
         except ReflogpError as error:
             self._on_answer(Answer(first, None, error=str(error)))
             return []
@@ -294,7 +314,7 @@ class EngineLoop:
         return None
 
     def _serve(self, batch: list[OnlineRequest]) -> None:
-        engine = self._engines.get(batch[0].reference_id)
+        engine = self._engine(batch[0].reference_id)
         self._on_round([request.id for request in batch])
         began = time.monotonic()
         sequences: list[Sequence] = []
@@ -316,6 +336,11 @@ class EngineLoop:
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)
-        for landed in engine.passes(sequences, skip=problems, temperature=batch[0].temperature):
+        passes = engine.passes(sequences, skip=problems, temperature=batch[0].temperature)
+        while True:
+            with self._doing("pass"):
+                landed = next(passes, None)
+            if landed is None:
+                break
             for index, outcome in landed:
                 settle(index, outcome)

@@ -23,12 +23,19 @@ class Engines:
         capacity: engines that may be loaded at a time.
         pinned: reference id that is never unloaded, or None.
         on_change: told the loaded reference ids after each change.
+        admit: raises for an engine that cannot be loaded, before others are unloaded for it.
     """
 
     def __init__(
-        self, make: Callable[[str], PassEngine], capacity: int, pinned: str | None, on_change: Callable[[list[str]], None]
+        self,
+        make: Callable[[str], PassEngine],
+        capacity: int,
+        pinned: str | None,
+        on_change: Callable[[list[str]], None],
+        admit: Callable[[str], None],
     ) -> None:
         self._make = make
+        self._admit = admit
         self._capacity = capacity
         self._pinned = pinned
         self._on_change = on_change
@@ -40,6 +47,7 @@ class Engines:
         """The engine of a reference, loaded if it is not yet. When memory runs out while loading, others make room."""
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
+            self._admit(reference_id)
             for victim in self.displaced_by(reference_id):
                 self._unload(victim)
             try:

@@ -6,6 +6,7 @@ worker's job thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,21 +14,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from reflogp_service.data.bounds import ReadBounds
 from reflogp_service.data.read import RowSource
+from reflogp_service.data.rooted import OpenDataset
+from reflogp_service.data.row_process import RowLimits
 from reflogp_service.data.tokenized import TokenizedDataset, forget_oldest, kept_name
+from reflogp_service.data.tokenizer_files import NamedTokenizer
+from reflogp_service.errors import DatasetError
 from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
+from reflogp_service.scoring import ScoreSummary, score_dataset
 from reflogp_service.worker.engine_loop import EngineLoop
 from reflogp_service.worker.job_engine import JobEngine
 from reflogp_service.worker.orders import JobOrder
 from reflogp_service.worker.result import write_result
-from reflogp_store import LogprobStore, Reference
+from reflogp_store import FileChangedError, LogprobStore, OtherContentError, Reference
+from reflogp_store.texts import shortened
 
+logger = logging.getLogger(__name__)
+
+#: Beginnings of a job whose files are touched while it reads them.
+_ATTEMPTS = 3
 #: Seconds between two reports of progress, and the span of time over which a rate is taken.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
+
+#: Different texts about bad rows that a job keeps in memory, and what stands for another one.
+_TEXTS, _ANOTHER = 10_000, "it cannot be used"
 
 
 class JobStoppedError(Exception):
@@ -43,6 +54,7 @@ class JobPlace:
         tokens: folder for kept token ids, and bytes of them at the most.
         commit_seconds: the longest that computed values wait for a commit.
         bounds: of reading datasets.
+        rows: what tokenising a row may take.
     """
 
     store: LogprobStore
@@ -50,6 +62,7 @@ class JobPlace:
     max_tokens_bytes: int
     commit_seconds: float
     bounds: ReadBounds
+    rows: RowLimits
 
 
 class Progress:
@@ -62,6 +75,7 @@ class Progress:
 
     def __init__(self, send: Callable[[dict[str, Any], bool], None], check: Callable[[], None]) -> None:
         self.problems: dict[int, str] = {}
+        self._texts: dict[str, str] = {}
         self._send = send
         self._check = check
         self._began = time.monotonic()
@@ -90,7 +104,13 @@ class Progress:
         self._report()
 
     def bad_row(self, row: int, problem: str) -> None:
-        self.problems[row] = problem
+        """Keep why a row has no values; equal texts are kept once, and beyond some thousand only that there was one."""
+        problem = shortened(problem)
+        if problem not in self._texts:
+            if len(self._texts) == _TEXTS:
+                problem = _ANOTHER
+            self._texts[problem] = problem
+        self.problems[row] = self._texts[problem]
 
     def note(self, row: int, remark: str) -> None:
         """A remark changes no value; the result has the value."""
@@ -139,17 +159,21 @@ def run_job(
     order: JobOrder,
     place: JobPlace,
     reference: Reference,
-    model_folder: str,
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    find_tokenizer: Callable[[], NamedTokenizer],
     loop: EngineLoop,
-    progress: Progress,
+    new_progress: Callable[[], Progress],
     announce: Callable[[list[str]], None],
     check: Callable[[], None],
 ) -> dict[str, Any]:
     """Do a job; its summary, as `reflogp score --json` has it.
 
+    What is read is what the job names: the dataset's files are opened once and have the job's digest, and the tokenizer is the
+    one that its files are when the job begins. Where one of them was touched meanwhile, the job begins again, and ends with an
+    error if the content is another one. Values that were computed stay: they are named by token ids and by weights.
+
     Args:
-        progress: told how it gets on.
+        find_tokenizer: says which tokenizer the model's folder has now.
+        new_progress: gives what is told how it gets on, from its beginning.
         announce: told the keys that the device is at.
         check: called now and then; raises JobStoppedError to stop. What is computed by then is committed.
 
@@ -157,38 +181,69 @@ def run_job(
         JobStoppedError, DisplacedError: it shall go on later, or not at all.
         ReflogpError: it cannot be done.
     """
+    for attempt in range(_ATTEMPTS):
+        progress = new_progress()
+        try:
+            summary = _attempt(order, place, reference, find_tokenizer(), loop, progress, announce, check)
+            break
+        except FileChangedError as error:
+            if isinstance(error, OtherContentError) or attempt == _ATTEMPTS - 1:
+                raise
+            logger.info("the job begins again: %s", error, extra={"job": order.job})
+    forget_oldest(place.tokens, place.max_tokens_bytes)
+    progress.finish(summary.sequences, summary.hits)
+    return asdict(summary)
+
+
+def _attempt(
+    order: JobOrder,
+    place: JobPlace,
+    reference: Reference,
+    tokenizer: NamedTokenizer,
+    loop: EngineLoop,
+    progress: Progress,
+    announce: Callable[[list[str]], None],
+    check: Callable[[], None],
+) -> ScoreSummary:
+    """A job from its beginning to its result; raises FileChangedError as well."""
     form: Any = order.format
-    source = RowSource(order.file, order.split, bounds=place.bounds)
-    kept = place.tokens / kept_name(order.digest, model_folder, form, order.split)
-    dataset = TokenizedDataset(source, load_tokenizer, form, kept)
 
     def make_engine() -> JobEngine:
         engine = loop.engine(order.reference_id, check)
         return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, announce, check)
 
-    summary = score_dataset(
-        dataset,
-        place.store,
-        reference,
-        Here(make_engine, commit_seconds=place.commit_seconds),
-        max_length=order.max_length,
-        truncation_mode=order.truncation_mode,
-        watcher=progress,
-    )
-    snapshot = place.store.table(reference.reference_id).snapshot()
-    write_result(
-        dataset,
-        reference,
-        snapshot,
-        progress.problems,
-        load_tokenizer,
-        Path(order.result),
-        Path(order.report),
-        max_length=order.max_length,
-        truncation_mode=order.truncation_mode,
-        ld_alpha=order.ld_alpha,
-        check=check,
-    )
-    forget_oldest(place.tokens, place.max_tokens_bytes)
-    progress.finish(summary.sequences, summary.hits)
-    return asdict(summary)
+    file = Path(order.file)
+    root = file.parent if order.root is None else Path(order.root)
+    with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
+        try:
+            source = RowSource(str(files.readable), order.split, bounds=place.bounds, check=check)
+            kept = place.tokens / kept_name(order.digest, tokenizer.digest, form, order.split)
+            dataset = TokenizedDataset(
+                source, tokenizer.load, form, kept, unchanged=files.check, limits=place.rows, check=check
+            )
+            summary = score_dataset(
+                dataset,
+                place.store,
+                reference,
+                Here(make_engine, commit_seconds=place.commit_seconds),
+                max_length=order.max_length,
+                truncation_mode=order.truncation_mode,
+                watcher=progress,
+            )
+            write_result(
+                dataset,
+                reference,
+                place.store.table(reference.reference_id).snapshot(),
+                progress.problems,
+                tokenizer.load,
+                Path(order.result),
+                Path(order.report),
+                max_length=order.max_length,
+                truncation_mode=order.truncation_mode,
+                ld_alpha=order.ld_alpha,
+                check=check,
+            )
+        except DatasetError as error:
+            files.check()  # a file that changed explains more than what it led to
+            raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
+    return summary

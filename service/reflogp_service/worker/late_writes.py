@@ -21,6 +21,14 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that values wait for others to be committed with, and sequences that do not wait longer.
 _SECONDS, _SEQUENCES = 2.0, 4096
+#: Tokens that wait at most: where the store takes commits more slowly than values come, the newest are not kept. 12 bytes each.
+_MOST_TOKENS = 8 << 20
+
+
+def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
+    """The same in memory of its own: a sequence is a view of its whole request."""
+    sequence, logps = scored
+    return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
 
 
 class LateWrites:
@@ -37,6 +45,7 @@ class LateWrites:
         self._commits: dict[str, Commits] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
+        self._tokens = 0  # that wait, or are being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
         self._thread.start()
@@ -44,9 +53,14 @@ class LateWrites:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Keep values at temperature 1."""
+        """Keep values at temperature 1; they are dropped where _MOST_TOKENS wait already."""
         with self._changed:
-            self._waiting.setdefault(reference_id, (provenance, []))[1].extend(scored)
+            tokens = sum(len(sequence) for sequence, _ in scored)
+            if self._tokens and self._tokens + tokens > _MOST_TOKENS:
+                logger.warning("%d scored sequences are not kept: the store is slow to take those before them", len(scored))
+                return
+            self._tokens += tokens
+            self._waiting.setdefault(reference_id, (provenance, []))[1].extend(map(_copied, scored))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -71,6 +85,9 @@ class LateWrites:
                     self._commit(reference_id, provenance, scored)
                 except ReflogpError as error:
                     logger.warning("%d scored sequences could not be kept: %s", len(scored), error)
+                finally:
+                    with self._changed:
+                        self._tokens -= sum(len(sequence) for sequence, _ in scored)
 
     def _commit(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]

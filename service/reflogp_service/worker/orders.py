@@ -40,6 +40,7 @@ class WorkerConfiguration:
         commit_seconds: the longest that computed values of a job wait for a commit.
         window_seconds: how long an online request waits for others to be merged with.
         row_bytes, dataset_bytes, group_bytes: bounds of reading datasets.
+        row_seconds: processor time that tokenising one row may take.
     """
 
     device: str
@@ -55,6 +56,7 @@ class WorkerConfiguration:
     row_bytes: int
     dataset_bytes: int
     group_bytes: int
+    row_seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class JobOrder:
     """A job as the service sends it to a worker.
 
     Attributes:
-        file: the dataset, a file or folder.
+        file: the dataset, a file or folder; its path has no links.
         digest: of its content.
+        root: folder below which others may have put the dataset; None for a file of the service's own folder.
         result, report: files to write.
         suspects, poison: see JobEngine.
     """
@@ -72,6 +75,7 @@ class JobOrder:
     reference_id: str
     file: str
     digest: str
+    root: str | None
     split: str
     format: str | None
     max_length: int | None

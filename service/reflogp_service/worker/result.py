@@ -164,7 +164,7 @@ def write_result(
                 check()
                 join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
                 rows = table["row"].to_numpy()
-                bad = join.missing | join.unusable | np.isin(rows, list(problems))
+                bad = join.missing | join.unusable | np.fromiter((int(row) in problems for row in rows), bool, len(rows))
                 means.add(table, join, ~bad & ~join.dropped)
                 dropped += int(join.dropped.sum())
                 errors: list[str | None] = [None] * len(table)

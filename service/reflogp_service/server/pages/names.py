@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from reflogp_service.server.models import DatasetSpec, Job
+from reflogp_store.safe_text import hide_secrets
 
 
-def dataset_name(dataset: DatasetSpec) -> str:
-    """Where the rows come from; of a URI neither the query nor who asks, for a signed one holds a secret there."""
+def dataset_name(dataset: DatasetSpec | None) -> str:
+    """Where the rows come from; of a URI neither the user nor the query, where a signed one has its secrets."""
+    if dataset is None:
+        return ""
     if dataset.uri is not None:
-        parts = urlsplit(dataset.uri)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return hide_secrets(dataset.uri).removesuffix("?…")
     return dataset.upload or dataset.path or ""
 
 

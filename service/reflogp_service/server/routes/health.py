@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import version
 
 from anyio import to_thread
@@ -9,9 +10,10 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
+from reflogp_service.errors import LedgerError
 from reflogp_service.server.auth import requires
 from reflogp_service.server.context import Context
-from reflogp_service.server.pool import Pool, own_memory
+from reflogp_service.server.pool import Pool, WorkerHandle, own_memory
 from reflogp_service.server.problems import Problem, documented
 from reflogp_store import ReflogpError
 
@@ -34,14 +36,21 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
     @router.get("/readyz", summary="Is it ready", response_description="It is.", responses=documented(503))
     async def readyz() -> Health:
-        """The store and the ledger can be read, and no worker keeps failing to start."""
+        """The store can be read, the ledger of jobs can be written, and a worker answers.
+
+        While workers start, 503 says so. A service without reference models has no workers and needs none.
+        """
         try:
             await to_thread.run_sync(context.shelf.list)
-            await to_thread.run_sync(context.ledger.waiting)
         except ReflogpError as error:
             raise Problem(503, str(error), "an administrator checks the store") from error
-        if pool.workers and all(worker.broken for worker in pool.workers):
-            raise Problem(503, "no worker can be started", "an administrator reads the service's log")
+        await to_thread.run_sync(context.ledger.waiting)
+        if (trouble := context.ledger.trouble) is not None:
+            raise trouble
+        if pool.workers and not any(worker.answering for worker in pool.workers):
+            raise Problem(
+                503, _why_not(pool.workers), "wait, or an administrator reads the service's log", {"Retry-After": "5"}
+            )
         return Health(status="ready", version=version("reflogp"))
 
     @router.get(
@@ -53,11 +62,31 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         responses=documented(401, 403),
     )
     async def metrics() -> Response:
-        """Jobs by state, tokens and sequences by way, hits, queue, latencies, worker deaths, memory."""
-        jobs = (await to_thread.run_sync(context.ledger.page, None, None, 1)).counts
-        memory = {"service": own_memory(), **{f"worker {worker.number}": worker.memory_bytes for worker in pool.workers}}
-        ready = sum(worker.ready for worker in pool.workers)
-        text = context.metrics.text(jobs, ready, context.online.queued_tokens(), memory)
+        """Jobs by state, tokens and sequences by way, hits, queue, latencies, workers, the ledger, memory."""
+        jobs = None
+        with suppress(LedgerError):
+            jobs = await to_thread.run_sync(context.ledger.counts)
+        ledger, workers = context.ledger, pool.workers
+        context.metrics.set_ledger(ledger.trouble is None, ledger.failures, context.precompute.unrecorded)
+        busy = {worker.number: worker.doing for worker in workers}
+        context.metrics.set_workers(sum(w.ready for w in workers), sum(w.answering for w in workers), busy)
+        memory = {"service": own_memory(), **{f"worker {worker.number}": worker.memory_bytes for worker in workers}}
+        text = context.metrics.text(jobs, context.online.queued_tokens(), memory)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
+
+
+def _why_not(workers: list[WorkerHandle]) -> str:
+    """Why no worker answers."""
+    if all(worker.broken for worker in workers):
+        return f"no worker can be started: {workers[0].last_error or 'see the log'}"
+    silent = [worker for worker in workers if worker.late]
+    if silent:
+        return f"worker {silent[0].number} has not answered for {silent[0].silent_seconds:.0f} seconds"
+    return "no worker has started yet: " + "; ".join(
+        f"worker {worker.number} ended: {worker.last_error}"
+        if worker.process is None and worker.last_error
+        else f"worker {worker.number} is starting"
+        for worker in workers
+    )

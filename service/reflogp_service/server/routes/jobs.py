@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -10,11 +11,14 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from reflogp_service.server.auth import requires
-from reflogp_service.server.bodies import body_schemas, json_model, media_type, read_body, stream_chunks
+from reflogp_service.server.auth import may_read, requires, still_allowed
+from reflogp_service.server.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
 from reflogp_service.server.context import Context
+from reflogp_service.server.ledger import Ledger
 from reflogp_service.server.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobSettings, JobState, Report
+from reflogp_service.server.precompute import MAX_REPORT_BYTES
 from reflogp_service.server.problems import Problem, documented
+from reflogp_service.server.request_memory import reservation_of
 
 #: A dataset that is itself the body of a submission: its media type, and the file's suffix.
 DATASET_TYPES = {
@@ -26,6 +30,12 @@ DATASET_TYPES = {
 }
 _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
+#: Jobs that are read from the ledger at a time, and bytes of JSON after which a page ends.
+_JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
+#: Bytes of memory for each job of a page, and at most for all: read, validated and written.
+_JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
+#: Bytes of memory that a report takes, read, validated and written.
+_REPORT_COST = 4 * MAX_REPORT_BYTES
 _JobId = Annotated[str, Path(description="Id of a job, as its submission answered it.")]
 
 
@@ -63,48 +73,48 @@ def jobs_router(context: Context) -> APIRouter:
         settings. One that failed or was cancelled is put in line again. The body is JSON that names a dataset, or the dataset
         itself, with the settings in the query.
         """
-        kind = media_type(request)
+        kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
             if query is None:
                 raise Problem(404, "the query names no reference", "add ?reference=NAME")
             context.shelf.model_of(query.reference)
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
-            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"
-            await context.uploads.receive(name, stream_chunks(request), length)
+            received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for people: no upload has it
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
-            try:
-                job, new = await precompute.submit(asked, who, idempotency_key)
-            finally:
-                await to_thread.run_sync(context.uploads.delete, name)  # the file stays for the job, the name is nobody's
+            job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
-            asked = json_model(request, await read_body(request, min(_MAX_JSON, settings.max_body_bytes)), JobRequest)
+            asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
             job, new = await precompute.submit(asked, who, idempotency_key)
         response.status_code = 201 if new else 200
         response.headers["Location"] = f"/v1/jobs/{job.id}"
-        return job
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger(asked)
 
     @router.get(
         "/v1/jobs",
         dependencies=[reader],
         summary="List jobs",
+        response_model=Jobs,
         response_description="A page of them.",
-        responses=documented(401, 403, 422),
+        responses=documented(401, 403, 422, 503),
     )
     async def jobs(
+        request: Request,
         state: Annotated[JobState | None, Query(description="Only these.")] = None,
         before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
-    ) -> Jobs:
-        """Jobs, the newest first."""
-        return await to_thread.run_sync(ledger.page, state, before, limit)
+    ) -> Response:
+        """Jobs, the newest first. A page that would be long ends before `limit`; `next_before` leads to the next."""
+        await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
+        return await to_thread.run_sync(_page, ledger, state, before, limit)
 
     @router.get(
         "/v1/jobs/{job_id}",
         dependencies=[reader],
         summary="Show a job",
         response_description="The job as it is now.",
-        responses=documented(401, 403, 404, 422),
+        responses=documented(401, 403, 404, 422, 503),
     )
     async def job(job_id: _JobId) -> Job:
         """A job and how far it is."""
@@ -116,9 +126,9 @@ def jobs_router(context: Context) -> APIRouter:
         summary="Follow a job",
         response_class=StreamingResponse,
         response_description="Events until the job has ended.",
-        responses={**documented(401, 403, 404, 422), 200: {"content": {"text/event-stream": {}}}},
+        responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
     )
-    async def events(job_id: _JobId) -> Response:
+    async def events(job_id: _JobId, request: Request) -> Response:
         """The job at once and at every change, as server-sent events.
 
         `job` while it goes on, `end` with its final state. A slow reader misses steps in between, never the last one.
@@ -127,6 +137,8 @@ def jobs_router(context: Context) -> APIRouter:
 
         async def stream() -> AsyncIterator[str]:
             async for found in precompute.watch(job_id):
+                if not still_allowed(request):
+                    return
                 if found is None:
                     yield ":\n\n"
                     continue
@@ -138,26 +150,26 @@ def jobs_router(context: Context) -> APIRouter:
     @router.delete(
         "/v1/jobs/{job_id}",
         status_code=202,
-        dependencies=[scorer],
         summary="Cancel a job",
         response_description="The job, which is cancelled or about to be.",
-        responses=documented(401, 403, 404, 409, 422),
+        responses=documented(401, 403, 404, 409, 422, 503),
     )
-    async def cancel(job_id: _JobId) -> Job:
+    async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
         """Cancel a job: at once where it waits, within one pass where it runs. What is computed stays in the store."""
-        return await precompute.cancel(job_id)
+        job = await precompute.cancel(job_id)
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
     @router.post(
         "/v1/jobs/{job_id}/retry",
         status_code=202,
-        dependencies=[scorer],
         summary="Retry a job",
         response_description="The job, which is in line again.",
-        responses=documented(401, 403, 404, 409, 422),
+        responses=documented(401, 403, 404, 409, 422, 503),
     )
-    async def retry(job_id: _JobId) -> Job:
+    async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
         """Put a failed or cancelled job in line again."""
-        return await precompute.retry(job_id)
+        job = await precompute.retry(job_id)
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
     @router.get(
         "/v1/jobs/{job_id}/result",
@@ -166,7 +178,7 @@ def jobs_router(context: Context) -> APIRouter:
         response_class=FileResponse,
         response_description="The file.",
         responses={
-            **documented(401, 403, 404, 409, 422),
+            **documented(401, 403, 404, 409, 422, 503),
             200: {"content": {_PARQUET: {}}},
             206: {"content": {_PARQUET: {}}, "description": "The part that `Range` asked for."},
         },
@@ -184,11 +196,12 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="Show a job's report",
         response_description="Histograms, outliers and bad rows.",
-        responses=documented(401, 403, 404, 409, 422),
+        responses=documented(401, 403, 404, 409, 413, 422, 503),
     )
-    async def report(job_id: _JobId) -> Report:
+    async def report(job_id: _JobId, request: Request) -> Report:
         """What a done job's values look like: histograms, outliers, bad rows."""
         await _require_done(job_id)
+        await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
         if found is None:
             raise Problem(404, "the job has no report", "submit it again with another Idempotency-Key")
@@ -201,6 +214,21 @@ def jobs_router(context: Context) -> APIRouter:
             raise Problem(409, f"the job is {state}", step)
 
     return router
+
+
+def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
+    """A page of jobs as JSON, read in small steps until there are `limit` of them or _PAGE_BYTES."""
+    jobs: list[str] = []
+    size = 0
+    while True:
+        found = ledger.page(state, before, min(_JOBS_AT_ONCE, limit - len(jobs)))
+        written = [job.model_dump_json() for job in found.jobs]
+        jobs += written
+        size += sum(map(len, written))
+        before = found.next_before
+        if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
+            rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
+            return PiecewiseResponse(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type="application/json")
 
 
 def _settings_of_query(

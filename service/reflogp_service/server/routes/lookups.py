@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from typing import Annotated, Any
 
+import numpy as np
 import pyarrow as pa
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from reflogp_service.server.auth import requires
-from reflogp_service.server.bodies import arrow_response, body_schemas, json_model, keys_of, media_type, read_body
+from reflogp_service.server.bodies import (
+    JSON,
+    PIECE_BYTES,
+    body_schemas,
+    in_pieces,
+    json_response,
+    keys_body_bytes,
+    keys_of,
+    read_body,
+    read_json,
+    require_type,
+)
 from reflogp_service.server.context import Context
 from reflogp_service.server.problems import Problem, documented
+from reflogp_service.server.request_memory import reservation_of
+from reflogp_store import Snapshot
 from reflogp_store.arrow_stream import ARROW_STREAM
-from reflogp_store.keys import KEY_TYPE
-from reflogp_store.lookup import answer_table
+from reflogp_store.keys import KEY_BYTES, KEY_TYPE
+from reflogp_store.lookup import answer_messages, answer_parts, answer_table
+from reflogp_store.safe_text import hide_secrets
+from reflogp_store.shard import READ_BYTES
+from reflogp_store.snapshot import Found
+
+#: Bytes of token values in one batch of an answer, at most, and as a part of the memory of all requests. Each batch reads the
+#: row groups that hold its keys: large ones read less in all, and take more memory.
+_BATCH_BYTES, _BATCH_PART = 64 << 20, 16
+#: Bytes of memory for each byte of keys: as they came, and once more where they came in several batches.
+_KEYS_COST = 2
+#: Reserved beside: what decoding, a schema and a piece of the answer take.
+_MARGIN_BYTES = 64 << 10
+#: Token values in a JSON answer, and bytes of memory for each: a Python number, its place in a list, about 20 characters.
+_MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
 class ReferenceInfo(BaseModel):
@@ -41,7 +71,9 @@ class LookupRequest(BaseModel):
     """Keys to look up, for people and small numbers; programs send an Arrow stream."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
-    keys: list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]] = Field(max_length=10_000, description="Each 32 hex digits.")
+    keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
+        max_length=10_000, description="Each 32 hex digits."
+    )
     values: bool = Field(False, description="Give token_logps too.")
 
 
@@ -75,7 +107,7 @@ def lookups_router(context: Context) -> APIRouter:
                 ReferenceInfo(
                     name=entry.name,
                     reference_id=entry.reference.reference_id,
-                    model=entry.reference.name,
+                    model=hide_secrets(entry.reference.name),
                     dtype=entry.reference.dtype,
                     lm_head_dtype=entry.reference.lm_head_dtype,
                     snapshot=entry.table.snapshot_number() if entry.table else None,
@@ -84,19 +116,25 @@ def lookups_router(context: Context) -> APIRouter:
                 for entry in shelf.list()
             ]
 
-        return References(store=shelf.store.uri, references=await to_thread.run_sync(described))
+        return References(store=hide_secrets(shelf.store.uri), references=await to_thread.run_sync(described))
 
-    def answer(reference: str, number: int | None, keys: pa.FixedSizeBinaryArray, values: bool) -> pa.Table:
-        snapshot = shelf.snapshot(reference, number)
+    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
+        """Look keys up. Raises a Problem where their values are more than `most` bytes."""
         found = snapshot.find(keys)
-        if values and 4 * int(found.lengths.clip(min=0).sum()) > settings.max_answer_bytes:
-            raise Problem(
-                413, f"their values are more than {settings.max_answer_bytes:,} bytes", "ask for fewer keys at a time"
-            )
-        table = answer_table(snapshot, found, values)
-        context.metrics.lookup_keys.labels("no").inc(table["scored_len"].null_count)
-        context.metrics.lookup_keys.labels("yes").inc(len(table) - table["scored_len"].null_count)
-        return table
+        if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
+            raise Problem(413, f"their values are more than {most:,} bytes", "ask for fewer keys at a time")
+        missing = int((found.lengths < 0).sum())
+        context.metrics.lookup_keys.labels("no").inc(missing)
+        context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
+        return found
+
+    def with_values(held: int, reading: int) -> int:
+        """What to reserve where token values are read too.
+
+        A store's row groups are as large as they are, and one must be read whole: where that is more than any request may take,
+        the request has all that there is.
+        """
+        return max(held, min(held + reading, context.request_memory.largest))
 
     @router.post(
         "/v1/lookup",
@@ -118,14 +156,58 @@ def lookups_router(context: Context) -> APIRouter:
         An Arrow stream with the column `key` is answered by one with `scored_len`, `logp_sum` and, where asked for,
         `token_logps`; its schema's metadata names reference_id and snapshot. JSON is answered by JSON.
         """
-        body = await read_body(request, settings.max_body_bytes)
-        if media_type(request) == ARROW_STREAM:
+        kind = require_type(request, JSON, ARROW_STREAM)
+        reservation = reservation_of(request)
+        if kind == ARROW_STREAM:
+            found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+            batch = min(_BATCH_BYTES, context.request_memory.size // _BATCH_PART)
+            longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
+
+            def cost(size: int) -> int:
+                finding = _MARGIN_BYTES + _KEYS_COST * size + found_in.find_bytes(size // KEY_BYTES)
+                return with_values(finding, 2 * (batch + READ_BYTES)) if values else finding
+
+            body = await read_body(request, longest, cost)
             keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
-            return arrow_response(await to_thread.run_sync(answer, reference, snapshot, keys, values))
-        asked_for = json_model(request, body, LookupRequest)
-        keys = pa.array([bytes.fromhex(key) for key in asked_for.keys], KEY_TYPE)
-        table = await to_thread.run_sync(answer, reference, snapshot, keys, asked_for.values)
-        about = {name.decode(): value.decode() for name, value in table.schema.metadata.items()}
-        return LookupAnswer(reference_id=about["reference_id"], snapshot=int(about["snapshot"]), **table.to_pydict())
+            found = await to_thread.run_sync(find, found_in, keys, values, settings.max_answer_bytes)
+            del body, keys
+            parts = answer_parts(found, values, batch)
+            largest = max((4 * int(found.lengths[slice(*part)].clip(min=0).sum()) for part in parts), default=0)
+            held = _MARGIN_BYTES + found.nbytes + 2 * PIECE_BYTES
+            reservation.resize(with_values(held, found.values_bytes(largest)) if values else held)
+            return await _streamed(answer_messages(found_in, found, values, parts))
+        asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+        found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+        keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
+        most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
+        found = await to_thread.run_sync(find, found_in, keys, asked.values, most)
+        held = reservation.bytes + found_in.find_bytes(len(keys))
+        if asked.values:
+            held = with_values(held + _JSON_VALUE_COST * _MAX_JSON_VALUES, found.values_bytes(most))
+        reservation.resize(held)
+        return await to_thread.run_sync(_json, found_in, found, asked.values)
 
     return router
+
+
+def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
+    columns = answer_table(snapshot, found, values).to_pydict()
+    return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
+
+
+async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
+    """An Arrow stream whose batches are made while it is sent.
+
+    The first batch is made before the status is sent, so that a store that cannot be read is a problem and not half an answer.
+    """
+    first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while first:
+            for piece in in_pieces(first.pop(0)):
+                yield piece
+        while (message := await to_thread.run_sync(next, messages, None)) is not None:
+            for piece in in_pieces(message):
+                yield piece
+
+    return StreamingResponse(pieces(), media_type=ARROW_STREAM)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
 from typing import get_args
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -20,26 +20,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp_service import formats
 from reflogp_service.server import charts
-from reflogp_service.server.auth import COOKIE, entry_of, entry_of_cookie, require_scope
-from reflogp_service.server.bodies import read_body
+from reflogp_service.server.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
+from reflogp_service.server.bodies import read_body, require_type
 from reflogp_service.server.context import Context
 from reflogp_service.server.models import UNFINISHED, JobState
-from reflogp_service.server.pages import names
+from reflogp_service.server.pages import api, names
 from reflogp_service.server.problems import Problem, problem_of
 from reflogp_service.server.settings import Scope
 from reflogp_service.server.shelf import Shelved
+from reflogp_service.server.sites import is_of_own_page
 from reflogp_store import ReflogpError
 from reflogp_store.commands import repair_command
+from reflogp_store.safe_text import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
-#: Jobs of one page, bytes of a sign-in, seconds that a browser stays signed in.
-_JOBS, _FORM_BYTES, _SIGNED_IN_SECONDS = 50, 16 << 10, 12 * 3600
-#: Of every page. With the referrer policy `no-referrer` a browser would send `Origin: null` with our own forms, and over plain
-#: HTTP nothing else tells them from another site's; `same-origin` tells other sites just as little.
+#: Jobs of one page, bytes of a sign-in.
+_JOBS, _FORM_BYTES = 50, 16 << 10
+#: Of every page, beside those of every answer (`sites`).
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 _FOLDER = "reflogp_service.server.pages"
@@ -60,6 +59,7 @@ def pages_router(context: Context) -> APIRouter:
     router.get("/store")(pages.shown(pages.store))
     router.post("/jobs/{job_id}/cancel")(pages.shown(pages.cancel, "score"))
     router.post("/jobs/{job_id}/retry")(pages.shown(pages.retry, "score"))
+    router.get("/docs")(pages.shown(pages.api, None))
     router.get("/signin")(pages.shown(pages.ask_token, None))
     router.post("/signin")(pages.shown(pages.sign_in, None))
     router.post("/signout")(pages.shown(pages.sign_out, None))
@@ -94,7 +94,12 @@ class _Pages:
         folder = files(_FOLDER) / "static"
         self._files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if _suffix(entry.name) in _MEDIA_TYPES}
         self._templates = Environment(
-            loader=PackageLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+            loader=PackageLoader(_FOLDER),
+            autoescape=True,
+            finalize=_shown,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=StrictUndefined,
         )
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
             self._templates.filters[name] = getattr(formats, name)
@@ -156,16 +161,21 @@ class _Pages:
 
     async def store(self, request: Request, who: str) -> Response:
         entries = [entry for entry in await to_thread.run_sync(self._held) if entry.snapshot is not None]
-        return self._page("store.html", who, entries=entries, uri=self._context.shelf.store.uri)
+        return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.shelf.store.uri))
+
+    async def api(self, request: Request, who: str) -> Response:
+        spec = request.app.openapi()
+        return self._page("api.html", who, operations=api.operations(spec), shapes=api.shapes(spec))
 
     async def ask_token(self, request: Request, who: str) -> Response:
         target = _local(request.query_params.get("next", ""))
-        if not self._tokens or entry_of_cookie(request, self._tokens):
+        if not self._tokens or sessions_of(request).entry(request):
             return RedirectResponse(target, HTTPStatus.SEE_OTHER)
         return self._page("signin.html", "", next=target, wrong=None)
 
     async def sign_in(self, request: Request, who: str) -> Response:
-        body = await read_body(request, _FORM_BYTES)
+        require_type(request, "application/x-www-form-urlencoded")
+        body = await read_body(request, _FORM_BYTES, lambda size: 16 * size)
         form = parse_qs(body.decode("utf-8", "replace"))
         token, target = form.get("token", [""])[0].strip(), _local(form.get("next", [""])[0])
         if self._tokens and entry_of(token, self._tokens) is None:
@@ -173,10 +183,11 @@ class _Pages:
             return self._page("signin.html", "", HTTPStatus.UNAUTHORIZED, next=target, wrong=wrong)
         response = RedirectResponse(target, HTTPStatus.SEE_OTHER)
         if self._tokens:
+            sessions_of(request).end(request)
             response.set_cookie(
-                COOKIE,
-                quote(token, safe=""),
-                max_age=_SIGNED_IN_SECONDS,
+                cookie_name(request),
+                sessions_of(request).begin(token),
+                max_age=SESSION_SECONDS,
                 path="/",
                 secure=_came_by_https(request),
                 httponly=True,
@@ -185,8 +196,9 @@ class _Pages:
         return response
 
     async def sign_out(self, request: Request, who: str) -> Response:
+        sessions_of(request).end(request)
         response = RedirectResponse("/signin", HTTPStatus.SEE_OTHER)
-        response.delete_cookie(COOKIE, path="/", secure=_came_by_https(request), httponly=True, samesite="strict")
+        response.delete_cookie(cookie_name(request), path="/", secure=_came_by_https(request), httponly=True, samesite="strict")
         return response
 
     async def static(self, request: Request) -> Response:
@@ -194,15 +206,15 @@ class _Pages:
         name = request.path_params["name"]
         if name not in self._files:
             raise Problem(404, f"there is no file {name!r}", "reload the page")
-        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "public, max-age=31536000, immutable"}
+        headers = {"Cache-Control": "public, max-age=31536000, immutable"}
         return Response(self._files[name], headers=headers, media_type=_MEDIA_TYPES[_suffix(name)])
 
     async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
-        if request.method == "POST" and not _same_origin(request):
+        if request.method == "POST" and not is_of_own_page(request.headers):
             raise Problem(403, "the form was sent by a page of another site", "open this service's own page and press it there")
         if not self._tokens:
             return await handler(request, "loopback")
-        entry = entry_of_cookie(request, self._tokens)
+        entry = sessions_of(request).entry(request)
         if scope is None:
             return await handler(request, entry.name if entry else "")
         if entry is None:
@@ -213,21 +225,21 @@ class _Pages:
         return await handler(request, entry.name)
 
     def _page(self, template: str, who: str, status: int = 200, **values: object) -> Response:
-        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store"}.get(template)
+        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store", "api.html": "/docs"}.get(template)
         values = {"unfinished": False, "here": here, "who": who, **values}
         return HTMLResponse(self._templates.get_template(template).render(values), status)
 
     def _error(self, request: Request, problem: Problem) -> Response:
         job_id = request.path_params.get("job_id")
-        entry = entry_of_cookie(request, self._tokens)
+        entry = sessions_of(request).entry(request)
         response = self._page(
             "error.html",
             entry.name if entry else "" if self._tokens else "loopback",
             problem.status,
             code=problem.status,
             title=HTTPStatus(problem.status).phrase,
-            detail=problem.detail,
-            next_step=problem.next_step,
+            detail=hide_secrets(problem.detail),
+            next_step=hide_secrets(problem.next_step),
             back=f"/jobs/{job_id}" if job_id and request.method == "POST" else "/",
         )
         response.headers.update(problem.headers or {})
@@ -240,16 +252,9 @@ class _Pages:
         return f"/static/{name}?v={hashlib.sha256(self._files[name]).hexdigest()[:12]}"
 
 
-def _same_origin(request: Request) -> bool:
-    """Whether one of our own pages sent a form.
-
-    Browsers say it in Sec-Fetch-Site over HTTPS and on loopback; elsewhere Origin has to name the host that was asked.
-    """
-    site = request.headers.get("sec-fetch-site")
-    if site is not None:
-        return site == "same-origin"
-    origin = urlsplit(request.headers.get("origin", ""))
-    return origin.scheme in ("http", "https") and origin.netloc == request.headers.get("host")
+def _shown(value: object) -> object:
+    """What a template puts into a page: text without control and invisible characters but for lines and tabs."""
+    return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 
 
 def _local(target: str) -> str:

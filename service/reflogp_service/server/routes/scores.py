@@ -8,29 +8,37 @@ from typing import Annotated, Any
 import pyarrow as pa
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from reflogp_service.server.auth import requires
 from reflogp_service.server.bodies import (
+    JSON,
     arrow_response,
     body_schemas,
     bounded_tokens,
-    json_model,
-    media_type,
+    json_response,
     read_body,
+    read_json,
+    require_type,
+    sequences_body_bytes,
     sequences_of,
 )
 from reflogp_service.server.context import Context
 from reflogp_service.server.online import Scored
 from reflogp_service.server.problems import documented
+from reflogp_service.server.request_memory import reservation_of
 from reflogp_service.worker.wire import SEQUENCES
 from reflogp_store.arrow_stream import ARROW_STREAM
+from reflogp_store.schema import one_array
 
-_TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: nginx's status for a caller who has gone; nobody sees it but the metrics.
 _CLIENT_GONE = 499
 #: A body up to this is decoded in less time than a thread takes to begin.
 _DECODED_AT_ONCE = 1 << 20
+#: Memory of an Arrow request for each byte of its body while it is decoded, and for each value (a token id, an entry of a mask)
+#: while it is scored: as a table, as a frame for the worker, in the pipe, kept for another worker; then the answer as often.
+_BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 
 class SequenceBody(BaseModel):
@@ -48,7 +56,7 @@ class ScoreRequest(BaseModel):
         extra="forbid",
         json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
     )
-    sequences: list[SequenceBody] = Field(max_length=1_000, description="Answered in this order.")
+    sequences: Annotated[list[SequenceBody], FailFast()] = Field(max_length=1_000, description="Answered in this order.")
 
 
 class ScoreAnswer(BaseModel):
@@ -95,24 +103,29 @@ def scores_router(context: Context) -> APIRouter:
         with padding among the token ids, and are scored as the model itself sees such rows. JSON is answered by JSON. A
         sequence that cannot be scored has an error, the others have their values.
         """
-        body = await read_body(request, settings.max_body_bytes)
-        as_arrow = media_type(request) == ARROW_STREAM
+        as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
+        limits = (settings.max_score_sequences, settings.max_score_tokens)
         if as_arrow:
-            limits = (settings.max_score_sequences, settings.max_score_tokens)
+            longest = min(settings.max_body_bytes, sequences_body_bytes(*limits))
+            body = await read_body(request, longest, lambda size: _MARGIN_BYTES + _BODY_COST * size)
             if len(body) > _DECODED_AT_ONCE:
                 table = await to_thread.run_sync(sequences_of, body, *limits)
             else:
                 table = sequences_of(body, *limits)
+            values = sum(len(one_array(column).flatten()) for column in table.columns)
+            reservation_of(request).resize(len(body) + _VALUE_COST * values + _MARGIN_BYTES)
+            del body
         else:
-            asked = json_model(request, body, ScoreRequest)
-            columns = [[getattr(sequence, name) for sequence in asked.sequences] for name in SEQUENCES.names]
-            table = bounded_tokens(pa.table(columns, schema=SEQUENCES), settings.max_score_tokens)
+            asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            table = await to_thread.run_sync(_table_of, asked)
+            bounded_tokens(table, settings.max_score_tokens)
+            del asked
         seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
         scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
         scored = await _unless_gone(request, scoring)
         if scored is None:
             return Response(status_code=_CLIENT_GONE)
-        return _arrow(scored) if as_arrow else _json(scored)
+        return _arrow(scored) if as_arrow else await to_thread.run_sync(_json, scored)
 
     return router
 
@@ -144,12 +157,19 @@ def _arrow(scored: Scored) -> Response:
     return arrow_response(scored.outcomes.replace_schema_metadata(about))
 
 
-def _json(scored: Scored) -> ScoreAnswer:
-    return ScoreAnswer(
-        reference_id=scored.reference_id,
-        hits=scored.hits,
-        engine_seconds=scored.engine_seconds,
-        queue_seconds=scored.queue_seconds,
-        token_logps=scored.outcomes["token_logps"].to_pylist(),
-        errors=scored.outcomes["error"].to_pylist(),
+def _table_of(asked: ScoreRequest) -> pa.Table:
+    columns = [[getattr(sequence, name) for sequence in asked.sequences] for name in SEQUENCES.names]
+    return pa.table(columns, schema=SEQUENCES)
+
+
+def _json(scored: Scored) -> Response:
+    return json_response(
+        ScoreAnswer(
+            reference_id=scored.reference_id,
+            hits=scored.hits,
+            engine_seconds=scored.engine_seconds,
+            queue_seconds=scored.queue_seconds,
+            token_logps=scored.outcomes["token_logps"].to_pylist(),
+            errors=scored.outcomes["error"].to_pylist(),
+        )
     )

@@ -9,13 +9,31 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 
 from reflogp_service.data.read import SUFFIXES_IN_WORDS
 from reflogp_service.server.auth import requires
-from reflogp_service.server.bodies import stream_chunks
+from reflogp_service.server.bodies import JSON, json_response, require_type, stream_chunks
 from reflogp_service.server.context import Context
 from reflogp_service.server.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
 from reflogp_service.server.problems import documented
+from reflogp_service.server.request_memory import reservation_of
+from reflogp_service.server.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name that it was sent under.")]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}.")]
+#: Content types of a file. The name says the format, so that any will do which a form of another site cannot send.
+_FILE_TYPES = (
+    "application/octet-stream",
+    *DATASET_TYPES,
+    JSON,
+    "application/jsonlines",
+    "application/x-jsonlines",
+    "application/parquet",
+    "application/gzip",
+    "application/x-gzip",
+    "application/x-bzip2",
+    "application/zstd",
+    "application/x-lz4",
+)
+#: Bytes of memory that a list of 10,000 uploads takes, read, validated and written.
+_LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
@@ -34,7 +52,7 @@ def uploads_router(context: Context) -> APIRouter:
         response_description="The file is there, whole.",
         dependencies=[scorer],
         responses={
-            **documented(400, 401, 403, 408, 413, 422, 507),
+            **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
             200: {"model": Upload, "description": "A file of that name was replaced."},
         },
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
@@ -42,8 +60,11 @@ def uploads_router(context: Context) -> APIRouter:
     async def put(name: _NewName, request: Request, response: Response) -> Upload:
         """Send a dataset file; the body is the file.
 
+        The content type is application/octet-stream or the file's own; the name says the format.
+
         Jobs that read an earlier file of the name go on with that one.
         """
+        require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")
         length = int(declared) if declared.isascii() and declared.isdigit() else None
         upload, created = await uploads.receive(name, stream_chunks(request), length)
@@ -55,18 +76,20 @@ def uploads_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="List uploads",
         response_description="All that are there.",
-        responses=documented(401, 403),
+        response_model=Uploads,
+        responses=documented(401, 403, 503),
     )
-    async def list_uploads() -> Uploads:
+    async def list_uploads(request: Request) -> Response:
         """Every upload, by name."""
-        return Uploads(uploads=await to_thread.run_sync(uploads.list))
+        await reservation_of(request).reserve(_LIST_COST)
+        return await to_thread.run_sync(lambda: json_response(Uploads(uploads=uploads.list())))
 
     @router.get(
         "/v1/uploads/{name}",
         dependencies=[reader],
         summary="Show an upload",
         response_description="What is known of it.",
-        responses=documented(401, 403, 404, 422),
+        responses=documented(401, 403, 404, 422, 503),
     )
     async def get(name: _UploadName) -> Upload:
         """An upload's size and digest."""
@@ -78,7 +101,7 @@ def uploads_router(context: Context) -> APIRouter:
         dependencies=[scorer],
         summary="Delete an upload",
         response_description="It is gone.",
-        responses=documented(401, 403, 404, 422),
+        responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
         """Forget an upload. Jobs that were submitted with it keep their file."""

@@ -1,0 +1,131 @@
+"""The API's description as plain tables for the page /docs: no script, and nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Field:
+    """A parameter of a route, or a field of a JSON object; `name` is dotted for a field of an inner object."""
+
+    name: str
+    kind: str
+    default: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a route answers with one status."""
+
+    status: str
+    about: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A route with one method.
+
+    Attributes:
+        bodies: media types that a request's body may have.
+        fields: of a JSON body.
+    """
+
+    id: str
+    method: str
+    path: str
+    summary: str
+    about: str
+    parameters: list[Field]
+    bodies: list[str]
+    fields: list[Field]
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A JSON object that an answer may be."""
+
+    name: str
+    about: str
+    fields: list[Field]
+
+
+def operations(spec: dict[str, Any]) -> list[Operation]:
+    """All routes of an OpenAPI document, in its order."""
+    return [
+        _operation(method.upper(), path, operation)
+        for path, methods in spec["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def shapes(spec: dict[str, Any]) -> list[Shape]:
+    """The JSON objects that an OpenAPI document names."""
+    named = spec.get("components", {}).get("schemas", {})
+    return [Shape(name, schema.get("description", ""), list(_fields(schema))) for name, schema in named.items()]
+
+
+def _operation(method: str, path: str, operation: dict[str, Any]) -> Operation:
+    bodies = operation.get("requestBody", {}).get("content", {})
+    json_body = bodies.get("application/json", {}).get("schema", {})
+    parameters = [
+        Field(
+            entry["name"],
+            f"{entry['in']}, {_kind(entry['schema'])}",
+            "required" if entry.get("required") else _default(entry["schema"]),
+            entry.get("description", ""),
+        )
+        for entry in operation.get("parameters", [])
+    ]
+    answers = [
+        Answer(status, answer.get("description", ""), ", ".join(_content(answer.get("content", {}))))
+        for status, answer in sorted(operation["responses"].items())
+    ]
+    return Operation(
+        id=operation["operationId"],
+        method=method,
+        path=path,
+        summary=operation.get("summary", ""),
+        about=operation.get("description", ""),
+        parameters=parameters,
+        bodies=list(bodies),
+        fields=list(_fields(json_body)),
+        answers=answers,
+    )
+
+
+def _fields(schema: dict[str, Any], outer: str = "") -> Iterator[Field]:
+    for name, entry in schema.get("properties", {}).items():
+        default = "required" if name in schema.get("required", []) else _default(entry)
+        yield Field(outer + name, _kind(entry), default, entry.get("description", ""))
+        inner = entry.get("items", entry) if entry.get("type") == "array" else entry
+        yield from _fields(inner, f"{outer}{name}.")
+
+
+def _content(content: dict[str, Any]) -> Iterator[str]:
+    for media_type, entry in content.items():
+        schema = entry.get("schema", {})
+        yield f"{media_type} ({_kind(schema)})" if "$ref" in schema else media_type
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """The type of a JSON schema in words."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if schema.get("type") == "array" and "items" in schema:
+        return f"list of {_kind(schema['items'])}"
+    return str(schema.get("type", "any"))
+
+
+def _default(schema: dict[str, Any]) -> str:
+    return json.dumps(schema["default"]) if schema.get("default") is not None else ""

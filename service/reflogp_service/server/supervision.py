@@ -1,0 +1,33 @@
+"""Tasks that a service cannot do without: one that fails is logged and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before a task that failed is started again: twice as long after each failure, the first again after a quiet time.
+_FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
+
+
+async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work` until it returns; log an exception and run it again.
+
+    Args:
+        name: for the log.
+    """
+    pause = _FIRST_PAUSE
+    while True:
+        began = time.monotonic()
+        try:
+            await work()
+            return
+        except Exception:
+            logger.exception("%s failed and is started again", name)
+        if time.monotonic() - began > _QUIET:
+            pause = _FIRST_PAUSE
+        await asyncio.sleep(pause)
+        pause = min(_LONGEST_PAUSE, pause * 2)

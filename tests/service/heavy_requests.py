@@ -1,0 +1,377 @@
+"""Requests that are made to take as much memory as a service's bounds allow, of every route, and what they take.
+
+Each body is about `size` bytes or at the route's own bound, whichever is less. Used by test_memory.py and benchmarks/memory.py.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from reflogp_store import sequence_keys
+from tests.store.rows import REFERENCE
+
+ARROW_STREAM = "application/vnd.apache.arrow.stream"
+JSON = "application/json"
+#: A form of a service's own page.
+OWN_PAGE = {"sec-fetch-site": "same-origin", "content-type": "application/x-www-form-urlencoded"}
+_INT32 = pa.int32()
+_DATASETS = ("application/x-ndjson", "application/jsonl", "text/csv", "application/vnd.apache.parquet")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the service that is asked allows.
+
+    Attributes:
+        size: bytes of a body where the route has no narrower bound.
+        json: bytes of a JSON body.
+        keys: of a lookup.
+        sequences, tokens: of a score request.
+    """
+
+    size: int
+    json: int
+    keys: int
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """One request.
+
+    Attributes:
+        path: with parameters.
+        body: makes the content; it is made once, and sent often.
+        statuses: what the service may answer.
+    """
+
+    path: str
+    body: Callable[[], bytes] = bytes
+    statuses: tuple[int, ...] = (200,)
+    headers: dict[str, str] = field(default_factory=dict)
+    chunked: bool = False
+
+
+def stream_of(table: pa.Table, **options) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _keys(count: int, seed: int = 0) -> pa.Array:
+    data = np.random.default_rng(seed).bytes(16 * count)
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), count, [None, pa.py_buffer(data)])
+
+
+def _batches(schema: pa.Schema, batch: pa.RecordBatch, size: int) -> bytes:
+    """A stream of one batch again and again, about `size` bytes."""
+    message = batch.serialize().to_pybytes()
+    return schema.serialize().to_pybytes() + message * (size // len(message)) + b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def _lists(count: int, each: int, kind: pa.DataType = _INT32, value: int = 9) -> pa.Array:
+    offsets = pa.array(np.arange(count + 1, dtype=np.int32) * each)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.full(count * each, value), kind))
+
+
+def json_bodies(size: int, name: str) -> dict[str, Callable[[], bytes]]:
+    """JSON of `size` bytes whose decoded form is large, under a field's name."""
+    parts = {
+        "lists": b"[],",
+        "objects": b"{},",
+        "numbers": b"1,",
+        "larger numbers": b"300,",
+        "fractions": b"1.5,",
+        "strings": b'"",',
+        "nested": b"[[[[]]]],",
+        "escapes": b'"\\u00e9",',
+        "words": b"null,",
+    }
+    made = {
+        what: lambda part=part: b'{"%s":[' % name.encode() + part * ((size - 40) // len(part)) + b"0]}"
+        for what, part in parts.items()
+    }
+    made["fields"] = lambda: b"{" + b"".join(b'"%x":1,' % n for n in range(size // 12)) + b'"z":1}'
+    made["a deep list"] = lambda: b"[" * (size - 1)
+    made["a long text"] = lambda: b'{"%s":"' % name.encode() + b"x" * (size - 40) + b'"}'
+    made["one byte too long"] = lambda: b" " * (size + 1)
+    return made
+
+
+def lookups(bounds: Bounds, long_key: bytes) -> dict[str, Heavy]:
+    """Of /v1/lookup.
+
+    Args:
+        long_key: key of a row with many values.
+    """
+    path = f"/v1/lookup?reference={REFERENCE.reference_id}"
+    arrow = {"content-type": ARROW_STREAM}
+    found = {
+        f"JSON of {what}": Heavy(path, body, (413, 422), {"content-type": JSON})
+        for what, body in json_bodies(bounds.json, "keys").items()
+    }
+    key = pa.schema([pa.field("key", pa.binary(16), nullable=False)])
+    one, none = pa.record_batch([_keys(1)], schema=key), pa.record_batch([_keys(0)], schema=key)
+    few = min(bounds.keys, 200_000)
+    arrow_bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
+        "as many keys as allowed": (lambda: stream_of(pa.table([_keys(bounds.keys)], schema=key)), (200,)),
+        "one key too many": (lambda: stream_of(pa.table([_keys(bounds.keys + 1)], schema=key)), (413,)),
+        "keys of any length": (lambda: stream_of(pa.table({"key": _keys(bounds.keys).cast(pa.large_binary())})), (200,)),
+        "a batch for each key": (lambda: _batches(key, one, 16 * bounds.keys), (200, 413)),
+        "batches without keys": (lambda: _batches(key, none, 16 * bounds.keys), (200, 413)),
+        "keys by a dictionary": (lambda: stream_of(pa.table({"key": _keys(few).dictionary_encode()})), (422,)),
+        "keys by runs": (lambda: stream_of(pa.table({"key": pa.RunEndEncodedArray.from_arrays([1 << 30], _keys(1))})), (422,)),
+        "compressed keys": (
+            lambda: stream_of(pa.table([pa.array([bytes(16)] * few, pa.binary(16))], schema=key), compression="zstd"),
+            (422,),
+        ),
+        "thousands of columns": (
+            lambda: stream_of(pa.table({f"c{n}": pa.array([], pa.int8()) for n in range(20_000)})),
+            (413, 422),
+        ),
+        "metadata": (
+            lambda: stream_of(pa.table([_keys(1)], schema=key.with_metadata({"x": "y" * (16 * bounds.keys)}))),
+            (413,),
+        ),
+        "nothing of a stream": (lambda: b"\xff\xff\xff\xff\xf0\xff\xff\x7f" + bytes(16 * bounds.keys), (400,)),
+    }
+    found |= {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in arrow_bodies.items()}
+    times = min(2_500, bounds.keys // 400)
+    again = stream_of(pa.table([pa.array([long_key] * times, pa.binary(16))], schema=key))
+    found["one key again and again, with values"] = Heavy(path + "&values=true", lambda: again, (200, 413, 503), arrow)
+    found["every key, chunked"] = Heavy(path, arrow_bodies["as many keys as allowed"][0], (200, 503), arrow, chunked=True)
+    hexes = json.dumps({"keys": [long_key.hex()] * times, "values": True}).encode()
+    found["the same as JSON"] = Heavy(path, lambda: hexes, (200, 413, 503), {"content-type": JSON})
+    return found
+
+
+def scores(bounds: Bounds) -> dict[str, Heavy]:
+    """Of /v1/score. Token ids are outside every vocabulary, so that nothing is computed and all else happens."""
+    path, arrow = "/v1/score?reference=ref&cache_read=false", {"content-type": ARROW_STREAM}
+    n, tokens = bounds.sequences, bounds.tokens
+    half = tokens // n // 2
+    beyond = 1_000_000_000
+
+    def padded(kind: pa.DataType, value: int, mask_each: int) -> bytes:
+        ids = _lists(n, half, kind, value)
+        return stream_of(pa.table({"prompt_ids": ids, "completion_ids": ids, "attention_mask": _lists(n, mask_each, kind, 1)}))
+
+    def two(make: Callable[[], pa.Array]) -> Callable[[], bytes]:
+        def body() -> bytes:
+            lists = make()
+            return stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
+
+        return body
+
+    def dictionaries() -> pa.Array:
+        codes = pa.DictionaryArray.from_arrays(pa.array(np.zeros(tokens, np.int8)), pa.array([7]))
+        return pa.ListArray.from_arrays(pa.array([0, tokens], pa.int32()), codes)
+
+    def unused() -> bytes:
+        """Offsets that say that every list is empty, and values all the same."""
+        lists = _lists(n, half, pa.int8())
+        body = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
+        return body.replace(lists.buffers()[1].to_pybytes()[: 4 * n + 4], bytes(4 * n + 4))
+
+    def far() -> bytes:
+        """An offset far behind the values."""
+        lists = pa.LargeListArray.from_arrays(pa.array([0, 77]), pa.array([1] * 77, pa.int8()))
+        body = stream_of(pa.table({"prompt_ids": lists, "completion_ids": lists}))
+        return body.replace(bytes(8) + (77).to_bytes(8, "little"), bytes(8) + (1 << 40).to_bytes(8, "little"))
+
+    def views() -> pa.Array:
+        offsets, sizes = pa.array([0] * n, pa.int32()), pa.array([tokens // 4] * n, pa.int32())
+        return pa.ListViewArray.from_arrays(offsets, sizes, pa.array(np.zeros(tokens // 4, np.int8)))
+
+    small = pa.record_batch([_lists(1, 1), _lists(1, 1)], names=["prompt_ids", "completion_ids"])
+    bodies: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
+        "as many tokens as allowed, with masks": (lambda: padded(pa.int64(), beyond, 2 * half), (200, 429, 503)),
+        "the same as uint32": (lambda: padded(pa.uint32(), beyond, 2 * half), (200, 429, 503)),
+        "the same in bytes": (lambda: padded(pa.int8(), -1, 2 * half), (200, 429, 503)),
+        "a mask of bytes that is long": (lambda: padded(pa.int8(), -1, 14 * half), (413,)),
+        "too many tokens in bytes": (two(lambda: _lists(n, 8 * half, pa.int8())), (413,)),
+        "lists of lists": (two(lambda: pa.array([[[1]] * 100] * 1_000)), (422,)),
+        "lists of a dictionary": (two(dictionaries), (422,)),
+        "list views of one list": (two(views), (400, 422)),
+        "fixed lists": (two(lambda: pa.FixedSizeListArray.from_arrays(np.full(tokens, 7, np.int8), tokens // n)), (413,)),
+        "values that no list holds": (unused, (200, 429, 503)),
+        "a batch for each sequence": (lambda: _batches(small.schema, small, 8 * tokens), (413,)),
+        "large offsets": (far, (400,)),
+    }
+    found = {what: Heavy(path, body, statuses, arrow) for what, (body, statuses) in bodies.items()}
+    for what, body in json_bodies(bounds.json, "sequences").items():
+        found[f"JSON of {what}"] = Heavy(path, body, (413, 422), {"content-type": JSON})
+
+    def numbers() -> bytes:
+        each = b'{"prompt_ids":[%s0],"completion_ids":[%s0]},'
+        run = b"999999999," * ((bounds.json - 90) // 20)
+        return (b'{"sequences":[' + each % (run, run))[:-1] + b"]}"
+
+    found["JSON of as many tokens as fit"] = Heavy(path, numbers, (200, 413, 429, 503), {"content-type": JSON})
+    return found
+
+
+def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str, str], dict[str, Heavy]]:
+    """(method, route) -> its requests, by name.
+
+    Args:
+        bounds: of the service.
+        long_key: key of a row with many values, of tests.store.rows.REFERENCE.
+        job: id of a job that is done.
+    """
+
+    def full() -> bytes:
+        return b"x" * bounds.size
+
+    def with_body(path: str, *statuses: int, **headers: str) -> dict[str, Heavy]:
+        """A route that reads no body is sent one, with its length and without."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return {
+            "a body": Heavy(path, full, statuses or (200,), named),
+            "a chunked body": Heavy(path, full, statuses or (200,), named, chunked=True),
+        }
+
+    file = {"content-type": "application/octet-stream"}
+    form = {name.replace("-", "_"): value for name, value in OWN_PAGE.items()}
+    submit = {
+        f"JSON of {what}": Heavy("/v1/jobs", body, (413, 422), {"content-type": JSON})
+        for what, body in json_bodies(min(bounds.json, 1 << 20), "dataset").items()
+    } | {
+        f"a dataset as {kind}": Heavy("/v1/jobs?reference=ref", full, (200, 201, 422), {"content-type": kind}, chunked)
+        for kind, chunked in zip(_DATASETS, (True, False, True, False), strict=True)
+    }
+    ranges = {"range": "bytes=" + ",".join(f"{n}-" for n in range(4_000))}
+    result = with_body(f"/v1/jobs/{job}/result") | {
+        "many ranges": Heavy(f"/v1/jobs/{job}/result", statuses=(200, 206, 400, 416), headers=ranges)
+    }
+    upload = {
+        "a file": Heavy("/v1/uploads/a.jsonl", full, (200, 201), file),
+        "a chunked file": Heavy("/v1/uploads/b.parquet", full, (200, 201), file, chunked=True),
+    }
+    page = with_body
+    return {
+        ("POST", "/v1/lookup"): lookups(bounds, long_key),
+        ("POST", "/v1/score"): scores(bounds),
+        ("POST", "/v1/jobs"): submit,
+        ("PUT", "/v1/uploads/{name}"): upload,
+        ("GET", "/v1/jobs"): with_body("/v1/jobs?limit=1000"),
+        ("GET", "/v1/jobs/{job_id}"): with_body(f"/v1/jobs/{job}"),
+        ("GET", "/v1/jobs/{job_id}/events"): with_body(f"/v1/jobs/{job}/events"),
+        ("DELETE", "/v1/jobs/{job_id}"): with_body(f"/v1/jobs/{job}", 409, content_type=JSON),
+        ("POST", "/v1/jobs/{job_id}/retry"): with_body(f"/v1/jobs/{job}/retry", 409, content_type=JSON),
+        ("GET", "/v1/jobs/{job_id}/result"): result,
+        ("GET", "/v1/jobs/{job_id}/report"): with_body(f"/v1/jobs/{job}/report"),
+        ("GET", "/v1/uploads"): with_body("/v1/uploads"),
+        ("GET", "/v1/uploads/{name}"): with_body("/v1/uploads/none.jsonl", 404),
+        ("DELETE", "/v1/uploads/{name}"): with_body("/v1/uploads/none.jsonl", 404, content_type=JSON),
+        ("GET", "/v1/references"): with_body("/v1/references"),
+        ("GET", "/healthz"): with_body("/healthz"),
+        ("GET", "/readyz"): with_body("/readyz"),
+        ("GET", "/metrics"): with_body("/metrics"),
+        ("GET", "/openapi.json"): with_body("/openapi.json"),
+        ("GET", "/docs"): with_body("/docs"),
+        ("GET", "/"): page("/"),
+        ("GET", "/jobs"): page("/jobs"),
+        ("GET", "/jobs/{job_id}"): page(f"/jobs/{job}"),
+        ("GET", "/references"): page("/references"),
+        ("GET", "/store"): page("/store"),
+        ("POST", "/jobs/{job_id}/cancel"): page(f"/jobs/{job}/cancel", 409, **form),
+        ("POST", "/jobs/{job_id}/retry"): page(f"/jobs/{job}/retry", 409, **form),
+        ("GET", "/signin"): page("/signin", 303),
+        ("POST", "/signin"): page("/signin", 413, **form),
+        ("POST", "/signout"): page("/signout", 303, **form),
+        ("GET", "/static/{name}"): page("/static/style.css"),
+    }
+
+
+def long_rows(count: int, values: int) -> tuple[pa.Array, pa.Table]:
+    """(keys, shard rows) with many values each."""
+    from reflogp_store.schema import shard_table
+
+    completions = [np.full(values, n, np.int64) for n in range(count)]
+    keys = sequence_keys([[n, 1] for n in range(count)], completions)
+    logps = pa.array(list(-np.random.default_rng(0).random((count, values), np.float32)), pa.list_(pa.float32()))
+    return keys, shard_table(keys, np.full(count, 2, np.int32), np.full(count, values, np.int32), logps, {"engine": "test"})
+
+
+class Peak:
+    """The most memory that processes hold in the time of a `with` block, by process id.
+
+    The kernel's own mark (VmHWM), which is set back at the beginning, so that no moment is missed.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self.bytes: dict[int, int] = {}
+        self.before: dict[int, int] = {}
+
+    def __enter__(self) -> "Peak":
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            self.before[pid] = psutil.Process(pid).memory_info().rss
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self._pids:
+            lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            self.bytes[pid] = int(lines["VmHWM"].split()[0]) << 10
+
+    def grown(self) -> int:
+        """Bytes that the first process's peak was beyond what it held at the beginning."""
+        return self.bytes[self._pids[0]] - self.before[self._pids[0]]
+
+
+def send(url: str, method: str, heavy: Heavy, count: int, at_once: int = 4) -> dict[int, int]:
+    """Send a request so often, several at a time; status -> how many. Answers are read and thrown away.
+
+    Raises AssertionError for a status that the request does not allow; 0 stands for a connection that the service closed.
+    """
+    body = heavy.body()
+    statuses: dict[int, int] = {}
+    lock = threading.Lock()
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 1 << 20):
+            yield body[start : start + (1 << 20)]
+
+    def ask(client: httpx.Client) -> int:
+        try:
+            content = pieces() if heavy.chunked else body
+            with client.stream(method, url + heavy.path, content=content, headers=heavy.headers) as answer:
+                for _ in answer.iter_raw():
+                    pass
+                return answer.status_code
+        except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+            return 0  # the service hung up on a body that it does not read
+
+    def work(share: int) -> None:
+        with httpx.Client(timeout=300) as client:
+            for _ in range(share):
+                status = ask(client)
+                with lock:
+                    statuses[status] = statuses.get(status, 0) + 1
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(work, [count // at_once + (n < count % at_once) for n in range(at_once)]))
+    return statuses
+
+
+def settle(pid: int, seconds: float = 3.0) -> None:
+    """Wait until a process is idle, so that one request's work is not counted as the next one's."""
+    process, stop = psutil.Process(pid), time.monotonic() + seconds
+    while time.monotonic() < stop:
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.1)
+        if sum(process.cpu_times()[:2]) == before:
+            return

@@ -1,0 +1,180 @@
+"""Datasets that mean harm, as jobs of a service: none holds a worker or fills a file or an answer; good rows get values."""
+
+import json
+import time
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp_client import Client
+from reflogp_store.texts import MOST_CHARACTERS
+from tests.conftest import save_llama, write_rows
+from tests.service.hostile_rows import obedient, pair, write_raw
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LONG = "x" * 200_000
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("hostile-jobs")
+
+
+@pytest.fixture(scope="module")
+def model(place, tokenizer):
+    return save_llama(place / "model", obedient(tokenizer), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def service(place, model):
+    """A row may take ten minutes, so that only being stopped ends one in time."""
+    with running("--config", settings_file(place, place / "store", {"ref": float32(model)}, row_seconds=600)) as found:
+        found.worker_ready()
+        yield found
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as found:
+        yield found
+
+
+def hanging_job(client, service, tmp_path, name: str):
+    """A job whose worker is at a row that does not end."""
+    file = write_rows(tmp_path / f"{name}.jsonl", [pair(name), pair("power"), pair("loop")])
+    job = client.submit(file, "ref")
+    wait_for(client, job.id, lambda found: found.state == "running")
+    wait_until(lambda: any(worker.children() for worker in service.workers()))
+    return job
+
+
+def test_a_cancel_acts_while_a_row_hangs(client, service, tmp_path, record_property):
+    job = hanging_job(client, service, tmp_path, "cancelled")
+    began = time.monotonic()
+    client.cancel(job.id)
+    wait_for(client, job.id, lambda found: found.state == "cancelled", timeout=30)
+    record_property("told", f"a job whose row hangs was cancelled in {time.monotonic() - began:.2f} s")
+    done = client.watch(client.submit(write_rows(tmp_path / "good.jsonl", token_rows(3, seed=1)), "ref").id)
+    assert done.state == "done", "the worker is free"
+
+
+def test_a_more_urgent_job_need_not_wait_for_a_row_that_hangs(client, service, tmp_path):
+    job = hanging_job(client, service, tmp_path, "interrupted")
+    urgent = client.submit(write_rows(tmp_path / "urgent.jsonl", token_rows(3, seed=2)), "ref", priority=10)
+    assert client.watch(urgent.id).state == "done"
+    assert client.job(job.id).state in ("queued", "running")
+    client.cancel(job.id)
+    wait_for(client, job.id, lambda found: found.state == "cancelled")
+
+
+def test_windows_without_a_usable_row(client, tmp_path):
+    for bad in ("not JSON", json.dumps({"prompt_ids": [1], "chosen_ids": ["a"], "rejected_ids": [2]})):
+        for rows in ([*token_rows(1024, 3, length=3), bad], [bad, bad], [*[bad] * 1024, *token_rows(2, 4, length=3)]):
+            lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+            job = client.watch(client.submit(write_raw(tmp_path / "rows.jsonl", lines), "ref", max_length=9).id)
+            wrong = [at for at, row in enumerate(rows) if isinstance(row, str)]
+            if lines == ["not JSON"] * 2:
+                assert job.state == "failed" and "no readable row" in job.error
+                continue
+            assert (job.state, job.summary["bad_rows"]) == ("done", len(wrong)), job.error
+            result = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))
+            assert result["row"].to_pylist() == list(range(len(rows)))
+            assert [at for at, error in enumerate(result["error"].to_pylist()) if error] == wrong
+            assert [entry["row"] for entry in client.report(job.id)["bad_rows"]] == wrong[:100]
+
+
+#: Rows with a long text wherever a row has a place for one.
+LONG = {
+    "a column": {_LONG: 1},
+    "a column beside": pair(**{_LONG: 1}),
+    "a role": {**pair(), "prompt": [{"role": _LONG, "content": "a"}]},
+    "a part": pair([{"type": "image" + _LONG}]),
+    "a part beside": pair([{"type": _LONG, _LONG: _LONG}]),
+    "tools": pair(tools=_LONG),
+    "a tool": pair(tools=[_LONG]),
+    "kwargs": pair(chat_template_kwargs=_LONG),
+    "a name of kwargs": pair(chat_template_kwargs={_LONG: 1}),
+    "kwargs that are refused": pair(chat_template_kwargs={"chat_template": _LONG}),
+    "an error of the template": pair("speak"),
+    "not an object": _LONG,
+    "no pair": {"prompt": _LONG, "chosen": None},
+    "a number": '{"prompt": ' + "9" * 200_000 + "}",
+    "half a character": pair("\ud800" + _LONG),
+    "no JSON": "{" + _LONG,
+}
+
+
+def sized(value) -> int:
+    return len(value if isinstance(value, bytes) else json.dumps(value))
+
+
+def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
+    rows = [pair("good"), *LONG.values(), *[pair("speak")] * 30]
+    lines = [row if isinstance(row, str) and row.startswith("{") else json.dumps(row) for row in rows]
+    before = len(service.log)
+    job = client.watch(client.submit(write_raw(tmp_path / "long.jsonl", lines), "ref", max_length=64).id)
+    assert job.state == "done", job.error
+    result = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))
+    errors = [error for error in result["error"].to_pylist() if error]
+    assert len(errors) >= 40 and result["error"][0].as_py() is None
+    assert all(len(error) <= MOST_CHARACTERS for error in errors)
+    assert sized(client.report(job.id)) < 200_000
+    for number, name in enumerate(("a column", "no pair")):  # a dataset of nothing else fails, with a short error
+        file = write_raw(tmp_path / f"{number}.jsonl", [json.dumps(LONG[name])] * 3)
+        failed = client.watch(client.submit(file, "ref", title=name).id)
+        assert failed.state == "failed" and len(failed.error) <= MOST_CHARACTERS
+    assert sized(httpx.get(f"{service.url}/v1/jobs").content) < 50_000
+    assert sized(httpx.get(f"{service.url}/jobs/{job.id}").content) < 500_000
+    assert max(map(len, list(service.log)[before:]), default=0) < 5_000
+    kept = [file for file in (place / "state").rglob("*") if file.is_file() and "uploads" not in file.parts]
+    assert {file.name: file.stat().st_size for file in kept if file.stat().st_size > 2_000_000} == {}
+
+
+def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):
+    rows = [pair("good"), *LONG.values()]
+    lines = [row if isinstance(row, str) and row.startswith("{") else json.dumps(row) for row in rows]
+    data, store = write_raw(tmp_path / "long.jsonl", lines), tmp_path / "store"
+    common = [model, data, "--store", store, "--dtype", "float32", "--max-length", 64]
+    code, out, err = reflogp("score", *common)
+    assert code == 3 and len(out) + len(err) < 20_000
+    code, out, err = reflogp("report", *common, "-o", tmp_path / "report")
+    assert code == 3 and len(out) + len(err) < 20_000
+    assert (tmp_path / "report" / "index.html").stat().st_size < 2_000_000
+    del lines[1 + list(LONG).index("a part beside")]  # a column has one type in a Parquet file
+    write_raw(data, lines)
+    code, out, err = reflogp("join", *common, "-o", tmp_path / "out.parquet")
+    assert code == 3 and len(out) + len(err) < 20_000
+    joined = pq.read_table(tmp_path / "out.parquet")
+    assert 0 in joined["ref_row"].to_pylist()
+    for name in ("a column", "no pair"):
+        write_raw(data, [json.dumps(LONG[name])] * 3)
+        for command in ("score", "report"):
+            code, out, err = reflogp(command, *common, *([] if command == "score" else ["-o", tmp_path / "other.parquet"]))
+            assert code in (2, 3) and len(out) + len(err) < 5_000
+
+
+def test_a_dataset_whose_rows_are_all_bad_or_not_there(reflogp, model, tmp_path):
+    store = tmp_path / "store"
+    rest = ["--store", store, "--dtype", "float32"]
+    bad = write_rows(tmp_path / "bad.jsonl", [pair(image="a.png")] * 1025)
+    assert reflogp("score", model, bad, *rest)[0] == 3
+    assert reflogp("join", model, bad, *rest, "-o", tmp_path / "out.parquet")[0] == 3
+    assert not (tmp_path / "out.parquet").exists()
+    code, _, err = reflogp("report", model, bad, *rest, "-o", tmp_path / "report")
+    assert code == 2 and "holds more than text" in err
+    empty = {name: tmp_path / f"empty.{name}" for name in ("jsonl", "json", "csv", "parquet", "arrow")}
+    empty["jsonl"].write_text("")
+    empty["json"].write_text("[]")
+    empty["csv"].write_text("prompt,chosen,rejected\n")
+    nothing = pa.table({name: pa.array([], pa.string()) for name in ("prompt", "chosen", "rejected")})
+    pq.write_table(nothing, empty["parquet"])
+    with pa.ipc.new_file(str(empty["arrow"]), nothing.schema) as writer:
+        writer.write_table(nothing)
+    for file in empty.values():
+        for command in ("score", "join", "report"):
+            more = [] if command == "score" else ["-o", tmp_path / "none.parquet"]
+            code, _, err = reflogp(command, model, file, *rest, *more)
+            assert code == 2 and "no readable row" in err, (file, command, err)

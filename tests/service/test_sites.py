@@ -1,0 +1,619 @@
+"""A page of another site can do nothing, a signed-out browser neither; answers show no secret. Over HTTP, to real services."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import socket
+import sqlite3
+import time
+from urllib.parse import quote
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import ValidationError
+
+from reflogp_client import Client
+from reflogp_service.server import auth
+from reflogp_service.server.app import create_app
+from reflogp_service.server.settings import ServerSettings, TokenSettings
+from tests.conftest import write_rows
+from tests.hostile_text import HOSTILE
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for
+from tests.service.test_fetch import Remote, remote_server
+
+PROXIED = "logps.example.org"
+TOKENS = {"anna": "token-of-anna", "bert": "token-of-bert", "reader": "token-of-reader", "boss": "token-of-boss"}
+SCOPES = {"anna": ["score"], "bert": ["score"], "reader": ["read"], "boss": ["admin"]}
+UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
+#: Headers of every answer, beside a Content-Security-Policy of its own.
+HEADERS = {
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+#: What a page can make a browser send: nothing, or one of the types of forms, without asking first; JSON where it may ask.
+BODIES = [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "application/json"]
+SIMPLE = BODIES[:4]
+#: What a browser adds; {own} is the host and port that the service is asked by, {port} its port.
+ELSEWHERE = [
+    {"origin": "https://evil.example"},
+    {"origin": "http://evil.example:{port}"},
+    {"origin": "null"},
+    {"origin": ""},
+    {"origin": "http://127.0.0.1:1"},
+    {"origin": "http://127.0.0.1"},
+    {"origin": "http://{own}.evil.example"},
+    {"origin": "http://{own}@evil.example"},
+    {"origin": "http://{own}:80"},
+    {"origin": "file://"},
+    {"origin": "chrome-extension://{own}"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "something-new"},
+    {"sec-fetch-site": "cross-site", "origin": "http://{own}"},
+    {"sec-fetch-site": "same-site", "origin": "http://{own}"},
+]
+#: Names that lead to this machine and are not its own (DNS rebinding); the browser takes the page for one of ours.
+REBOUND = [
+    "evil.example",
+    "evil.example:{port}",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "evil@127.0.0.1",
+    "[::1",
+    "",
+]
+ELSEWHERE += [{"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"} for host in REBOUND]
+
+
+@pytest.fixture(scope="module")
+def remote():
+    with remote_server() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory, reference_folder, remote):
+    """A service without tokens."""
+    folder = tmp_path_factory.mktemp("opened")
+    uris = {"dataset_uris": [f"http://127.0.0.1:{remote}/prefs/"], "access_log": True}
+    file = settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, devices=["cpu"], **uris)
+    with running("--config", file) as service:
+        service.folder = folder
+        yield service
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, reference_folder):
+    """A service with tokens and an allowed host."""
+    folder = tmp_path_factory.mktemp("guarded")
+    tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
+    more = {"devices": ["cpu"], "allowed_hosts": [PROXIED, "*.team.example"]}
+    with running(
+        "--config", settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, tokens, **more)
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory):
+    """Every (path, methods) of the app, pages and their files included."""
+    folder = tmp_path_factory.mktemp("routes")
+    app = create_app(ServerSettings(store=str(folder / "store"), state=folder / "state"))
+    found = list(routes_of(app.router))
+    documented = set(app.openapi()["paths"])
+    assert documented <= {path for path, _ in found} and len(found) > 20
+    return found
+
+
+def routes_of(router):
+    """Every (path, methods) of a router and of those that it includes."""
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)  # newer versions of FastAPI keep what was included as it is
+        if inner is not None:
+            yield from routes_of(inner)
+        else:
+            yield route.path, set(route.methods)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {TOKENS[name]}"}
+
+
+def sign_in(client: httpx.Client, name: str) -> dict[str, str]:
+    """The cookies of a browser that has signed in."""
+    origin = {"origin": str(client.base_url).rstrip("/")}
+    assert client.post("/signin", data={"token": TOKENS[name]}, headers=origin).status_code == 303
+    return dict(client.cookies)
+
+
+def a_failed_job(url: str, headers=None) -> str:
+    """Id of a job that can be retried."""
+    with httpx.Client(base_url=url, headers=headers) as client:
+        kind = {"content-type": "application/octet-stream"}
+        assert client.put("/v1/uploads/kept.jsonl", content=b'{"a": 1}\n', headers=kind).status_code in (200, 201)
+        job = client.post("/v1/jobs", json={"reference": "ref", "dataset": {"upload": "kept.jsonl"}}).json()["id"]
+        end = time.monotonic() + 240
+        while client.get(f"/v1/jobs/{job}").json()["state"] != "failed":
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    return job
+
+
+def filled(path: str, job: str) -> str:
+    """A route's path about things that are there, so that a request that passes would change something."""
+    return re.sub(r"{[^}]*}", "x", path.replace("{job_id}", job).replace("{name}", "kept.jsonl"))
+
+
+def body_of(path: str) -> bytes:
+    """A body that the route would take."""
+    return {
+        "/v1/jobs": b'{"reference": "ref", "dataset": {"upload": "kept.jsonl"}, "max_length": 77}',
+        "/v1/score": b'{"sequences": [{"prompt_ids": [1, 5], "completion_ids": [7]}]}',
+        "/v1/lookup": b'{"keys": []}',
+        "/signin": b"token=" + TOKENS["boss"].encode(),
+    }.get(path, b"{}")
+
+
+def state_of(service, headers=None) -> list:
+    """What an effect would change."""
+    paths = ("/v1/jobs", "/v1/uploads", "/v1/references")
+    return [httpx.get(service.url + path, headers=headers).json() for path in paths]
+
+
+def attacks(service, path: str, supported: bool):
+    """(headers, content type) of requests that a page of another site makes: every pair where the route has the method."""
+    own = service.url.removeprefix("http://")
+    filled = [
+        {name: value.format(own=own, port=own.rpartition(":")[2]) for name, value in headers.items()} for headers in ELSEWHERE
+    ]
+    if supported:
+        return itertools.product(filled, BODIES)
+    return zip(filled, itertools.cycle(BODIES), strict=False)
+
+
+@pytest.mark.parametrize("which", ["opened", "guarded, by a cookie", "guarded, by a token"])
+def test_every_unsafe_request_of_another_site_is_refused(request, routes, which):
+    """A new route is covered: the routes are those of the app."""
+    service = request.getfixturevalue(which.split(",")[0])
+    boss = bearer("boss") if "guarded" in which else {}
+    job = a_failed_job(service.url, boss)
+    before = state_of(service, boss)
+    sent = 0
+    with httpx.Client(base_url=service.url) as client:
+        credentials = boss if which.endswith("token") else {}
+        if which.endswith("cookie"):
+            sign_in(client, "boss")
+        for path, methods in routes:
+            for method in UNSAFE:
+                for headers, kind in attacks(service, path, method in methods):
+                    given = {**credentials, **headers, **({"content-type": kind} if kind else {})}
+                    query = "?reference=ref&cache_write=true" if path.startswith("/v1/") else ""
+                    answer = client.request(method, filled(path, job) + query, content=body_of(path), headers=given)
+                    told = (method, path, given, answer.status_code, answer.text)
+                    assert answer.status_code == 403, told
+                    assert "set-cookie" not in answer.headers and "access-control-allow-origin" not in answer.headers, told
+                    sent += 1
+        assert sent > 1500
+        if which.endswith("cookie"):
+            assert client.get("/v1/jobs").status_code == 200  # nobody was signed out
+    assert state_of(service, boss) == before
+
+
+def test_every_route_with_a_body_names_what_it_takes(opened, routes):
+    """Without a content type, and for those of forms: 415. With the route's own the body is looked at."""
+    client = httpx.Client(base_url=opened.url)
+    spec = client.get("/openapi.json").json()
+    job, before, seen = a_failed_job(opened.url), state_of(opened), 0
+    for path, operations in spec["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" not in operation:
+                continue
+            seen += 1
+            url = f"{filled(path, job)}?reference=none"
+            documented = list(operation["requestBody"]["content"])
+            for kind in [*SIMPLE, "application/x-unheard-of", "", "application"]:
+                headers = {} if kind is None else {"content-type": kind}
+                answer = client.request(method, url, content=body_of(path), headers=headers)
+                assert answer.status_code == 415, (method, path, kind, answer.text)
+                assert documented[0] in answer.json()["next_step"] and documented[0] in answer.headers["accept"]
+            assert "415" in operation["responses"]
+            for kind in [*documented, documented[0].upper(), f"{documented[0]}; charset=utf-8"]:
+                answer = client.request(method, url, content=b"", headers={"content-type": kind})
+                assert answer.status_code not in (403, 415), (method, path, kind, answer.text)
+    assert seen >= 4
+    assert client.post("/signin", headers={"origin": opened.url}, content=b"token=x").status_code == 415
+    assert state_of(opened) == before
+
+
+def test_a_page_of_another_site_reads_nothing(opened, routes):
+    """No part of ours becomes part of another page; a link of another page may open ours."""
+    job = a_failed_job(opened.url)
+    client = httpx.Client(base_url=opened.url)  # one for all: making one takes longer than a request
+    for path, methods in routes:
+        if "GET" not in methods or path.endswith("/events"):
+            continue
+        for site, mode, dest in itertools.product(
+            ("cross-site", "same-site"), ("no-cors", "cors", "navigate"), ("script", "image", "iframe", "object", "empty")
+        ):
+            headers = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+            answer = client.get(filled(path, job), headers=headers)
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers, (path, headers)
+        for host in ("evil.example", "127.0.0.1.evil.example"):
+            assert client.get(filled(path, job), headers={"host": host}).status_code == 403
+        opening = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+        for headers in (opening, opening | {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin"}, {}):
+            assert client.get(filled(path, job), headers=headers).status_code != 403, (path, headers)
+    preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answer = client.options("/v1/jobs", headers=preflight)
+    assert answer.status_code >= 400 and not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_every_answer_has_safe_headers(opened, guarded, routes):
+    job = a_failed_job(opened.url)
+    client = httpx.Client(base_url=opened.url)
+    reading = [path for path, methods in routes if "GET" in methods and not path.endswith("/events")]
+    answers = [client.get(filled(path, job)) for path in reading]
+    answers += [httpx.get(guarded.url + path) for path in ("/", "/v1/jobs", "/healthz", "/signin", "/docs", "/nothing")]
+    answers += [client.request(method, "/v1/lookup") for method in (*UNSAFE, "OPTIONS", "HEAD", "TRACE")]
+    answers += [client.get("/", headers={"host": "evil.example"})]
+    assert {answer.status_code for answer in answers} >= {200, 401, 403, 404, 405}
+    for answer in answers:
+        policy = answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in policy and "default-src" in policy and "unsafe" not in policy, answer.url
+        for name, value in HEADERS.items():
+            assert answer.headers.get_list(name) == [value], (answer.url, name)
+
+
+def test_an_unexpected_error_has_safe_headers_too(tmp_path, monkeypatch):
+    app = create_app(ServerSettings(store=str(tmp_path / "store"), state=tmp_path / "state"))
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise RuntimeError("a defect")
+
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        answer = client.get("/broken")
+    assert answer.status_code == 500 and "defect" not in answer.text
+    assert all(answer.headers[name] == value for name, value in HEADERS.items())
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+
+
+# Honest callers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"user-agent": "curl/8.5.0", "accept": "*/*"},
+        {"user-agent": "Prometheus/3.1.0", "host": "10.4.7.11:8311"},
+        {"host": "[fd00::17]:8311", "user-agent": "kube-probe/1.31"},
+        {"host": "localhost:8311"},
+        {"host": "LOCALHOST."},
+        {"host": PROXIED},
+        {"host": f"{PROXIED.upper()}:443", "x-forwarded-proto": "https", "x-forwarded-for": "192.0.2.7"},
+        {"host": "scorer.team.example"},
+        {"host": PROXIED, "origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},
+        {"host": PROXIED, "origin": f"https://{PROXIED}:443"},
+        {"origin": f"https://{PROXIED}", "sec-fetch-site": "same-origin"},  # a proxy that names us by an address
+        {"origin": f"https://{PROXIED}", "x-forwarded-host": PROXIED},
+        {"origin": f"https://{PROXIED}", "x-forwarded-host": f"{PROXIED}, inner.example"},
+        {"sec-fetch-site": "none"},
+    ],
+)
+def test_honest_callers_pass(guarded, headers):
+    with httpx.Client(base_url=guarded.url, headers={**bearer("boss"), **headers}) as client:
+        assert client.get("/v1/references").status_code == 200
+        assert client.get("/metrics").status_code == 200 and client.get("/readyz").status_code == 200
+        asked = {"sequences": [{"prompt_ids": [1, 5], "completion_ids": [7]}]}
+        assert client.post("/v1/score", params={"reference": "ref"}, json=asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["team.example", "evil.example", "logps.example.org.evil.example", "xteam.example", "a b", "a/b"]
+)
+def test_other_hosts_are_refused_where_some_are_allowed(guarded, host):
+    answer = httpx.get(f"{guarded.url}/healthz", headers={"host": host})
+    assert answer.status_code == 403 and "allowed_hosts" in answer.json()["next_step"]
+
+
+def test_http_1_0_needs_no_host(opened):
+    """As load balancers probe."""
+    host, port = opened.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+def test_a_token_alone_allows_every_host():
+    """As in containers, which are asked by names that nobody tells them."""
+    from reflogp_service.server.sites import OwnSite
+
+    token = OwnSite(None, [], has_tokens=True)
+    assert token._is_own("reflogp:8311") and token._is_own("data.example.org")
+    none = OwnSite(None, [PROXIED], has_tokens=False)
+    assert [none._is_own(host) for host in (PROXIED, "127.0.0.1", "[::1]:8311", "10.0.0.1", "reflogp")] == [True] * 3 + [
+        False
+    ] * 2
+
+
+@pytest.mark.parametrize("names", [["*"], ["https://a.example"], ["a.example:80"], ["a.*"], [""], ["a.example/x"]])
+def test_allowed_hosts_that_are_no_names(names):
+    with pytest.raises(ValidationError, match=r"list the names|is not a host name"):
+        ServerSettings(store="x", allowed_hosts=names)
+
+
+def test_the_description_of_the_api_is_a_page_of_our_own(opened):
+    """No script but ours, nothing from elsewhere, and every route, parameter and field in it."""
+    answer = httpx.get(f"{opened.url}/docs")
+    text = re.sub(r"&#(39|x27);", "'", answer.text)
+    assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+    assert not re.findall(r'(?:src|href|action)="(?![/#])', answer.text)
+    for path, operations in httpx.get(f"{opened.url}/openapi.json").json()["paths"].items():
+        for method, operation in operations.items():
+            assert f"{method.upper()} {path}" in text and operation["summary"] in text
+            for parameter in operation.get("parameters", []):
+                assert parameter["name"] in text
+            for status, about in operation["responses"].items():
+                assert status in text and about["description"] in text
+    assert "dataset.upload" in text and "application/vnd.apache.arrow.stream" in text
+
+
+# Signing out
+
+
+def test_a_cookie_copied_before_sign_out_is_worth_nothing_afterwards(guarded):
+    with httpx.Client(base_url=guarded.url) as client:
+        copied = sign_in(client, "reader")
+        assert TOKENS["reader"] not in str(copied)
+        with httpx.Client(base_url=guarded.url, cookies=copied) as thief:
+            assert thief.get("/v1/jobs").status_code == 200 and thief.get("/").status_code == 200
+            with httpx.Client(base_url=guarded.url) as other:
+                sign_in(other, "reader")
+                assert client.post("/signout", headers={"origin": guarded.url}).status_code == 303
+                assert other.get("/v1/jobs").status_code == 200  # another browser of the same token stays signed in
+            assert thief.get("/v1/jobs").status_code == 401
+            assert thief.get("/v1/references").status_code == 401
+            answer = thief.get("/")
+            assert (answer.status_code, answer.headers["location"]) == (303, "/signin?next=/")
+    assert httpx.get(f"{guarded.url}/v1/jobs", headers=bearer("reader")).status_code == 200
+
+
+def test_signing_in_again_ends_the_session_before(guarded):
+    with httpx.Client(base_url=guarded.url) as client:
+        first = sign_in(client, "reader")
+        second = sign_in(client, "reader")
+    assert first != second
+    assert [httpx.get(f"{guarded.url}/v1/jobs", cookies=each).status_code for each in (first, second)] == [401, 200]
+
+
+def test_a_restart_and_a_removed_token_end_sessions(tmp_path):
+    tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
+    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, tokens)) as service:
+        with httpx.Client(base_url=service.url) as client:
+            copied = sign_in(client, "reader")
+            assert client.get("/v1/jobs").status_code == 200
+        port = service.url.rpartition(":")[2]
+    del tokens["reader"]
+    with running("--config", settings_file(tmp_path, tmp_path / "store", {}, tokens), "--port", port) as service:
+        assert httpx.get(f"{service.url}/v1/jobs", cookies=copied).status_code == 401
+
+
+def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path):
+    """Browsers send cookies to every port."""
+    tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
+    folders = [tmp_path / name for name in "ab"]
+    with contextlib.ExitStack() as stack, httpx.Client() as browser:
+        urls = []
+        for folder in folders:
+            folder.mkdir()
+            file = settings_file(folder, folder / "store", {}, tokens)
+            urls.append(stack.enter_context(running("--config", file)).url)
+        for url in urls:
+            form = {"token": TOKENS["reader"]}
+            assert browser.post(f"{url}/signin", data=form, headers={"origin": url}).status_code == 303
+        assert [browser.get(f"{url}/v1/jobs").status_code for url in urls] == [200, 200]
+        browser.post(f"{urls[0]}/signout", headers={"origin": urls[0]})
+        assert [browser.get(f"{url}/v1/jobs").status_code for url in urls] == [401, 200]
+
+
+class Browser:
+    """A request as far as sessions look at it."""
+
+    def __init__(self, cookie: str = "") -> None:
+        self.headers, self.cookies = {"host": "127.0.0.1:8311"}, {"reflogp_session_8311": cookie}
+
+
+def test_sessions_are_bounded_and_end(monkeypatch):
+    entries = [TokenSettings(name=name, sha256=digest(TOKENS[name]), scopes={"read"}) for name in ("anna", "bert")]
+    sessions = auth.Sessions(entries)
+    kept = sessions.begin(TOKENS["bert"])
+    cookies = [sessions.begin(TOKENS["anna"]) for _ in range(1_000)]
+    assert len(sessions._sessions) <= 101
+    assert sessions.entry(Browser(kept)) is entries[1]  # another's sign-ins end nobody's session
+    assert sessions.entry(Browser(cookies[-1])) is entries[0] and sessions.entry(Browser(cookies[0])) is None
+    for odd in ("", "x", cookies[-1] + "x", cookies[-1][:-1], TOKENS["anna"], "\udcff"):
+        assert sessions.entry(Browser(odd)) is None
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + auth.SESSION_SECONDS + 1)
+    assert sessions.entry(Browser(cookies[-1])) is None and sessions.entry(Browser(kept)) is None
+    sessions.begin(TOKENS["anna"])
+    assert len(sessions._sessions) == 1
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def test_a_stream_of_events_ends_with_its_session(guarded, pair_rows, tmp_path):
+    """The job's stream, which a browser holds open, is an answer to its cookie like any other."""
+    rows = [
+        {**row, "prompt": [{"role": "user", "content": f"stream {n} {row['prompt'][0]['content']}"}]}
+        for n, row in enumerate(pair_rows * (1 + 4000 // len(pair_rows)))
+    ]
+    with Client(guarded.url, TOKENS["boss"]) as client:
+        job = client.submit(write_rows(tmp_path / "long.jsonl", rows), "ref").id
+        try:
+            wait_for(client, job, lambda found: found.state == "running")
+            with httpx.Client(base_url=guarded.url, timeout=60) as browser:
+                sign_in(browser, "reader")
+                with browser.stream("GET", f"/v1/jobs/{job}/events") as stream:
+                    chunks = stream.iter_text()
+                    assert "event: job" in next(chunks)
+                    browser.post("/signout", headers={"origin": guarded.url})
+                    assert "event: end" not in "".join(chunks)
+            assert not client.job(job).finished
+        finally:
+            client.cancel(job)
+
+
+# Secrets
+
+
+SECRET = "s3cr3tsignature"
+QUERY = f"X-Amz-Credential=AKIA{SECRET}&X-Amz-Signature={SECRET}&sig={SECRET}&token={SECRET}&{SECRET}"
+
+
+@pytest.mark.parametrize("name", ["good.jsonl", "missing.jsonl", "out.jsonl"])
+def test_a_signed_uri_is_fetched_whole_and_shown_nowhere(opened, remote, reflogp, name, tmp_path):
+    """Where the dataset arrives, where it is not there, and where it redirects to what is not allowed."""
+    uri = f"http://127.0.0.1:{remote}/prefs/{name}?{QUERY}"
+    Remote.asked.clear()
+    answer = httpx.post(f"{opened.url}/v1/jobs", json={"reference": "ref", "dataset": {"uri": uri}})
+    job = answer.json()["id"]
+    with Client(opened.url) as client:
+        events = [answer.text, *(str(found.as_dict()) for found in client.events(job))]
+    assert (f"/prefs/{name}?{QUERY}" in [path for path, _ in Remote.asked]) and len(events) > 1
+    shown = events
+    shown += [httpx.get(opened.url + path).text for path in (f"/v1/jobs/{job}", "/v1/jobs", "/", f"/jobs/{job}", "/metrics")]
+    shown += [httpx.get(f"{opened.url}/v1/jobs/{job}/{part}").text for part in ("report", "events")]
+    shown += [httpx.post(f"{opened.url}/v1/jobs/{job}/retry").text, *reflogp("jobs", "ls", opened.url)[1:]]
+    shown += [*reflogp("jobs", "show", opened.url, job)[1:], *reflogp("jobs", "show", opened.url, job, "--json")[1:]]
+    shown += list(opened.log)
+    assert not [text for text in shown if SECRET in text]
+    assert f"/prefs/{name}" in httpx.get(f"{opened.url}/v1/jobs/{job}").json()["dataset"]["uri"]
+    with contextlib.closing(sqlite3.connect(opened.folder / "state" / "jobs.sqlite")) as ledger:
+        [[source]] = ledger.execute("select source from job where id = ?", [job]).fetchall()
+    assert SECRET in source  # a later attempt fetches it again
+    again = httpx.post(f"{opened.url}/v1/jobs", json={"reference": "ref", "dataset": {"uri": uri}})
+    assert again.status_code in (200, 201) and SECRET not in again.text
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"https://user:{SECRET}@data.example.org/a.jsonl",
+        f"https://data.example.org/a.jsonl#{SECRET}",
+        f"https://elsewhere.example/a.jsonl?sig={SECRET}",
+        f"https://elsewhere.example/a.exe?sig={SECRET}",
+        f"s3://team/a.jsonl?sig={SECRET}",
+        f"ftp://user:{SECRET}@host/a.jsonl",
+        f"https://data.example.org/\x1b[31m?sig={SECRET}",
+    ],
+)
+def test_a_refused_uri_is_not_told_back(opened, uri):
+    answer = httpx.post(f"{opened.url}/v1/jobs", json={"reference": "ref", "dataset": {"uri": uri}})
+    assert answer.status_code in (403, 422) and SECRET not in answer.text
+    assert not [line for line in opened.log if SECRET in line]
+
+
+def test_a_token_that_may_not_read_learns_nothing_of_anothers_job(guarded, tmp_path):
+    secret_title, rows = "the title of anna", token_rows(3, seed=5)
+    body = "".join(f"{row}\n".replace("'", '"') for row in rows).encode()
+    kind = {"content-type": "application/x-ndjson"}
+    submit = f"{guarded.url}/v1/jobs?reference=ref&title="
+
+    def ask(method, url, who, **options):
+        return httpx.request(method, url, **{**options, "headers": bearer(who) | options.get("headers", {})})
+
+    first = ask("POST", submit + secret_title, "anna", content=body, headers=kind).json()
+    job = first["id"]
+    assert (first["settings"]["title"], first["submitted_by"]) == (secret_title, "anna")
+    with Client(guarded.url, TOKENS["reader"]) as client:
+        wait_for(client, job, lambda found: found.finished)
+    answers = [ask("POST", submit + "mine", "bert", content=body, headers=kind)]
+    assert (answers[0].status_code, answers[0].json()["id"], answers[0].json()["settings"]["title"]) == (200, job, "mine")
+    assert answers[0].json()["state"] == "done" and answers[0].json()["progress"]["sequences"] == 6
+    answers += [
+        ask("DELETE", f"{guarded.url}/v1/jobs/{job}", "bert"),
+        ask("POST", f"{guarded.url}/v1/jobs/{job}/retry", "bert"),
+    ]
+    answers += [ask("GET", f"{guarded.url}/v1/jobs/{job}", "bert"), ask("GET", f"{guarded.url}/jobs/{job}", "bert")]
+    for answer in answers:
+        assert "anna" not in answer.text and secret_title not in answer.text, answer.text
+    own = ask("POST", submit + "again", "anna", content=body, headers=kind).json()
+    assert own["settings"]["title"] == secret_title
+    for who in ("reader", "boss"):
+        assert ask("GET", f"{guarded.url}/v1/jobs/{job}", who).json()["submitted_by"] == "anna"
+    with Client(guarded.url, TOKENS["bert"]) as client:  # what the client makes of such an answer
+        assert client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").state in ("queued", "running", "done")
+
+
+# What data says
+
+
+#: Without halves of surrogates, which UTF-8 has no bytes for, and with a few of the tags.
+WHOLE = [ch for ch in HOSTILE if not 0xD800 <= ord(ch) <= 0xDFFF and not 0xE0004 <= ord(ch) <= 0xE007E]
+
+
+@pytest.fixture(scope="module")
+def hostile_job(opened):
+    """A job with a title and columns of all hostile characters that JSON can carry."""
+    text = "".join(WHOLE)[:150]
+    forged = "\n2026-01-01 00:00:00,000 INFO reflogp forged\n"
+    with httpx.Client(base_url=opened.url) as client:
+        line = json.dumps({f"{forged}{text}": 1, "b": 2}).encode() + b"\n"
+        kind = {"content-type": "application/octet-stream"}
+        client.put("/v1/uploads/hostile.jsonl", content=line, headers=kind)
+        asked = {"reference": "ref", "dataset": {"upload": "hostile.jsonl"}, "title": text + "<b>"}
+        job = client.post("/v1/jobs", json=asked).json()["id"]
+    with Client(opened.url) as client:
+        wait_for(client, job, lambda found: found.finished)
+    return job
+
+
+def test_pages_show_hostile_characters_as_text(opened, hostile_job):
+    for path in ("/", f"/jobs/{hostile_job}"):
+        text = httpx.get(opened.url + path).text
+        assert "\\u202e" in text and "\\x1b" in text and "&lt;b&gt;" in text
+        assert not [ch for ch in HOSTILE if ch in text and ch not in "\n\t"], path
+
+
+def test_the_command_line_shows_hostile_characters_as_text(opened, hostile_job, reflogp):
+    for arguments in (("show", opened.url, hostile_job), ("ls", opened.url), ("show", opened.url, hostile_job, "--watch")):
+        _, out, err = reflogp("jobs", *arguments)
+        assert "\\u202e" in out or arguments[0] == "ls"  # which folds a long title
+        assert not [ch for ch in HOSTILE if ch in out + err and ch != "\n"], arguments
+
+
+def test_the_log_shows_hostile_characters_as_text_and_no_line_is_forged(opened, hostile_job):
+    lines = [line.removesuffix("\n") for line in opened.log]
+    assert [line for line in lines if hostile_job in line and "failed" in line]
+    for line in lines:
+        assert not [ch for ch in HOSTILE if ch in line], line
+        assert not line.startswith("2026-01-01"), line
+
+
+@pytest.mark.parametrize(
+    "character", [ch for ch in HOSTILE if not 0xD800 <= ord(ch) <= 0xDFFF], ids=lambda ch: f"U+{ord(ch):04X}"
+)
+def test_problems_show_what_they_quote_as_text(opened, character):
+    """Of a path, a query or a body; and no header of the answer is made of it."""
+    quoted = f"a{character}b"
+    path = quote(quoted, safe="")
+    with httpx.Client(base_url=opened.url) as client:
+        answers = [client.get(f"{place}{path}") for place in ("/v1/jobs/", "/v1/uploads/", "/jobs/", "/static/", "/")]
+        asked = {"reference": quoted, "dataset": {"upload": "kept.jsonl"}}
+        answers += [
+            client.post("/v1/jobs", json=asked),
+            client.post("/v1/lookup", params={"reference": quoted}, json={"keys": []}),
+        ]
+        answers += [client.get("/", params={"state": quoted, "before": quoted})]
+    for answer in answers:
+        assert character not in answer.text.replace("\n", "") or character == "\t", answer.text
+        assert character not in str(answer.headers), answer.headers

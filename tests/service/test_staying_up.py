@@ -1,0 +1,384 @@
+"""A service whose ledger, disk and workers fail under it: jobs end right, and it is ready again."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import uvicorn
+
+from reflogp_client import Client, ServiceError
+from reflogp_service.server import precompute, state_lock
+from reflogp_service.server.app import create_app
+from reflogp_service.server.ledger import Ledger
+from reflogp_service.server.settings import read_settings
+from reflogp_service.server.state_lock import StateLock
+from reflogp_store import LogprobStore, UsageError
+from tests.conftest import write_rows
+from tests.service.faults import ERRORS, call_sites, install
+from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
+from tests.service.test_ledger_faults import locked
+
+BYTES = {"content-type": "application/octet-stream"}
+#: Bytes of uploads and fetched datasets together.
+ROOM = 1_000_000
+
+
+class DataHost(BaseHTTPRequestHandler):
+    """Datasets by path: /SIZE.jsonl at once, /slow-….jsonl as long as `gate` is closed."""
+
+    gate = threading.Event()
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        body = "".join(json.dumps(row) + "\n" for row in token_rows(3, seed=len(self.path))).encode()
+        if self.path.startswith("/big"):
+            body *= 400
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.path.startswith("/slow"):
+            self.wfile.write(body[:100])
+            self.wfile.flush()
+            DataHost.gate.wait(60)
+            body = body[100:]
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def host():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), DataHost)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    DataHost.gate.set()
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("staying")
+
+
+@pytest.fixture(scope="module")
+def service(place, reference_folder, host):
+    """A service with little patience; its uploads and fetched datasets have ROOM bytes."""
+    settings = {"token_budget": 128, "commit_seconds": 0.1, "ledger_seconds": 0.3, "worker_silence_seconds": 12.0}
+    settings |= {"dataset_uris": [f"{host}/"], "max_queued_tokens": 20_000, "max_uploads_bytes": ROOM}
+    with running("--config", settings_file(place, place / "store", {"ref": float32(reference_folder)}, **settings)) as found:
+        answer = httpx.get(f"{found.url}/readyz")
+        assert (answer.status_code, "worker 0 is starting" in answer.text) == (503, True)
+        wait_until(lambda: ready(found.url))
+        yield found
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as found:
+        yield found
+
+
+def ready(url: str) -> bool:
+    return httpx.get(f"{url}/readyz").status_code == 200
+
+
+def post(url: str, rows: list, **parameters) -> httpx.Response:
+    body = "".join(json.dumps(row) + "\n" for row in rows)
+    headers = {"content-type": "application/x-ndjson"}
+    return httpx.post(f"{url}/v1/jobs", params={"reference": "ref", **parameters}, content=body, headers=headers, timeout=60)
+
+
+def by_uri(url: str, uri: str, **more) -> str:
+    asked = {"reference": "ref", "dataset": {"uri": uri}, **more}
+    answer = httpx.post(f"{url}/v1/jobs", json=asked, timeout=60)
+    assert answer.status_code == 201, answer.text
+    return answer.json()["id"]
+
+
+def refused(answer: httpx.Response) -> None:
+    assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json"), answer.text
+    assert int(answer.headers["retry-after"]) > 0 and "ledger" in answer.json()["detail"]
+
+
+def finished_unrecorded(place, client, job: str) -> bool:
+    """The worker has done a job, and the ledger does not know it yet."""
+    return (place / "state" / "results" / f"{job}.parquet").exists() and client.job(job).state == "running"
+
+
+def test_a_ledger_that_is_locked_for_long_ends_nothing(service, client, place):
+    job = post(service.url, token_rows(40, seed=1)).json()["id"]
+    wait_for(client, job, lambda found: found.progress.scored > 0)
+    with locked(place / "state" / "jobs.sqlite"):
+        wait_until(lambda: not ready(service.url))
+        assert "another process has locked it" in httpx.get(f"{service.url}/readyz").json()["detail"]
+        refused(post(service.url, token_rows(1, seed=2)))
+        refused(httpx.delete(f"{service.url}/v1/jobs/{job}"))
+        wait_until(lambda: finished_unrecorded(place, client, job))
+        assert "reflogp_ledger_works 0.0" in httpx.get(f"{service.url}/metrics").text
+    ended = client.watch(job)
+    assert (ended.state, ended.attempts, ended.summary["rows"]) == ("done", 1, 40)
+    wait_until(lambda: ready(service.url))
+    assert client.watch(post(service.url, token_rows(1, seed=2)).json()["id"]).state == "done"
+
+
+def test_a_full_disk_ends_nothing(service, client, place):
+    """The kernel takes no byte more from the service; its worker can still write."""
+    job = post(service.url, token_rows(40, seed=3)).json()["id"]
+    wait_for(client, job, lambda found: found.progress.scored > 0)
+    process = psutil.Process(service.process.pid)
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        wait_until(lambda: not ready(service.url))
+        refused(httpx.delete(f"{service.url}/v1/jobs/{job}"))
+        assert post(service.url, token_rows(1, seed=4)).status_code in (503, 507)
+        wait_until(lambda: finished_unrecorded(place, client, job))
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
+    ended = client.watch(job)
+    assert (ended.state, ended.attempts) == ("done", 1)
+    wait_until(lambda: ready(service.url))
+
+
+def test_a_stopped_worker_is_noticed_and_replaced(service, client, place):
+    [worker] = service.workers()
+    job = post(service.url, token_rows(300, seed=5)).json()["id"]
+    wait_for(client, job, lambda found: found.progress.scored > 0)
+    doomed = post(service.url, token_rows(1, seed=6)).json()["id"]
+    began = time.monotonic()
+    worker.suspend()
+    wait_until(lambda: not ready(service.url), 11)
+    assert time.monotonic() - began < 11
+    assert "has not answered for" in httpx.get(f"{service.url}/readyz").json()["detail"]
+    assert client.cancel(doomed).state == "cancelled"
+    wait_until(lambda: not worker.is_running())
+    assert client.watch(job).state == "done"
+    assert ready(service.url) and service.workers() != [worker]
+    assert any("it did not answer for" in line for line in service.log)
+
+
+def test_requests_for_a_stopped_worker_do_not_fill_the_memory(service, client):
+    wait_until(lambda: ready(service.url))
+    [worker] = service.workers()
+    worker.suspend()
+    try:
+        memory = psutil.Process(service.process.pid).memory_info
+        before, answers = memory().rss, []
+        for number in range(30):
+            sequences = {"prompt_ids": [[number] * 100] * 80, "completion_ids": [[5] * 100] * 80}
+            try:
+                client.score("ref", sequences["prompt_ids"], sequences["completion_ids"], deadline=0.1)
+            except ServiceError as error:
+                answers.append(getattr(error, "status", None))
+        assert 503 in answers and 504 in answers
+        assert memory().rss - before < 30 << 20
+    finally:
+        worker.kill()
+    wait_until(lambda: ready(service.url))
+    assert len(client.score("ref", [[1, 2]], [[3, 4]]).token_logps) == 1
+
+
+def test_a_slow_uri_holds_up_nobody(service, client, host):
+    DataHost.gate.clear()
+    slow = [by_uri(service.url, f"{host}/slow-{n}.jsonl", priority=50) for n in range(2)]
+    wait_for(client, slow[0], lambda job: job.note is not None and "being fetched" in job.note)
+    assert client.watch(post(service.url, token_rows(2, seed=7)).json()["id"]).state == "done"
+    assert client.watch(by_uri(service.url, f"{host}/quick.jsonl")).state == "done"
+    began = time.monotonic()
+    client.cancel(slow[1])
+    assert client.watch(slow[1]).state == "cancelled" and time.monotonic() - began < 2
+    assert client.job(slow[0]).state == "queued"
+    DataHost.gate.set()
+    ended = client.watch(slow[0])
+    assert (ended.state, ended.attempts, ended.note) == ("done", 1, None)
+
+
+def test_fetched_datasets_and_uploads_share_their_room(service, client, host, place):
+    folder, uploads = place / "state" / "fetched", place / "state" / "uploads"
+    assert client.watch(by_uri(service.url, f"{host}/big-1.jsonl")).state == "done"
+    assert any(file.stat().st_size > 200_000 for file in folder.iterdir())
+    size = ROOM - sum(file.stat().st_size for file in uploads.iterdir()) - 50_000
+    httpx.put(f"{service.url}/v1/uploads/filler.jsonl", content=b"x" * size, headers=BYTES).raise_for_status()
+    assert not any(file.stat().st_size > 200_000 for file in folder.iterdir())  # nobody needed it, and it made room
+    failed = client.watch(by_uri(service.url, f"{host}/big-22.jsonl"))
+    assert failed.state == "failed" and "max_uploads_bytes" in failed.error, failed
+    assert sum(file.stat().st_size for file in [*folder.iterdir(), *uploads.iterdir()]) < ROOM
+    assert not list(folder.glob(".partial*"))
+    assert client.watch(by_uri(service.url, f"{host}/small.jsonl")).state == "done"
+
+
+def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, host, place):
+    service.workers()[0].suspend()
+    long = by_uri(service.url, f"{host}/again.jsonl", priority=-50)
+    folder = place / "state" / "fetched"
+    wait_until(lambda: any(not file.name.startswith(".") for file in folder.iterdir()))
+    for file in folder.iterdir():
+        file.unlink()
+    service.workers()[0].kill()
+    ended = client.watch(long)
+    assert ended.state == "done"
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how, monkeypatch):
+    monkeypatch.setattr(state_lock, "_PATIENCE_SECONDS", 0.1)
+    folder = place / "state"
+    names = ["lock"] if how == "deleted" else sorted(file.name for file in folder.iterdir() if "sqlite-" not in file.name)
+    for name in names:
+        aside = folder / f"{name}.aside"
+        (folder / name).rename(aside)
+        if how == "deleted":
+            aside.unlink()
+        with pytest.raises(UsageError, match="another service uses the state folder"):
+            StateLock(folder)
+        if how == "renamed":
+            if (folder / name).is_file():
+                (folder / name).unlink()
+            aside.rename(folder / name)
+    other = folder.with_name("other-name")
+    folder.rename(other)
+    try:
+        with pytest.raises(UsageError, match="another service uses the state folder"):
+            StateLock(other)
+    finally:
+        other.rename(folder)
+    wait_until(lambda: ready(service.url))
+
+
+def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
+    with running("--config", file) as service, Client(service.url) as client:
+        wait_until(lambda: ready(service.url))
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(500, seed=8)), "ref").id
+        waiting = client.submit(write_rows(tmp_path / "next.jsonl", token_rows(2, seed=9)), "ref").id
+        wait_for(client, job, lambda found: found.progress.scored > 0)
+        [worker] = service.workers()
+        worker.suspend()  # it does not hear of it
+        assert httpx.delete(f"{service.url}/v1/jobs/{job}").status_code == 202
+        service.kill()
+        worker.kill()
+    with running("--config", file) as service, Client(service.url) as client:
+        wait_until(lambda: client.job(job).state == "cancelled")
+        assert client.watch(waiting).state == "done"
+        found = client.job(job)
+        assert (found.state, found.attempts) == ("cancelled", 1)
+        assert client.watch(client.retry(job).id).state == "done"
+
+
+@contextmanager
+def served_here(settings, monkeypatch):
+    """A service in this process, its worker in another: (URL, app)."""
+    monkeypatch.setattr(precompute, "_PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(precompute, "_PROBE_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(precompute, "_LOST_SECONDS", 1.0)
+    app = create_app(settings)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", app
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def insist(ask) -> httpx.Response:
+    """Ask until the answer is no 503, as a client does."""
+    while (answer := ask()).status_code == 503:
+        refused(answer)
+        time.sleep(0.05)
+    return answer
+
+
+def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_folder, host, monkeypatch, record_property):
+    """For each kind of error every call fails for longer than it is retried, while jobs come, end and are cancelled."""
+    DataHost.gate.set()
+    faults = install(monkeypatch, Ledger)
+    file = settings_file(
+        tmp_path,
+        tmp_path / "store",
+        {"ref": float32(reference_folder)},
+        token_budget=256,
+        commit_seconds=0.1,
+        ledger_seconds=0.05,
+        dataset_uris=[f"{host}/"],
+    )
+    with served_here(read_settings(file), monkeypatch) as (url, app):
+        wait_until(lambda: ready(url))
+        for number, kind in enumerate(ERRORS):
+            for site in call_sites(Ledger):
+                faults.fail(site, kind, times=4)
+            seed = 100 * (number + 1)
+            jobs = [insist(lambda at=at: post(url, token_rows(12, seed=seed + at))).json()["id"] for at in range(3)]  # noqa: B023
+            asked = {"reference": "ref", "dataset": {"uri": f"{host}/rows-{'x' * number}.jsonl"}}
+            jobs.append(insist(lambda: httpx.post(f"{url}/v1/jobs", json=asked)).json()["id"])  # noqa: B023
+            stopped = insist(lambda: httpx.delete(f"{url}/v1/jobs/{jobs[2]}"))  # noqa: B023
+            assert stopped.status_code in (202, 409)
+            insist(lambda: httpx.put(f"{url}/v1/uploads/a.jsonl", content=b"x", headers=BYTES))
+            insist(lambda: httpx.get(f"{url}/v1/uploads/a.jsonl"))
+            insist(lambda: httpx.delete(f"{url}/v1/uploads/a.jsonl"))
+            for worker in psutil.Process().children():
+                if number == 0 and "reflogp_service.worker" in " ".join(worker.cmdline()):
+                    worker.kill()  # `died`, and `give_back`
+            insist(lambda: httpx.get(f"{url}/v1/jobs"))
+            unfinished = dict.fromkeys(jobs)
+            stop = time.monotonic() + 200
+            while unfinished:
+                for job in list(unfinished):
+                    found = insist(lambda: httpx.get(f"{url}/v1/jobs/{job}")).json()  # noqa: B023
+                    if found["state"] == "cancelled" and job == jobs[2]:
+                        answer = insist(lambda: httpx.post(f"{url}/v1/jobs/{job}/retry"))  # noqa: B023
+                        assert answer.status_code in (202, 409)
+                    elif found["state"] not in ("queued", "running"):
+                        assert found["state"] == "done", found
+                        assert insist(lambda: httpx.get(f"{url}/v1/jobs/{job}/result")).status_code == 200  # noqa: B023
+                        del unfinished[job]
+                assert time.monotonic() < stop, (kind, unfinished, faults.armed())
+                time.sleep(0.05)
+            faults.clear()
+            wait_until(lambda: ready(url))
+        assert app.state.context.precompute.unrecorded == 0
+    hit = {site: count for site, count in faults.failed.items() if count}
+    assert {
+        "submit",
+        "get",
+        "waiting",
+        "claim",
+        "finish",
+        "progressed",
+        "died",
+        "cancel",
+        "retry",
+        "to_fetch",
+        "fetched",
+    } <= set(hit)
+    assert {"requeue_running", "highest_waiting", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
+    record_property("told", f"ledger calls failed in a working service: {sum(hit.values())}, of {len(hit)} methods: {hit}")
+    [reference] = LogprobStore(tmp_path / "store").references()
+    assert LogprobStore(tmp_path / "store").table(reference.reference_id).totals()[1] > 0
+    for result in (tmp_path / "state" / "results").glob("*.parquet"):
+        assert pq.read_table(result)["error"].null_count > 0
+
+
+def test_housekeeping_goes_on_after_a_failure(tmp_path, monkeypatch):
+    faults = install(monkeypatch, Ledger)
+    monkeypatch.setattr(precompute, "_HOUSEKEEPING_SECONDS", 0.1)
+    monkeypatch.setattr(precompute, "_HOUSEKEEPING_AGAIN_SECONDS", 0.1)
+    (tmp_path / "store").mkdir()
+    settings = read_settings(None, store=str(tmp_path / "store"), state=tmp_path / "state", ledger_seconds=0.05)
+    with served_here(settings, monkeypatch) as (url, _):
+        for site in ("ended_before", "files_in_use", "uploads"):
+            faults.fail(site, "disk", times=6)
+        wait_until(lambda: not faults.armed(), 20)
+        rounds = faults.statements["ended_before"]
+        wait_until(lambda: faults.statements["ended_before"] > rounds + 2, 20)
+        wait_until(lambda: ready(url))

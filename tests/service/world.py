@@ -1,0 +1,463 @@
+"""A world for random sequences of operations: a real service, its store, references and datasets, all of which can change.
+
+`Library` holds every version of weights, tokenizers and datasets in folders that nobody else touches, and computes what is
+right for each: token ids from those files, values from a plain float32 forward. `World` is one service over copies of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import httpx
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.serving import Service, float32, settings_file, token_rows
+from tests.service.warm_python import WarmPython
+
+#: What services, workers and command lines import sooner or later.
+MODULES = [
+    "torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "deltalake",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.lifespan.on",
+    "reflogp_service.worker.engine_loop",
+    "reflogp_service.worker.job",
+    "reflogp_service.worker.late_writes",
+    "reflogp_service.server.app",
+    "reflogp_service.server.run",
+    "reflogp_service.here",
+    "reflogp_client.cli.score",
+    "reflogp_client.cli.serve",
+]
+#: Versions of the weights; and tokenizers, each a vocabulary with a chat template.
+WEIGHTS = 4
+TOKENIZERS = ((0, 0), (0, 1), (1, 0), (1, 1))
+#: Rows of the datasets of token ids, and of those of conversations, which come after them.
+TOKEN_ROWS, TEXT_ROWS = (5, 40, 150, 20, 60), (6, 12, 8)
+DATASETS = len(TOKEN_ROWS) + len(TEXT_ROWS)
+#: Largest difference of a value, and of a sum of values, from a plain float32 forward. Versions differ by more than 1 a token.
+VALUE_TOLERANCE, SUM_TOLERANCE = 1e-3, 1e-2
+#: Bytes of the disk that holds the service's state and the store.
+_DISK_BYTES = 32 << 20
+
+#: (prompt, chosen, rejected)
+Pair = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Library:
+    """Every version of everything, and what is right for it.
+
+    Args:
+        folder: where to.
+        pair_rows: conversations.
+
+    Attributes:
+        versions: reference id -> number of the weights.
+        sequences: key -> (prompt, completion), of every sequence that was ever made.
+    """
+
+    def __init__(self, folder: Path, pair_rows: list[dict]) -> None:
+        self._folder = folder
+        texts = [message["content"] for row in pair_rows for side in row.values() for message in side]
+        self._make_tokenizers(texts)
+        for number in range(WEIGHTS):
+            self._make_weights(number)
+        short = sorted(pair_rows, key=lambda row: len(json.dumps(row)))[: sum(TEXT_ROWS)]
+        shared = token_rows(10, seed=1000)
+        for number, count in enumerate(TOKEN_ROWS):
+            rows = token_rows(count, seed=number, length=12)
+            rows[1:3] = shared[number : number + 2]  # some sequences are in two datasets
+            write_rows(self.dataset(number), rows)
+        for number, count in enumerate(TEXT_ROWS):
+            write_rows(self.dataset(len(TOKEN_ROWS) + number), [short.pop() for _ in range(count)])
+        ids = [describe_reference(str(self.weights(number).parent), "float32").reference_id for number in range(WEIGHTS)]
+        self.versions = {reference_id: number for number, reference_id in enumerate(ids)}
+        self.sequences: dict[bytes, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._values: dict[tuple[int, bytes], np.ndarray] = {}
+
+    def weights(self, number: int) -> Path:
+        """The weights' file, in a folder with its config."""
+        return self._folder / f"weights-{number}" / "model.safetensors"
+
+    def tokenizer(self, kind: tuple[int, int]) -> Path:
+        """A tokenizer's folder."""
+        return self._folder / "tokenizer-{}-{}".format(*kind)
+
+    def dataset(self, number: int) -> Path:
+        return self._folder / f"dataset-{number}.jsonl"
+
+    @cache  # noqa: B019
+    def digest(self, number: int) -> str:
+        """sha256 of a dataset's file."""
+        return hashlib.sha256(self.dataset(number).read_bytes()).hexdigest()
+
+    @cache  # noqa: B019
+    def pairs(self, dataset: int, kind: tuple[int, int]) -> list[Pair]:
+        """The token ids of a dataset's rows, by a tokenizer."""
+        from reflogp_service.data.read import RowSource
+        from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
+
+        windows = tokenize_dataset(RowSource(str(self.dataset(dataset))), load_tokenizer(str(self.tokenizer(kind))))
+        table = pa.concat_tables([window.table for window in windows]).to_pylist()
+        found = [(tuple(row["prompt_ids"]), tuple(row["chosen_ids"]), tuple(row["rejected_ids"])) for row in table]
+        for prompt, *completions in found:
+            for completion in completions:
+                self.key(prompt, completion)
+        return found
+
+    def key(self, prompt: tuple[int, ...], completion: tuple[int, ...]) -> bytes:
+        """The sequence's key, which stands for it from now on."""
+        key = _key(prompt, completion)
+        self.sequences[key] = prompt, completion
+        return key
+
+    def know_all(self) -> None:
+        """Make every sequence of every dataset by every tokenizer known by its key."""
+        for dataset in range(DATASETS):
+            for kind in TOKENIZERS:
+                self.pairs(dataset, kind)
+
+    def values(self, version: int, key: bytes) -> np.ndarray:
+        """log p of each completion token by a plain float32 forward of these weights."""
+        if (version, key) not in self._values:
+            logps = plain_token_logps(self._model(version), *self.sequences[key])
+            self._values[version, key] = np.array(logps)
+        return self._values[version, key]
+
+    @cache  # noqa: B019
+    def _model(self, version: int) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.weights(version).parent, dtype=torch.float32).eval()
+
+    def _make_tokenizers(self, texts: list[str]) -> None:
+        from reflogp_client.cli.demo_model import train_tokenizer
+
+        for vocabulary, template in TOKENIZERS:
+            tokenizer = train_tokenizer(texts[vocabulary::2], vocab_size=1000)
+            if template:
+                tokenizer.chat_template = tokenizer.chat_template.replace("message['content'] +", "message['content'] + ' .' +")
+            tokenizer.save_pretrained(self.tokenizer((vocabulary, template)))
+
+    def _make_weights(self, number: int) -> None:
+        import torch
+        from safetensors.torch import save_file
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(number)
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(
+            vocab_size=1024, initializer_range=0.4, tie_word_embeddings=True, architectures=["LlamaForCausalLM"], **size
+        )
+        self.weights(number).parent.mkdir()
+        config.to_json_file(self.weights(number).with_name("config.json"))
+        tensors = LlamaForCausalLM(config).state_dict()
+        del tensors["lm_head.weight"]  # it is the embedding
+        save_file(tensors, self.weights(number), metadata={"format": "pt"})
+
+
+@cache
+def _key(prompt: tuple[int, ...], completion: tuple[int, ...]) -> bytes:
+    return sequence_keys([list(prompt)], [list(completion)])[0].as_py()
+
+
+class Disk:
+    """A small disk that can be filled: a tmpfs of its own where this process may mount one, else a limit on files' sizes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(folder)]
+        limited = "REFLOGP_SEQUENCES_NO_MOUNT" in os.environ
+        self._mounted = not limited and subprocess.run(command, capture_output=True, check=False).returncode == 0
+        self._limited: set[int] = set()
+
+    def fill(self, left: int, processes: list[int]) -> None:
+        """Leave so many bytes; without a disk of its own, let these processes make no file longer than that."""
+        if self._mounted:
+            room = os.statvfs(self.folder)
+            with suppress(OSError), (self.folder / "filler").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, room.f_bavail * room.f_frsize - left))
+        else:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(process, resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
+                    self._limited.add(process)
+
+    def free(self, processes: list[int]) -> None:
+        (self.folder / "filler").unlink(missing_ok=True)
+        for process in {*self._limited, *(processes if self._limited else [])}:  # what was started meanwhile inherits it
+            with suppress(ProcessLookupError):
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self._limited.clear()
+
+    def close(self) -> None:
+        if self._mounted:
+            subprocess.run(["umount", "-l", str(self.folder)], check=True)
+
+
+class World:
+    """A service over two references of which one is loaded at a time, two files below a root, a store and a small disk.
+
+    Args:
+        folder: empty.
+        library: what there is to put in.
+        python: runs service, workers and command lines.
+        warm: None where `python` is an ordinary one.
+
+    Attributes:
+        weights: reference -> version of its weights on the disk.
+        served: reference -> version that the running service describes it by.
+        tokenizers: reference -> its tokenizer on the disk.
+        files: name below the root -> its dataset.
+        killed: the service that was killed last.
+        orphans: workers whose service was killed; they end by themselves.
+    """
+
+    def __init__(self, folder: Path, library: Library, python: str, warm: WarmPython | None) -> None:
+        self.library = library
+        self._python, self._warm = python, warm
+        self._folder = folder
+        self.root = folder / "root"
+        self.root.mkdir()
+        self.disk = Disk(folder / "disk")
+        self.store = self.disk.folder / "store"
+        self.weights, self.tokenizers, self.files = {"a": 0, "b": 1}, dict.fromkeys("ab", TOKENIZERS[0]), {}
+        for reference, version in self.weights.items():
+            shutil.copytree(library.weights(version).parent, self.model(reference))
+            self.swap_tokenizer(reference, TOKENIZERS[0])
+        for name, dataset in (("one.jsonl", 0), ("two.jsonl", 6)):
+            self.swap_dataset(name, dataset, "rename")
+        models = {reference: float32(self.model(reference)) for reference in self.weights}
+        more = {"token_budget": 160, "commit_seconds": 0.1, "dataset_roots": [str(self.root)]}
+        self._settings = settings_file(self.disk.folder, self.store, models, **more)
+        self.service: Service | None = None
+        self.killed: Service | None = None
+        self.orphans: set[psutil.Process] = set()
+        self.served: dict[str, int] = {}
+        self.start()
+
+    def model(self, reference: str) -> Path:
+        return self._folder / reference
+
+    # processes
+
+    def start(self) -> None:
+        """Start the service. Raises AssertionError with its log when it ends at once."""
+        served = dict(self.weights)
+        self.service = Service("--config", self._settings, python=self._python)
+        self.served = served
+
+    def pid(self) -> int:
+        """The service's process; 0 when it has ended."""
+        launched = self.service.process.pid if self.service is not None and self.service.process.poll() is None else 0
+        return self._real(launched)
+
+    def workers(self) -> list[psutil.Process]:
+        """Its workers that are alive."""
+        try:
+            children = psutil.Process(self.pid()).children() if self.pid() else []
+            launched = [child.pid for child in children if "reflogp_service.worker" in " ".join(child.cmdline())]
+            return [psutil.Process(pid) for pid in map(self._real, launched) if pid]
+        except psutil.Error:
+            return []
+
+    def pids(self) -> list[int]:
+        """The service and its workers."""
+        return [pid for pid in (self.pid(), *(worker.pid for worker in self.workers())) if pid]
+
+    def kill_service(self) -> bool:
+        """kill -9; whether it was running."""
+        pid = self.pid()
+        if not pid:
+            return False
+        self.orphans |= set(self.workers())
+        assert self.service is not None
+        self.killed = self.service
+        os.kill(pid, signal.SIGKILL)
+        self.service.process.wait()
+        return True
+
+    def command_line(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `reflogp` with these arguments."""
+        command = [self._python, "-c", "from reflogp_client.cli import main; main()", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def _real(self, launched: int) -> int:
+        if not launched or self._warm is None:
+            return launched
+        return self._warm.program_of(launched) or 0
+
+    # what lies on the disk
+
+    def swap_weights(self, reference: str, version: int, how: str) -> None:
+        """Put other weights in a reference's folder: `rename` a new file over, write `in place`, or make it a `link`."""
+        _swap(self.library.weights(version), self.model(reference) / "model.safetensors", how)
+        self.weights[reference] = version
+
+    def swap_tokenizer(self, reference: str, kind: tuple[int, int]) -> None:
+        """Put another tokenizer in a reference's folder, file by file."""
+        for file in sorted(self.library.tokenizer(kind).iterdir()):
+            _swap(file, self.model(reference) / file.name, "rename")
+        self.tokenizers[reference] = kind
+
+    def swap_dataset(self, name: str, dataset: int, how: str) -> None:
+        kept = self.root / f"kept-{dataset}.jsonl"  # a link leads to a file below the root
+        if not kept.exists():
+            shutil.copyfile(self.library.dataset(dataset), kept)
+        _swap(kept, self.root / name, how)
+        self.files[name] = dataset
+
+    def lock_ledger(self, seconds: float) -> threading.Thread:
+        """Hold the ledger's write lock for so long, as another process would (SQLite's locks are between connections)."""
+        held = threading.Event()
+
+        def hold() -> None:
+            stop = time.monotonic() + seconds
+            with closing(sqlite3.connect(self.disk.folder / "state" / "jobs.sqlite", timeout=1, isolation_level=None)) as other:
+                try:
+                    other.execute("begin immediate")
+                    held.set()
+                    time.sleep(max(0.0, stop - time.monotonic()))
+                    other.execute("rollback")
+                except sqlite3.Error:
+                    held.set()  # the disk is full, or another lock is there
+
+        thread = threading.Thread(target=hold, daemon=True)
+        thread.start()
+        held.wait(5)
+        return thread
+
+    # what is in the store
+
+    def wrong_rows(self) -> tuple[int, list[str]]:
+        """(rows, what is wrong with any) of every table in the store, read by delta-rs alone."""
+        rows, wrong = 0, []
+        for folder in sorted(path.parent for path in self.store.glob("*/logprobs/_delta_log") if any(path.iterdir())):
+            reference_id = folder.parent.name
+            table = deltalake.DeltaTable(str(folder)).to_pyarrow_table(columns=["key", "scored_len", "token_logps"])
+            rows += len(table)
+            if len(table) and reference_id not in self.library.versions:
+                wrong.append(f"{len(table)} rows of reference {reference_id}, which is none of the versions")
+                continue
+            for row in table.to_pylist():
+                problem = self._problem_of(self.library.versions[reference_id], row)
+                if problem:
+                    wrong.append(f"reference {reference_id} (version {self.library.versions[reference_id]}): {problem}")
+        return rows, wrong
+
+    def _problem_of(self, version: int, row: dict[str, Any]) -> str | None:
+        key, values = row["key"], np.array(row["token_logps"])
+        if key not in self.library.sequences:
+            return f"key {key.hex()} is of no sequence that was ever sent"
+        if not 0 < len(values) <= len(self.library.sequences[key][1]):
+            return f"key {key.hex()} has {len(values)} values"
+        if _off(values, self.library.values(version, key)[: len(values)]) > VALUE_TOLERANCE:
+            others = [
+                other
+                for other in range(WEIGHTS)
+                if _off(values, self.library.values(other, key)[: len(values)]) <= VALUE_TOLERANCE
+            ]
+            return f"key {key.hex()} has the values of version {others or 'none'}"
+        return None
+
+    def compact(self, work: Callable[[Any], object]) -> int:
+        """Call `work` with every table of the store; how many there are."""
+        if not any(self.store.glob("*/reference.json")):  # written last: there is no store yet
+            return 0
+        store = LogprobStore(self.store)
+        references = store.references()
+        for reference in references:
+            work(store.table(reference.reference_id))
+        return len(references)
+
+    def close(self) -> None:
+        """End everything, at once."""
+        for worker in (*self.workers(), *self.orphans):
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        self.kill_service()
+        self.disk.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _off(values: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(values - expected).max())
+
+
+def _swap(source: Path, target: Path, how: str) -> None:
+    """Give `target` the content of `source`."""
+    if how == "in place" and target.is_file() and not target.is_symlink():
+        before = target.stat()
+        with target.open("r+b") as file:
+            file.write(source.read_bytes())
+            file.truncate()
+        os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return
+    hidden = target.with_name(f".{target.name}.new")
+    if how == "link":
+        hidden.symlink_to(source)
+    else:
+        shutil.copyfile(source, hidden)
+    hidden.replace(target)
+
+
+class Pulse:
+    """Asks /healthz ten times a second while the service lives.
+
+    Attributes:
+        slowest: seconds of the longest answer.
+        missed: what was wrong with answers that did not come.
+    """
+
+    def __init__(self, world: World, patience_seconds: float) -> None:
+        self._world, self._patience = world, patience_seconds
+        self.slowest = 0.0
+        self.missed: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.1):
+            service = self._world.service
+            if service is None or service.process.poll() is not None:
+                continue
+            began = time.monotonic()
+            try:
+                answer = httpx.get(f"{service.url}/healthz", timeout=self._patience)
+                problem = "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__} after {time.monotonic() - began:.1f} s"
+            if service is not self._world.killed and service.process.poll() is None:
+                self.slowest = max(self.slowest, time.monotonic() - began)
+                if problem:
+                    self.missed.append(problem)
