@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 from trl import DPOConfig
 
 from reflogp_client.cli.demo_model import train_tokenizer
+from reflogp_store.reference import autocast_dtype
 from reflogp_trainer import CachedDPOTrainer, ReferenceSource, StepZeroError
 from reflogp_trainer.tolerances import tolerance
 from tests.conftest import PAIRS, write_rows
@@ -55,9 +56,10 @@ def one_run(kind: str, dtype: str, seed: int, rows: list[dict], tokenizer, folde
     tokenizer.save_pretrained(folder / "model")
     data = write_rows(folder / "pairs.jsonl", rows)
     score_pairs(folder / "model", data, folder / "store", dtype=dtype)
-    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype))
+    autocast = autocast_dtype(dtype)
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32 if autocast else getattr(torch, dtype))
     quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
-    where = {"output_dir": str(folder / "run"), "bf16": False, "use_cpu": True}
+    where = {"output_dir": str(folder / "run"), "bf16": autocast == "bfloat16", "use_cpu": True}
     args = DPOConfig(per_device_train_batch_size=4, max_steps=1, seed=seed, **where, **quiet)
     options = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     if kind == "lora":
@@ -77,7 +79,7 @@ def one_run(kind: str, dtype: str, seed: int, rows: list[dict], tokenizer, folde
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50, help="for each dtype and kind of model")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "bfloat16-autocast"])
     parser.add_argument("--kinds", nargs="+", default=["dense", "moe", "lora"])
     options = parser.parse_args()
     os.environ["TQDM_DISABLE"] = "1"
@@ -95,7 +97,7 @@ def main() -> None:
                 seen["worst"].append(worst)
                 seen["refused"].append(refused)
             print(
-                f"{dtype:9} {kind:6} {options.runs} runs: largest {max(seen['worst']):.2g}, median "
+                f"{dtype:17} {kind:6} {options.runs} runs: largest {max(seen['worst']):.2g}, median "
                 f"{sorted(seen['worst'])[options.runs // 2]:.2g} nats per root token, allowed "
                 f"{tolerance(dtype, kind == 'moe'):g}, refused {sum(seen['refused'])}",
                 flush=True,

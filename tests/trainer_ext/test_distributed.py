@@ -127,7 +127,8 @@ class TestBadInput:
         more = write_rows(tmp_path / "more.jsonl", pair_rows[:8] + pair_rows[200:202])
         seen = self.errors({**settings, "data": str(more)}, tmp_path)
         assert [error for error, _ in seen] == ["MissingLogpsError", "RankFailedError"]
-        assert all("2 of 10 rows have no reference log-probs" in words and "reflogp score" in words for _, words in seen)
+        assert all("2 of 10 rows of train (rows 8, 9) have no reference log-probs" in words for _, words in seen)
+        assert all("reflogp score" in words for _, words in seen)
 
     def test_a_cache_folder_that_cannot_be_written(self, settings, tmp_path):
         (tmp_path / "file").write_text("")

@@ -332,6 +332,7 @@ class TestRefused:
             ("rloo", {"more": {"reference_deadline": 0}}, "above 0"),
             ("rloo", {"reference": "half"}, 'dtype = "float32"'),
             ("online_dpo", {"reference": "half"}, 'dtype = "float32"'),
+            ("rloo", {"args": {"bf16": True}}, 'dtype = "bfloat16-autocast"'),
         ],
     )
     def test_settings(self, trainer, change, words, settings):
@@ -346,6 +347,15 @@ class TestRefused:
         offered = {"ref": {"model": str(models["ref"]), "dtype": "bfloat16", "lm_head_dtype": "float32"}}
         with running("--config", settings_file(tmp_path, tmp_path / "store", offered)) as service:
             assert train(build({**settings, "source": service.url}))["audit"]["verdict"] == "passed"
+
+    def test_float32_weights_under_autocast_are_agreed(self, settings, models, tmp_path):
+        """TRL's defaults for a policy that is given by path, at a temperature of its own."""
+        settings |= {"trainer": "rloo", "args": {"max_steps": 1, "bf16": True, "temperature": 0.7}}
+        offered = {"ref": {"model": str(models["ref"]), "dtype": "bfloat16-autocast"}}
+        with running("--config", settings_file(tmp_path, tmp_path / "store", offered)) as service:
+            audit = train(build({**settings, "source": service.url}))["audit"]
+        assert audit["verdict"] == "passed"
+        assert audit["step_zero"]["policy_dtype"] == "bfloat16-autocast"
 
     def test_another_dtype_can_be_accepted(self, settings):
         accepted = {"reference": "half", "more": {"step_zero_tolerance": 0.5}, "args": {"max_steps": 1}}

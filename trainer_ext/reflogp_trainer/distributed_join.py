@@ -6,18 +6,16 @@ same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from datasets import Dataset
 
-from reflogp_store import UsageError
+from reflogp_store import ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp_store.joins import Asked, Join
-from reflogp_trainer.errors import MissingLogpsError
-from reflogp_trainer.join import answer_rows, ask_dataset, require
+from reflogp_trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
 from reflogp_trainer.layouts import Layout
 from reflogp_trainer.ranks import Rank, gather, of_my_node, together, together_for_long
 from reflogp_trainer.shared_columns import Columns, load_columns, save_columns
@@ -33,25 +31,84 @@ class Found:
         where: where, after what the service scored.
         asked: what this process' rows ask.
         columns: column -> float32 (n,), in nats; NaN for `missing`.
-        missing: rows without values; only on_miss="compute" lets any pass.
-        problem: what they would be told about with on_miss="error".
+        misses: rows without values; None where there are none.
         scored: rows that the service scored now.
     """
 
     where: Where
     asked: Asked
     columns: Columns
-    missing: npt.NDArray[np.int64]
-    problem: MissingLogpsError | None
+    misses: Misses | None
     scored: int
 
 
-def open_everywhere(source: ReferenceSource) -> Where:
+@dataclass(frozen=True)
+class NothingScored:
+    """A store that is not there, or that has nothing of the reference: every row is missing.
+
+    Attributes:
+        error: what a store's reader is told.
+    """
+
+    error: ReferenceNotFoundError | StoreNotFoundError
+
+
+def open_everywhere(source: ReferenceSource) -> Where | NothingScored:
     """Which reference and snapshot the first process sees; all read that one, whatever is committed meanwhile."""
-    seen = together("opening the reference", lambda: source.open().where if Rank.here().rank == 0 else None)
-    where = gather(seen)[0]
+
+    def look() -> Where | NothingScored | None:
+        if Rank.here().rank:
+            return None
+        try:
+            return source.open().where
+        except (ReferenceNotFoundError, StoreNotFoundError) as error:
+            if not source.is_local or source.described is None:
+                raise
+            return NothingScored(error)
+
+    where = gather(together("opening the reference", look))[0]
     assert where is not None
     return where
+
+
+def all_missing(dataset: Dataset, name: str, layout: Layout, settings: Settings) -> Misses | None:
+    """What is missing of a dataset where nothing was scored yet; None for one without completions."""
+    asked = together(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
+    needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
+    nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
+    none = np.zeros(len(dataset), bool)
+    return misses_of(
+        dataset, name, layout, Join(nothing, asked.keys, asked.needed, needed & ~asked.dropped, none, asked.dropped)
+    )
+
+
+def raise_missing(
+    misses: Sequence[Misses],
+    source: ReferenceSource,
+    where: Where | NothingScored,
+    settings: Settings,
+    output_dir: Path,
+    dtype: str | None,
+) -> None:
+    """Name all missing rows of all datasets on every process, and the one command that scores them.
+
+    Args:
+        output_dir: where their token ids are written.
+        dtype: what to score in where nothing was scored yet; None for the source's.
+
+    Raises:
+        MissingLogpsError, or the store's own error where there is none; RankFailedError on processes that looked nothing up.
+    """
+
+    def tell() -> None:
+        if Rank.here().local_rank:
+            return
+        file = write_tokens(misses, output_dir)
+        if isinstance(where, NothingScored):
+            raise source.nothing_scored(where.error, file, settings, dtype)
+        raise missing_error(misses, where, source.open(where.snapshot).command(source.model, file, settings))
+
+    together(f"looking up {', '.join(part.dataset for part in misses)}", tell)
 
 
 def join_everywhere(
@@ -61,14 +118,12 @@ def join_everywhere(
     source: ReferenceSource,
     where: Where,
     settings: Settings,
-    output_dir: Path,
     read: Callable[[Join], Columns],
 ) -> Found:
     """Look up a dataset's rows, which every process holds.
 
     Args:
         name: of the dataset, for errors.
-        output_dir: where missing rows are written.
         read: a join's sums as the trainer's loss reads them.
 
     Raises:
@@ -77,27 +132,23 @@ def join_everywhere(
     asked = together(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)
 
+    own: Misses | None = None
+
     def look_up() -> _Sent | None:
+        nonlocal own
         if Rank.here().local_rank:
             return None
         values, join, scored = answer_rows(dataset, layout, asked, source, source.open(where.snapshot), settings)
-        problem = None
-        try:
-            require(dataset, layout, join, source, values, settings, output_dir)
-        except MissingLogpsError as error:
-            if source.on_miss != "compute":
-                raise
-            problem = (str(error), error.rows, error.command)
+        own = misses_of(dataset, name, layout, join)
+        require_usable(len(dataset), name, join, values)
         columns = {layout.name(column): logps for column, logps in read(join).items()}
         file = save_columns(columns) if Rank.here().count > 1 else None
-        return _Sent(values.where, None if file else columns, file, problem, scored)
+        return _Sent(values.where, None if file else columns, file, own and replace(own, tokens=None), scored)
 
     sent = of_my_node(gather(together_for_long(f"looking up {name}", look_up)))
     assert sent is not None
     columns = together(f"reading the columns of {name}", lambda: load_columns(sent.file) if sent.file else sent.columns)
-    problem = MissingLogpsError(*sent.problem) if sent.problem else None
-    missing = np.array(problem.rows if problem else [], np.int64)
-    return Found(sent.where, asked, columns or {}, missing, problem, sent.scored)
+    return Found(sent.where, asked, columns or {}, own or sent.misses, sent.scored)
 
 
 @dataclass(frozen=True)
@@ -107,7 +158,7 @@ class _Sent:
     where: Where
     columns: Columns | None
     file: Path | None
-    problem: tuple[str, list[int], str] | None
+    misses: Misses | None
     scored: int
 
 

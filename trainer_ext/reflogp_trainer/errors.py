@@ -24,14 +24,16 @@ class MissingLogpsError(ReferenceLogpsError):
     """Rows whose sequences were never scored.
 
     Attributes:
-        rows: their numbers in the trainer's tokenised dataset.
-        command: the command line that scores them; empty where the values come from a file.
+        rows: their numbers in the trainer's tokenised dataset; of the first one, where several datasets have such rows.
+        command: the command line that scores them, of all datasets; empty where the values come from a file.
+        datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> their numbers.
     """
 
-    def __init__(self, message: str, rows: list[int], command: str) -> None:
+    def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
         super().__init__(message)
         self.rows = rows
         self.command = command
+        self.datasets = datasets or {}
 
 
 class UnusableLogpsError(ReferenceLogpsError):

@@ -22,9 +22,11 @@ from tqdm.auto import tqdm
 from reflogp_client import Job
 from reflogp_store import UsageError
 from reflogp_store.joins import Asked, Join, ask
+from reflogp_store.whole_files import appears_whole
 from reflogp_store.windows import check_truncation
 from reflogp_trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
 from reflogp_trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
+from reflogp_trainer.media import refuse_media, refuse_row
 from reflogp_trainer.shared_columns import Columns
 from reflogp_trainer.source import ReferenceSource
 from reflogp_trainer.tolerances import tolerance
@@ -36,12 +38,41 @@ _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
 #: What is missing of a KTO dataset whose own completions were scored.
 _OF_KL = (
-    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a dataset that was scored "
-    "misses those"
+    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always misses "
+    "those"
 )
 #: Rows of a stream that are looked up at a time.
 _STREAM_ROWS = 256
+#: What a dataset without a name of its own is called in messages.
+THE_DATASET = "the dataset"
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Rows of one dataset that have no values.
+
+    Attributes:
+        dataset: its name.
+        rows: their numbers, int64 (n,).
+        of: rows that the dataset has.
+        has_kl: the rows have sequences of KTO's KL term.
+        own_found: some rows' own completions have values.
+        tokens: their token ids, where this process looked them up.
+        why: why nobody computed them, where that was asked for.
+    """
+
+    dataset: str
+    rows: npt.NDArray[np.int64]
+    of: int
+    has_kl: bool
+    own_found: bool
+    tokens: pa.Table | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        where = self.dataset if self.dataset in ("train", "eval", THE_DATASET) else f"eval_dataset[{self.dataset!r}]"
+        return f"{len(self.rows)} of {self.of} rows of {where} (rows {some_rows(self.rows)})"
 
 
 @dataclass(frozen=True)
@@ -92,7 +123,7 @@ def join_reference_logps(
         MissingLogpsError: rows that were never scored; names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         BroughtColumnsError: the dataset brings columns of these names that are not the reference's.
-        UsageError: on_miss="compute", which needs a trainer.
+        UsageError: on_miss="compute", which needs a trainer; rows with images, video or audio.
 
         Of a stream, the first three come while it is read.
     """
@@ -100,13 +131,16 @@ def join_reference_logps(
         raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
     settings = Settings(max_length, truncation_mode, ld_alpha)
     check_truncation(max_length, truncation_mode)
+    refuse_media(dataset, "given", raw=False)
     values = source.open()
     if isinstance(dataset, IterableDataset):
         return join_stream(dataset, source, values, settings)
     layout = layout_of(dataset.column_names)
     asked = ask_dataset(dataset, layout, settings)
     values, join, _ = answer_rows(dataset, layout, asked, source, values, settings)
-    require(dataset, layout, join, source, values, settings)
+    if misses := misses_of(dataset, THE_DATASET, layout, join):
+        raise missing_error([misses], values.where, values.command(source.model, "DATA", settings))
+    require_usable(len(dataset), THE_DATASET, join, values)
     columns = {layout.name(column): logps for column, logps in join.logps.items()}
     return with_columns(dataset, columns, list(join.tokens.values()), values.where.reference_dtype)[0]
 
@@ -141,35 +175,60 @@ def answer_rows(
     return values, values.answer(asked, settings), len(missing)
 
 
-def require(
-    dataset: Dataset,
-    layout: Layout,
-    join: Join,
-    source: ReferenceSource,
-    values: Values,
-    settings: Settings,
-    missing_rows_to: Path | None = None,
-) -> None:
-    """Raise unless every row has values.
+def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
+    """The rows of a dataset that a join has no values for; None where it has values for all."""
+    missing = np.flatnonzero(join.missing)
+    if not len(missing):
+        return None
+    own = next(iter(join.logps.values()))  # NaN where the row's own completion is what is missing
+    return Misses(
+        name,
+        missing,
+        len(dataset),
+        KL_IDS in dataset.column_names,
+        bool(np.isfinite(own).any()),
+        _rows(dataset, layout, missing),
+    )
 
-    Args:
-        missing_rows_to: folder where the token ids of missing rows are written, so that the command in the error scores
-            just them.
 
-    Raises:
-        MissingLogpsError, UnusableLogpsError: as `join_reference_logps`.
-    """
-    missing, unusable = np.flatnonzero(join.missing), np.flatnonzero(join.unusable)
-    if len(missing):
-        data = "DATA"
-        if missing_rows_to is not None:
-            missing_rows_to.mkdir(parents=True, exist_ok=True)
-            data = str(missing_rows_to / "reflogp-missing.parquet")
-            pq.write_table(_rows(dataset, layout, missing), data)
-        raise _missing(missing, len(dataset), dataset.column_names, source, values, settings, data)
+def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
+    """Write the token ids of all missing rows into one file that `reflogp score` reads; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "reflogp-missing.parquet"
+    tables = [part.tokens for part in misses if part.tokens is not None]
+    with appears_whole(file) as partial:
+        pq.write_table(pa.concat_tables(tables, promote_options="permissive"), partial)
+    return str(file)
+
+
+def missing_error(misses: Sequence[Misses], where: Where, command: str) -> MissingLogpsError:
+    """The error that names all missing rows of all datasets, and one command that scores them."""
+    place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
+    words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
+    if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
+        words += f"on_miss='compute' cannot compute them: {why}. "
+    has_kl = any(part.has_kl for part in misses)
+    if not has_kl and all(len(part.rows) == part.of for part in misses):
+        words += NONE_FOUND
+    words += f"Score them: {command}" if command else "Join the file again from a store that has them"
+    if has_kl:
+        words += _OF_KL
+    if has_kl and not any(part.own_found for part in misses):
+        words += ". None of the rows' own completions has values yet either"
+    return MissingLogpsError(
+        words,
+        [int(row) for row in misses[0].rows],
+        command,
+        {part.dataset: [int(row) for row in part.rows] for part in misses},
+    )
+
+
+def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
+    """Raise UnusableLogpsError where values of a dataset's rows are damaged or not finite."""
+    unusable = np.flatnonzero(join.unusable)
     if len(unusable):
         raise UnusableLogpsError(
-            f"{len(unusable)} of {len(dataset)} rows have reference log-probs that are damaged or not finite (rows "
+            f"{len(unusable)} of {rows} rows of {name} have reference log-probs that are damaged or not finite (rows "
             f"{some_rows(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
             [int(row) for row in unusable],
         )
@@ -198,37 +257,45 @@ def with_columns(
 
 
 def join_stream(
-    dataset: IterableDataset, source: ReferenceSource, values: Values, settings: Settings, trainer: Any = None
+    dataset: IterableDataset,
+    source: ReferenceSource,
+    values: Values,
+    settings: Settings,
+    trainer: Any = None,
+    name: str = THE_DATASET,
 ) -> IterableDataset:
     """A stream whose rows get their reference columns as they are read, some hundreds at a time.
 
     Args:
         values: opened here, because Delta's library cannot be used in a data loader's worker, which is a forked process.
         trainer: who will read the columns; None for TRL's newest names.
+        name: of the dataset, for errors.
     """
-    return dataset.map(_StreamJoin(source, values, settings, trainer), batched=True, batch_size=_STREAM_ROWS)
+    return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
     """Joins one batch of a stream, where it is read: in a data loader's worker too."""
 
-    def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any) -> None:
-        self._source, self._values, self._settings = source, values, settings
+    def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any, name: str) -> None:
+        self._source, self._values, self._settings, self._name = source, values, settings, name
         self._names = layout_of(["prompt_ids", "completion_ids"], trainer).names
         self._rows = 0
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
+        for number, row in enumerate(zip(*batch.values(), strict=True), self._rows):
+            refuse_row(dict(zip(batch, row, strict=True)), "given", number)
         used = {name: column for name, column in batch.items() if name.endswith("_ids") or name in REFERENCE_COLUMNS}
         dataset = Dataset.from_dict(used)
         layout = replace(layout_of(dataset.column_names), names=self._names)
         asked = ask_dataset(dataset, layout, self._settings)
         self._values, join, _ = answer_rows(dataset, layout, asked, self._source, self._values, self._settings)
         first, self._rows = self._rows, self._rows + len(dataset)
-        missing = np.flatnonzero(join.missing)
-        if len(missing):
-            names = dataset.column_names
-            raise _missing(missing + first, self._rows, names, self._source, self._values, self._settings, "DATA")
-        require(dataset, layout, join, self._source, self._values, self._settings)
+        if misses := misses_of(dataset, self._name, layout, join):
+            misses = replace(misses, rows=misses.rows + first, of=self._rows)
+            command = self._values.command(self._source.model, "DATA", self._settings)
+            raise missing_error([misses], self._values.where, command)
+        require_usable(len(dataset), self._name, join, self._values)
         columns = {layout.name(column): logps for column, logps in join.logps.items()}
         with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype)
         return {name: logps.tolist() for name, logps in columns.items()}
@@ -243,27 +310,6 @@ def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
 def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
     """Some rows' token ids under the names that the scorer knows."""
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
-
-
-def _missing(
-    missing: npt.NDArray[np.int64],
-    rows: int,
-    columns: list[str],
-    source: ReferenceSource,
-    values: Values,
-    settings: Settings,
-    data: str,
-) -> MissingLogpsError:
-    command = values.command(source.model, data, settings)
-    return MissingLogpsError(
-        f"{len(missing)} of {rows} rows have no reference log-probs in snapshot {values.where.snapshot} of reference "
-        f"{values.where.reference_id} in {values.where.store} (rows {some_rows(missing)}). "
-        + (NONE_FOUND if len(missing) == rows else "")
-        + (f"Score them: {command}" if command else "Join the file again from a store that has them")
-        + (_OF_KL if KL_IDS in columns else ""),
-        [int(row) for row in missing],
-        command,
-    )
 
 
 #: A whole dataset that is missing is more often tokenised otherwise than never scored, and scoring it would hide that.

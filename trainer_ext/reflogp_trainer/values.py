@@ -21,9 +21,20 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import transformers
+from transformers import CONFIG_MAPPING
 
 from reflogp_client import Client, Job, Lookup, ReferenceInfo
-from reflogp_store import LogprobStore, Reference, ReferenceNotFoundError, Snapshot, UsageError
+from reflogp_store import (
+    LogprobStore,
+    Reference,
+    ReferenceNotFoundError,
+    ReflogpError,
+    Snapshot,
+    UsageError,
+    read_checkpoint,
+    resolve_model,
+)
 from reflogp_store.commands import score_command
 from reflogp_store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
 
@@ -84,6 +95,41 @@ class Settings:
         return {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
 
 
+def command_to_score(model: str, reference: Reference, data: str, store: str, settings: Settings) -> str:
+    """`reflogp score` of some data with a reference model, with every option that its values depend on."""
+    return score_command(
+        model,
+        data,
+        store,
+        reference.dtype,
+        lm_head_dtype=reference.lm_head_dtype if reference.lm_head_dtype != reference.dtype else None,
+        trust_remote_code=needs_remote_code(model),
+        **settings.scored_apart,
+    )
+
+
+def needs_remote_code(model: str) -> bool:
+    """Whether transformers loads a model, or its tokenizer, only with code that the checkpoint brings."""
+    try:
+        folder = resolve_model(model)
+        if not (folder / "config.json").is_file():
+            folder = read_checkpoint(folder).folder
+    except ReflogpError:  # not at hand: nobody can say
+        return False
+    config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
+    own_class = str(tokenizer.get("tokenizer_class") or "")
+    return brings_model or ("auto_map" in tokenizer and not hasattr(transformers, own_class))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class StoreValues:
     """Values of a store's table."""
 
@@ -104,14 +150,7 @@ class StoreValues:
         return self._lookup.find(keys).token_lists()
 
     def command(self, model: str | None, data: str, settings: Settings) -> str:
-        return score_command(
-            model or self._reference.name,
-            data,
-            self.where.store,
-            self._reference.dtype,
-            lm_head_dtype=self._reference.lm_head_dtype if self._reference.lm_head_dtype != self._reference.dtype else None,
-            **settings.scored_apart,
-        )
+        return command_to_score(model or self._reference.name, self._reference, data, self.where.store, settings)
 
 
 class ServiceValues:

@@ -24,31 +24,42 @@ from reflogp_trainer.errors import AuditError, ReferenceLogpsError, StepZeroErro
 from reflogp_trainer.layouts import reference_columns
 from reflogp_trainer.no_reference import NoReferenceModel
 from reflogp_trainer.online import RemoteReference
-from reflogp_trainer.own_model import computes_references
+from reflogp_trainer.own_model import computes_references, no_own_reference
+from reflogp_trainer.policy_weights import weights_of
 from reflogp_trainer.ranks import gather, together
+from reflogp_trainer.source import ReferenceSource
 
 logger = logging.getLogger(__name__)
 
 Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot_check"]
 CHECKS: tuple[Check, ...] = get_args(Check)
+#: Problems of one check that are kept for the report.
+_MOST_PROBLEMS = 20
 
 
 class ReferenceAudit(TrainerCallback):
-    """Watches that a run's reference log-probs are there, right and used, and that the run does what its settings say.
+    """Watches that a run's reference log-probs are there, right and used, and reports where the run leaves its settings.
 
-    columns: the reference columns reach the collated batch and are finite, on every process.
-    forwards: no reference model ran: none is kept, and each micro-batch makes one policy pass (two with KTO's KL sequences).
-    step_zero: before the first step the policy's log-probs of the first batch are the joined ones, within rounding.
-    metrics: logged metrics are means over all processes, and are those of the joined columns.
-    schedule: global_step grows by one per optimizer step; logs, evaluations and saves come when the settings say.
-    spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off.
+    A run is stopped for its reference values only: columns that do not reach the loss, values that are wrong, a reference model
+    that runs. Everything else is logged as a warning and written down, and the run goes on.
+
+    columns: the reference columns reach the collated batch and are finite, on every process. Stops.
+    forwards: no reference model is kept, no other model runs in a training step, and the policy makes no additional pass
+        without gradients. Stops. More passes than one (two with KTO's KL sequences) are reported.
+    step_zero: before the first step the policy's log-probs of the first batch are the joined ones, within rounding. Stops. A
+        policy whose own log-probs are not finite is reported.
+    metrics: rewards and log-probs are those of the joined columns. Stops. Logged metrics that are not means over all processes,
+        and log-probs that become NaN, are reported.
+    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and saves that the
+        settings ask for and that did not come. Others may come at any time.
+    spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off. Stops.
 
     Of a trainer whose values a service gives while it trains (RemoteRLOOTrainer, …) there are no columns and no rows to check.
 
     `output_dir/reflogp_audit.json` has what was seen, with the store, reference id, snapshot and coverage of each dataset.
 
     Args:
-        on_finding: "fail" raises AuditError where something is found, "warn" logs it.
+        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
         checks: which checks run; all by default.
         step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
             model, and refuses a reference of another dtype than the policy computes in.
@@ -90,6 +101,8 @@ class ReferenceAudit(TrainerCallback):
         self._not_finite: torch.Tensor | None = None
         self._training = False
         self._finished = False
+        self._stopped = False
+        self._at_reference = False
         self._not_run: dict[str, str] = {}
 
     def attach(self, trainer: Any) -> ReferenceAudit:
@@ -100,10 +113,16 @@ class ReferenceAudit(TrainerCallback):
         if self._trainer is not None:
             raise UsageError("an audit watches one trainer; make another for the next")
         self._trainer = trainer
+        if self.checks & {"step_zero", "spot_check"}:
+            # Before this callback is added, whose on_train_begin asks for them. What a service scores is compared with the
+            # policy as it is, adapters included.
+            weights_of(trainer, with_adapters=self._remote is not None)
         trainer.add_callback(self)
         step = trainer.training_step
 
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._training:  # called by a loop of the user's own
+                return step(model, inputs, *args, **kwargs)
             self._before_step(model, inputs)
             try:
                 return step(model, inputs, *args, **kwargs)
@@ -117,16 +136,24 @@ class ReferenceAudit(TrainerCallback):
     # What happens in training.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training = True
-        self._schedule = Schedule(args, state.max_steps, state.global_step)
-        self._metrics = GlobalMeans()
+        self._training, self._finished = True, False
+        every = {event: getattr(state, f"{event}_steps", None) for event in ("logging", "eval", "save")}
+        self._schedule = Schedule(args, state.max_steps, state.global_step, {k: v for k, v in every.items() if v is not None})
+        self._batches = self._passes = 0
+        self._not_finite = None
+        self._not_run.clear()
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if self._forwards is not None:
+            self._forwards.remove()  # of an earlier train() that was interrupted
         if "forwards" in self.checks:
             self._forwards = ForwardCount(policy, self._reward_models)
             self._forwards.watch_others()
             kept = getattr(self._trainer, "ref_model", None)
             if kept is not None and not isinstance(kept, NoReferenceModel):
                 self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
+        # Before any pass: FSDP leaves the outermost weights whole after one, and another form counts as other weights.
+        if "step_zero" in self.checks and self.step_zero is None:
+            self._at_reference = not self._not_at_reference
         if self._remote is not None:
             for check in self.checks & {"columns", "spot_check"}:
                 self._not_run[check] = "a service gives the values while training, and no dataset has them"
@@ -135,12 +162,10 @@ class ReferenceAudit(TrainerCallback):
                 self._check_spots(policy)
             else:
                 self._not_run["spot_check"] = "this trainer has no function for reference log-probs"
-        if "step_zero" in self.checks and not self._starts_at_reference:
-            self._not_run["step_zero"] = "the policy does not start at the reference"
         self.write()
 
     def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
-        assert self._schedule is not None, "training_step outside of train()"
+        assert self._schedule is not None
         self._schedule.micro_step()
         self._batches += 1
         if self._remote is None:
@@ -166,12 +191,16 @@ class ReferenceAudit(TrainerCallback):
         if self._remote is not None:  # generation and the old policy's values take passes too
             self._found("forwards", problems)
             return
-        expected = 2 if any(name.startswith("KL_") for name in inputs) else 1
-        if self._forwards.policy != expected:
-            problems.append(
-                f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {expected} need no reference"
-            )
-        self._found("forwards", problems)
+        kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL makes this one without gradients
+        words = (
+            f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {1 + kl_passes} need no reference"
+        )
+        as_a_reference = self._forwards.policy_without_grad > kl_passes
+        self._found("forwards", problems + [words] * as_a_reference)
+        if self._forwards.policy > 1 + kl_passes and not as_a_reference:
+            self._report("forwards", [words])
+        if not self._forwards.policy:
+            self._not_run["forwards"] = "the policy's passes cannot be counted: its forward is compiled, or calls no decoder"
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._schedule is not None:
@@ -179,31 +208,36 @@ class ReferenceAudit(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._schedule is not None:
-            self._found("schedule", self._schedule.step_ended(state.global_step))
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._schedule is not None:
-            self._schedule.epoch_ended()
+            self._report("schedule", self._schedule.step_ended(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if not self._training or not logs or "loss" not in logs or self._schedule is None:
+        # TRL keeps its metrics from one train() to the next, until it logs them.
+        flushed = any(name.startswith("rewards/") for name in logs or ())
+        if flushed and (not self._training or "loss" not in (logs or {})):
+            self._metrics.forget()
+        if not self._training or not logs or self._schedule is None:
             return
-        self._found("schedule", self._schedule.came("logging", state.global_step))
+        if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
+            self._schedule.came("logging", state.global_step)
+        if "loss" not in logs:  # of an evaluation, or a callback's own, maybe on one process alone
+            return
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])
         if "metrics" in self.checks:
             beta = self._trainer.beta if self._logs_reference_means else None
-            self._found("metrics", self._metrics.check(logs, beta))
+            found = self._metrics.check(logs, beta)
+            self._report("metrics", found.reported)
+            self._found("metrics", found.reference)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training and self._schedule is not None:
-            self._found("schedule", self._schedule.came("eval", state.global_step))
+            self._schedule.came("eval", state.global_step)
             if self._forwards is not None:
                 self._forwards.watch_others()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training and self._schedule is not None:
-            self._found("schedule", self._schedule.came("save", state.global_step))
+            self._schedule.came("save", state.global_step)
             self.write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -212,8 +246,8 @@ class ReferenceAudit(TrainerCallback):
             self._forwards.remove()
         if "metrics" in self.checks and not self._metrics.compared:
             self._not_run["metrics"] = "nothing was logged"
-        assert self._schedule is not None
-        self._found("schedule", self._schedule.missed())
+        if self._schedule is not None:
+            self._report("schedule", self._schedule.missed())
         self.write()
         if self._trainer.accelerator.is_main_process:
             logger.info(self._line())
@@ -245,7 +279,9 @@ class ReferenceAudit(TrainerCallback):
     @property
     def wants_first_batch(self) -> bool:
         """Whether the next batch is the one to compare with the policy's own log-probs."""
-        return self._training and self.step_zero is None and "step_zero" in self.checks and self._starts_at_reference
+        if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
+            return False
+        return bool(self._trainer.state.global_step == self._schedule.first_step)
 
     def check_first_batch(self, seen: Callable[[], list[float]]) -> None:
         """The step-0 gate.
@@ -254,7 +290,7 @@ class ReferenceAudit(TrainerCallback):
             seen: computes the `differences` of this process.
         """
         found = gather(together("the step-0 gate", seen))
-        if not any(sequences for sequences, *_ in found):
+        if not any(sequences or not_finite for sequences, *_, not_finite in found):
             self._not_run["step_zero"] = "no completion of the first batches is in the loss"
             return
         self._not_run.pop("step_zero", None)
@@ -268,10 +304,13 @@ class ReferenceAudit(TrainerCallback):
         )
         seen = [part for parts in gather(found.seen) for part in parts]
         result = self._compared(seen, policy) if seen else None
-        self._spot = (found, result)
         if result is None:
             self._not_run["spot_check"] = found.by
-        if result is not None:
+        if self._spot is None or result is not None:
+            self._spot = (found, result)
+        if result is not None and found.by == "service" and result.not_finite:
+            self._found("spot_check", [f"the service's log-probs of {result.not_finite} sequences are not finite"])
+        elif result is not None:
             self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
 
     def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
@@ -279,15 +318,31 @@ class ReferenceAudit(TrainerCallback):
         if self._remote is not None:
             places = [self._remote.where]
         reference = places[0].reference_dtype if places else "unknown"
-        return compared(seen, self._tolerance, reference, policy, self._trainer.args)
+        source = getattr(self._trainer, "reference", None)
+        advice = source.how_to_score_in if isinstance(source, ReferenceSource) else None
+        return compared(seen, self._tolerance, reference, policy, self._trainer.accelerator, advice)
 
     def _judge(self, seen: StepZero, what: str, check: Check) -> None:
         self.write()
+        if seen.not_finite:
+            self._report(
+                check,
+                [
+                    f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so they were not "
+                    "compared; the reference's are"
+                ],
+            )
         try:
             seen.require(what)
             if self._tolerance is None:
                 seen.require_one_dtype(check)
         except StepZeroError as error:
+            # A callback may have changed the weights since training began.
+            by_policy = self._spot is None or check != "spot_check" or self._spot[0].by == "policy"
+            if by_policy and (why := self._not_at_reference):
+                self._not_run[check] = why
+                self.write()
+                return
             self._found(check, [str(error)], error)
 
     # What is known of the trainer.
@@ -307,9 +362,15 @@ class ReferenceAudit(TrainerCallback):
         return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
-    def _starts_at_reference(self) -> bool:
-        starts = getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer))
-        return self._trainer.state.global_step == 0 and bool(starts)
+    def _not_at_reference(self) -> str:
+        """Why the policy is not expected to give the reference's values now; empty where it is. Noted as the gate's reason."""
+        if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
+            why = "the policy does not start at the reference"
+        else:
+            why = no_own_reference(self._trainer)
+        if why and "step_zero" in self.checks:
+            self._not_run["step_zero"] = why
+        return why
 
     @property
     def _logs_reference_means(self) -> bool:
@@ -326,18 +387,27 @@ class ReferenceAudit(TrainerCallback):
     # What comes of it.
 
     def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
+        """Reference values are wrong, missing or computed again: stop the run, unless it was asked to go on."""
+        if not problems or check not in self.checks:
+            return
+        if self.on_finding == "warn":
+            self._report(check, problems)
+            return
+        self.findings.setdefault(check, []).extend(problems)
+        self._stopped = True
+        self.write()
+        raise error or AuditError(_words(check, problems), check)
+
+    def _report(self, check: Check, problems: list[str]) -> None:
+        """Write something down and go on. Each check warns once, so that a log is not flooded."""
         if not problems or check not in self.checks:
             return
         known = self.findings.setdefault(check, [])
-        if known and self.on_finding == "warn":
-            known.extend(problem for problem in problems if len(known) < 20)
-            return
-        known.extend(problems)
-        self.write()
-        words = f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
-        if self.on_finding == "fail":
-            raise error or AuditError(words, check)
-        logger.warning(words)
+        is_first = not known
+        known.extend(problems[: max(0, _MOST_PROBLEMS - len(known))])
+        if is_first:
+            self.write()
+            logger.warning(_words(check, problems))
 
     def write(self) -> None:
         """Write the report as it is, from the first process."""
@@ -352,7 +422,7 @@ class ReferenceAudit(TrainerCallback):
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {
-            "verdict": verdict(self.findings, self.on_finding, self._finished),
+            "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
             "checks": sorted(self.checks),
             "not_run": self._not_run,
@@ -375,6 +445,10 @@ class ReferenceAudit(TrainerCallback):
         )
         state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
         return f"reflogp audit: {state} ({joined or 'no joins'})"
+
+
+def _words(check: str, problems: list[str]) -> str:
+    return f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:

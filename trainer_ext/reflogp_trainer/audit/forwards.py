@@ -23,11 +23,12 @@ class ForwardCount:
 
     Attributes:
         policy: passes of the policy's decoder.
+        policy_without_grad: those of them that cannot train, as a reference's pass cannot.
         others: name of each other language model in this process that ran -> its passes.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
-        self.policy = 0
+        self.policy = self.policy_without_grad = 0
         self.others: dict[str, int] = {}
         self._own = {id(module) for model in (policy, *others) for module in model.modules()}
         self._watched: set[int] = set()
@@ -50,7 +51,8 @@ class ForwardCount:
         return found
 
     def begin(self) -> None:
-        self.policy, self.others, self._on = 0, {}, True
+        self.policy = self.policy_without_grad = 0
+        self.others, self._on = {}, True
 
     def end(self) -> None:
         self._on = False
@@ -62,6 +64,7 @@ class ForwardCount:
 
     def _ran(self, module: torch.nn.Module, args: Any) -> None:
         self.policy += self._on
+        self.policy_without_grad += self._on and not torch.is_grad_enabled()
 
     def _note(self, name: str) -> Any:
         def ran(module: torch.nn.Module, args: Any) -> None:

@@ -36,11 +36,11 @@ def begin_report(output_dir: str, process: int) -> None:
         write_report(output_dir, {"verdict": UNFINISHED, "step_zero": read_report(output_dir).get("step_zero")})
 
 
-def verdict(findings: dict[str, list[str]], on_finding: str, finished: bool) -> str:
-    """failed or warned where something was found, passed for a run that has ended, else unfinished."""
-    if findings:
-        return "failed" if on_finding == "fail" else "warned"
-    return "passed" if finished else UNFINISHED
+def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
+    """failed for a run that was stopped, warned where something was found, passed for a run that has ended, else unfinished."""
+    if stopped:
+        return "failed"
+    return "warned" if findings else "passed" if finished else UNFINISHED
 
 
 def read_report(output_dir: str) -> dict[str, Any]:

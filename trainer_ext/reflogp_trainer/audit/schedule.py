@@ -1,6 +1,6 @@
-"""Steps, logs, evaluations and saves: do they come when the settings say?
+"""Steps, logs, evaluations and saves: are any missing that the settings ask for?
 
-Knows transformers' TrainingArguments and nothing of a model. Fed by the audit with what happens.
+Says nothing about values, so the audit reports what is found here and never stops a run for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ class Schedule:
 
     Attributes:
         first_step: global step at which this start of the run began.
+        every: event -> steps between two of them, where they are known to differ from the settings: a resumed run of
+            transformers keeps its checkpoint's.
         global_step: the last one seen.
         optimizer_steps: optimizer steps since.
         micro_steps: micro-batches since.
@@ -27,13 +29,13 @@ class Schedule:
     args: Any
     max_steps: int
     first_step: int
+    every: dict[str, float] = field(default_factory=dict)
     global_step: int = 0
     optimizer_steps: int = 0
     micro_steps: int = 0
     happened: dict[str, list[int]] = field(default_factory=lambda: {event: [] for event in _EVENTS})
     _since_step: int = 0
     _stepped: int = 0
-    _epoch_ends: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.global_step = self.first_step
@@ -62,20 +64,13 @@ class Schedule:
         self.global_step, self._since_step, self._stepped = global_step, 0, 0
         return problems
 
-    def epoch_ended(self) -> None:
-        self._epoch_ends.add(self.global_step)
-
-    def came(self, event: str, step: int) -> list[str]:
-        """What is wrong with an event that comes at `step`."""
+    def came(self, event: str, step: int) -> None:
+        """Note an event at `step`. One that no setting asks for is fine: callbacks may log, evaluate and save at any time."""
         if step not in self.happened[event]:
             self.happened[event].append(step)
-        at_epochs_end = self._strategy(event) == "epoch" and step in self._epoch_ends
-        if step in self._due(event, step) or step == self.max_steps or at_epochs_end:
-            return []
-        return [f"{event} at step {step}: {self._says(event)}"]
 
     def missed(self) -> list[str]:
-        """What should have come until now and did not."""
+        """Events that should have come until now and did not."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}
@@ -99,7 +94,7 @@ class Schedule:
     def _due(self, event: str, until: int) -> set[int]:
         due: set[int] = set()
         if self._strategy(event) == "steps":
-            every = getattr(self.args, f"{event}_steps", 0) or 0
+            every = self.every.get(event, getattr(self.args, f"{event}_steps", 0)) or 0
             every = math.ceil(self.max_steps * every) if 0 < every < 1 else int(every)
             if every > 0:
                 due = set(range(every, until + 1, every))
@@ -110,7 +105,7 @@ class Schedule:
         return due
 
     def _says(self, event: str) -> str:
-        every = getattr(self.args, f"{event}_steps", None)
+        every = self.every.get(event, getattr(self.args, f"{event}_steps", None))
         return f"the settings say {event}_strategy={self._strategy(event)!r}, {event}_steps={every}"
 
     def _strategy(self, event: str) -> str:

@@ -17,7 +17,7 @@ from reflogp_store.joins import PAIR_COLUMNS, completion_columns
 from reflogp_store.windows import windows
 from reflogp_trainer.audit.step_zero import differences
 from reflogp_trainer.layouts import layout_of, reference_columns
-from reflogp_trainer.own_model import has_own_reference, reference_logps
+from reflogp_trainer.own_model import no_own_reference, reference_logps
 from reflogp_trainer.values import ServiceValues
 
 
@@ -53,9 +53,9 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
         return SpotCheck("service", chosen, seen)
     if not reference_columns(_kept(trainer, dataset[chosen[0]])):
         return SpotCheck("nobody: the reference columns do not reach the batch", [], [])
-    if has_own_reference(trainer):
-        return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
-    return SpotCheck("nobody: the policy has moved, and the source is no service", [], [])
+    if why := no_own_reference(trainer):
+        return SpotCheck(f"nobody: {why}, and the source is no service", [], [])
+    return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
 
 
 def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from reflogp_store import UsageError
 from reflogp_trainer.audit import ReferenceAudit, watching
 from reflogp_trainer.audit.report import begin_report
 from reflogp_trainer.audit.step_zero import differences
+from reflogp_trainer.construction import unchanged_by_failure
 from reflogp_trainer.no_reference import no_reference_model, refuse_reference_model
 from reflogp_trainer.online.padded import PaddedBatch, has_absolute_positions
 from reflogp_trainer.online.remote import RemoteReference
 from reflogp_trainer.source import ReferenceSource
 from reflogp_trainer.tolerances import computes_in
+from reflogp_trainer.trl_versions import default_config, with_own_tag
 
 #: The trainer that this goes before: at run time nothing, for a type checker any trainer.
 _AnyTrainer: Any = object
@@ -56,7 +58,9 @@ class RemoteReferenceMixin(_AnyTrainer):
         audit: what watches the run.
     """
 
-    _tag_names: ClassVar[list[str]] = ["trl", "reflogp"]
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._tag_names = with_own_tag(cls)
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         given = inspect.signature(super().__init__).bind(*positional, **named)
         args = given.arguments.get("args")
         if args is None:
-            raise UsageError(f"{name} needs args= (the config of TRL's trainer)")
+            args = default_config(type(self), given.arguments.get("model"))
         refuse_reference_model(name, given.arguments.get("ref_model"))
         if getattr(args, "sync_ref_model", False):
             raise UsageError("sync_ref_model moves the reference while training, and a service's stays: leave it False")
@@ -85,13 +89,17 @@ class RemoteReferenceMixin(_AnyTrainer):
         begin_report(args.output_dir, args.process_index)
         remote = RemoteReference(reference, reference_deadline)
         self.policy_starts_at_reference = policy_starts_at_reference
-        with no_reference_model(type(self), policy_is_path=isinstance(given.arguments.get("model"), str)):
+        model = given.arguments.get("model")
+        with (
+            unchanged_by_failure(model, given.arguments.get("processing_class")),
+            no_reference_model(type(self), policy_is_path=isinstance(model, str)),
+        ):
             super().__init__(*given.args, **given.kwargs)
         self._with_reference(args)
         policy = self.accelerator.unwrap_model(self.model)
         remote.absolute_positions = has_absolute_positions(policy)
         if step_zero_tolerance is None:
-            remote.require_numerics(computes_in(policy, args), bool(getattr(args, "cast_lm_head_to_fp32", False)))
+            remote.require_numerics(computes_in(policy, self.accelerator), bool(getattr(args, "cast_lm_head_to_fp32", False)))
         self.ref_model = remote
         self.audit = watching(self, audit, step_zero_tolerance)
 

@@ -32,6 +32,7 @@ from reflogp_trainer.no_reference import NoReferenceModel
 from reflogp_trainer.online.padded import PaddedBatch, Wanted
 from reflogp_trainer.ranks import gather, settled_together, together
 from reflogp_trainer.source import ReferenceSource
+from reflogp_trainer.tolerances import how_to_compute_in
 from reflogp_trainer.values import ServiceValues
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class RemoteReference(NoReferenceModel):
         """Raises UsageError unless the service computes as the policy does.
 
         Args:
-            dtype: of the policy's matrix products.
+            dtype: what the policy computes in, of `computes_in`.
             float32_head: the policy's logits are computed in float32.
         """
         has = self._values.reference
@@ -167,8 +168,8 @@ class RemoteReference(NoReferenceModel):
         raise UsageError(
             f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, and the "
             f"policy computes in {dtype} with a head in {head}: they would differ from the first step on. Have "
-            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), load the policy '
-            f'with dtype="{has.dtype}", or pass step_zero_tolerance= to accept it'
+            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), '
+            f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept it"
         )
 
     def begin(self, batch: PaddedBatch) -> None:

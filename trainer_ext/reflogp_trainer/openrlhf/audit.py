@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,20 @@ _ROUNDING = 1e-4
 class RunAudit:
     """What a run did, against what its settings and its stored reference log-probs promise.
 
-    forwards: the policy makes one pass for each micro-batch, and the reference's part of a step none, of any model.
-    step_zero: before the first step, the policy's log-probs of the first batch are the stored ones, within rounding.
-    metrics: what is logged of a step is the mean over all processes. `loss_mean` and `acc_mean`, which OpenRLHF takes from
-        the first process alone, are replaced by the mean over all; how far they were off is in the report.
-    schedule: global_step grows by one per optimizer step; logs, evaluations and checkpoints come exactly when the settings say.
+    A run is stopped for its reference values only; the rest is logged as a warning and written down.
+
+    forwards: the policy makes one pass for each micro-batch, and the reference's part of a step none, of any model. Stops where
+        there are more.
+    step_zero: before the first step, the policy's log-probs of the first batch are the stored ones, within rounding. Stops. A
+        policy whose own log-probs are not finite is reported.
+    metrics: reports where what is logged of a step is not the mean over all processes. `loss_mean` and `acc_mean`, which
+        OpenRLHF takes from the first process alone, are replaced by the mean over all; how far they were off is in the report.
+    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and checkpoints that the
+        settings ask for and that did not come.
 
     Args:
         output_dir: where reflogp_audit.json is written.
-        on_finding: "fail" raises AuditError where something is found, "warn" logs it.
+        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
         step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
             model, and refuses a reference of another dtype than the policy computes in.
 
@@ -63,6 +68,8 @@ class RunAudit:
         self._folder, self._joins, self._on_finding, self._tolerance = str(output_dir), joins, on_finding, step_zero_tolerance
         self._not_run: dict[str, str] = {}
         self._problems: dict[str, list[str]] = {}
+        self._reports: dict[str, list[str]] = {}
+        self._stopped = False
         self._schedule: Schedule | None = None
         self._forwards: ForwardCount | None = None
         self._engine: Any = None
@@ -102,14 +109,17 @@ class RunAudit:
         self._forwards.end()
         self._passes += self._forwards.policy
         problems = [f"{name} ran {times} times in the {who}'s part of a step" for name, times in self._forwards.others.items()]
-        if self._forwards.policy != expected:
-            problems.append(f"the policy made {self._forwards.policy} passes in the {who}'s part of a step, not {expected}")
-        self._note("forwards", problems)
+        words = f"the policy made {self._forwards.policy} passes in the {who}'s part of a step, not {expected}"
+        self._note("forwards", problems + [words] * (self._forwards.policy > expected))
+        self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
         """`step_zero.differences` of this process' first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
+        if self.step_zero.not_finite:
+            words = f"the policy's own log-probs of {self.step_zero.not_finite} sequences of the first batch are not finite"
+            self._report("step_zero", [f"{words}, so they were not compared; the reference's are"])
         try:
             self.step_zero.require("the first batch")
             if self._tolerance is None:
@@ -144,7 +154,7 @@ class RunAudit:
                 problems.append(
                     f"{name} is logged as {logs[name]:.6g}, and the mean over all processes is {expected[name]:.6g}"
                 )
-        self._note("metrics", problems)
+        self._report("metrics", problems)
         self._logs_compared += 1
         for name, of in _MEANS.items():
             self._worst_of_first[name] = max(self._worst_of_first[name], apart(logs[name], whole[of]))
@@ -176,7 +186,7 @@ class RunAudit:
                 patches.enter_context(mock.patch.object(owner, name, noting(event, getattr(owner, name))))
             yield
         for event in sorted(happened):
-            self._note("schedule", self._schedule.came(event, step))
+            self._schedule.came(event, step)
 
     def step_ended(self, step: int) -> None:
         """An optimizer step is over; raises on all processes what any of them found."""
@@ -186,7 +196,7 @@ class RunAudit:
         for _ in range(steps - self._engine_steps):
             self._schedule.optimizer_step()
         self._engine_steps = steps
-        self._note("schedule", self._schedule.step_ended(step))
+        self._report("schedule", self._schedule.step_ended(step))
         self._settle()
 
     def end(self) -> None:
@@ -196,7 +206,7 @@ class RunAudit:
         self._finished = True
         if not self._logs_compared:
             self._not_run["metrics"] = "nothing was logged"
-        self._note("schedule", self._schedule.missed())
+        self._report("schedule", self._schedule.missed())
         self._settle()
         self.write()
         if Rank.here().rank == 0:
@@ -211,27 +221,31 @@ class RunAudit:
     # What comes of it.
 
     def _note(self, check: str, problems: list[str]) -> None:
+        """Reference values are wrong, missing or computed again."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 
+    def _report(self, check: str, problems: list[str]) -> None:
+        """Something to write down, for which no run is stopped."""
+        if problems:
+            self._reports.setdefault(check, []).extend(problems)
+
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Tell all processes what each has found since the last time, and raise it on all."""
-        found: dict[str, list[str]] = {}
-        for problems in gather(self._problems):
-            for check, words in problems.items():
-                known = found.setdefault(check, [])
-                known.extend(problem for problem in words if problem not in known)
-        self._problems = {}
-        for check, words in found.items():
+        """Tell all processes what each has found since the last time; raise what a run is stopped for on all."""
+        gathered = gather((self._problems, self._reports))
+        self._problems, self._reports = {}, {}
+        found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
+        new = {check: words for check, words in {**reported, **found}.items() if check not in self.findings}
+        for check, words in [*found.items(), *reported.items()]:
             known = self.findings.setdefault(check, [])
             known.extend(problem for problem in words if len(known) < 20)
-        if not found:
-            return
-        self.write()
-        message = "audit of the reference log-probs, " + "; ".join(f"{check}: {'; '.join(p)}" for check, p in found.items())
-        if self._on_finding == "fail":
-            raise error or AuditError(message, next(iter(found)))
-        logger.warning(message)
+        self._stopped = bool(found) and self._on_finding == "fail"
+        if found or reported:
+            self.write()
+        if self._stopped:
+            raise error or AuditError(_message(found), next(iter(found)))
+        if new:
+            logger.warning(_message(new))
 
     def write(self) -> None:
         """Write the report as it is, from the first process."""
@@ -241,7 +255,7 @@ class RunAudit:
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
         """The report. A resumed run keeps what its first start saw of step 0."""
         return {
-            "verdict": verdict(self.findings, self._on_finding, self._finished),
+            "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
             "checks": list(CHECKS),
             "not_run": self._not_run,
@@ -282,6 +296,20 @@ class Cadence:
     @property
     def save_strategy(self) -> str:
         return "steps" if self._saves and math.isfinite(self.save_steps) else "no"
+
+
+def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
+    """What several processes found, each problem once."""
+    merged: dict[str, list[str]] = {}
+    for problems in parts:
+        for check, words in problems.items():
+            known = merged.setdefault(check, [])
+            known.extend(problem for problem in words if problem not in known)
+    return merged
+
+
+def _message(found: dict[str, list[str]]) -> str:
+    return "audit of the reference log-probs, " + "; ".join(f"{check}: {'; '.join(words)}" for check, words in found.items())
 
 
 def _is_of_training(logged: Any) -> bool:

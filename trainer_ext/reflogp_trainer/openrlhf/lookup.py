@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 
 from reflogp_store import ReferenceNotFoundError, StoreNotFoundError
-from reflogp_store.commands import score_command
 from reflogp_store.joins import Asked, ask
 from reflogp_trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
 from reflogp_trainer.join import JoinRecord, answer_rows, some_rows
@@ -32,7 +31,7 @@ from reflogp_trainer.openrlhf.row_values import RowValues, save_row_values
 from reflogp_trainer.openrlhf.sequences import Sequences, sequences_of
 from reflogp_trainer.ranks import Rank, gather, of_my_node, together, together_for_long
 from reflogp_trainer.source import ReferenceSource
-from reflogp_trainer.values import Settings, Values, Where
+from reflogp_trainer.values import Settings, Values, Where, command_to_score
 
 T = TypeVar("T")
 
@@ -139,7 +138,7 @@ def _written(
     if values is not None:
         return values.command(source.model, str(file), Settings())
     assert source.described is not None
-    return score_command(str(source.model), str(file), source.location, source.described.dtype)
+    return command_to_score(str(source.model), source.described, str(file), source.location, Settings())
 
 
 def _run(command: str) -> None:

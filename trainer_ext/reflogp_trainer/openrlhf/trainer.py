@@ -17,7 +17,8 @@ from reflogp_trainer.audit.step_zero import differences
 from reflogp_trainer.no_reference import NoReferenceModel, refuse_reference_model
 from reflogp_trainer.openrlhf.audit import Cadence, RunAudit
 from reflogp_trainer.openrlhf.reference import CachedReference
-from reflogp_trainer.ranks import Rank, together
+from reflogp_trainer.policy_weights import fingerprint
+from reflogp_trainer.ranks import Rank, gather, together
 from reflogp_trainer.source import ReferenceSource
 
 
@@ -33,7 +34,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
             checked against the stored values before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
             dtypes in use (reflogp_trainer.tolerances).
-        on_finding: "fail" stops the run where the audit finds something, "warn" logs it.
+        on_finding: "fail" stops the run where reference values are wrong, "warn" logs that too.
 
     Raises:
         MissingLogpsError, UnusableLogpsError: as `CachedReference`, before anything trains.
@@ -79,15 +80,20 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.joins = cached.joins
         self.audit = RunAudit(output_dir, cached.joins, on_finding, step_zero_tolerance)
         self._compares_first_batch = False
+        self._weights = fingerprint(self._policy, with_adapters=True)
         self.loss_fn.register_forward_hook(self._saw_loss)
 
     def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> None:
         """As DPOTrainer's, watched."""
         first_step = consumed_samples // args.train.batch_size
-        if self.policy_starts_at_reference and not first_step:
-            self._compares_first_batch = True
+        if first_step:
+            self.audit.skip_step_zero("the run was resumed")
+        elif not self.policy_starts_at_reference:
+            self.audit.skip_step_zero("the policy does not start at the reference")
+        elif not all(gather(fingerprint(self._policy, with_adapters=True) == self._weights)):
+            self.audit.skip_step_zero("the policy's weights have changed since the trainer was made")
         else:
-            self.audit.skip_step_zero("the run was resumed" if first_step else "the policy does not start at the reference")
+            self._compares_first_batch = True
         cadence = Cadence(
             args,
             accumulation=self.strategy.accumulated_gradient,
