@@ -65,7 +65,7 @@ class Client:
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> wire.Lookup:
-        """What the store has for some keys.
+        """What the store has for some keys. Many are asked for in several requests, at one snapshot.
 
         Args:
             reference: name or id.
@@ -73,7 +73,7 @@ class Client:
             values: give token_logps too.
             snapshot: number; None for the latest.
         """
-        return wire.lookup_of(self._send(wire.lookup_call(reference, keys, values, snapshot)))
+        return self._run(wire.looking_up(reference, keys, values, snapshot))
 
     def score(
         self,
@@ -87,7 +87,7 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """The log-probs of n sequences, computed now.
+        """The log-probs of n sequences, computed now. Many are sent in several requests, one after the other.
 
         Args:
             reference: name or id.
@@ -108,10 +108,10 @@ class Client:
             ServiceBusyError: the queue was full at every try.
             UsageError: prompts and completions are not lists of token ids, or not as many.
         """
-        call = scoring.score_call(
+        plan = scoring.scoring(
             reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
         )
-        return scoring.scores_of(self._send(call))
+        return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
         """Send a dataset file, in bounded memory. One that the service has under this name is not sent again.
@@ -323,7 +323,7 @@ class AsyncClient:
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> wire.Lookup:
         """As Client.lookup."""
-        return wire.lookup_of(await self._send(wire.lookup_call(reference, keys, values, snapshot)))
+        return await self._run(wire.looking_up(reference, keys, values, snapshot))
 
     async def score(
         self,
@@ -338,10 +338,10 @@ class AsyncClient:
         attention_masks: TokenIds | None = None,
     ) -> Scores:
         """As Client.score."""
-        call = scoring.score_call(
+        plan = scoring.scoring(
             reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
         )
-        return scoring.scores_of(await self._send(call))
+        return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
         """As Client.upload. `progress` is called off the event loop."""

@@ -87,13 +87,14 @@ class Job:
     Attributes:
         state: queued, running, done, failed or cancelled.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
-        dataset: one of upload, path and uri; split.
-        note: why the attempt before the latest did not end the job.
+        dataset: one of upload, path and uri (without its query); split. Empty for a token that may not read, where another
+            token submitted the job.
+        note: why the latest attempt did not end the job, or what a job in line waits for.
         error: why it failed.
         summary: what `reflogp score --json` says of a run; when it is done.
         started_at: of the latest attempt.
         attempts: times that a worker began it.
-        submitted_by: name of the token that submitted it.
+        submitted_by: name of the token that submitted it; empty like `dataset`.
         throughput: (seconds running, tokens per second) over the latest attempt.
     """
 
@@ -142,7 +143,8 @@ def job_from(entry: dict[str, Any]) -> Job:
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
     progress = JobProgress(**wire.known(JobProgress, entry["progress"]))
     throughput = [(float(seconds), float(rate)) for seconds, rate in entry.get("throughput", [])]
-    return Job(**wire.known(Job, entry) | times | {"progress": progress, "throughput": throughput})
+    parts = {"progress": progress, "throughput": throughput, "dataset": entry["dataset"] or {}}
+    return Job(**wire.known(Job, entry) | times | parts)
 
 
 def job_of(response: httpx.Response) -> Job:

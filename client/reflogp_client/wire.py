@@ -32,6 +32,7 @@ from reflogp_store import UsageError
 from reflogp_store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp_store.keys import KEY_TYPE
 from reflogp_store.lookup import QUESTION
+from reflogp_store.safe_text import hide_secrets, visible
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ T = TypeVar("T")
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
 #: Tries of a request that has no deadline, and the longest pause between two, in seconds.
 TRIES, LONGEST_PAUSE = 5, 10.0
+#: Keys of one lookup, and of one that gives token values: 16 MB of keys, or 500 MB of values of 2,000 tokens each. Where a
+#: service's bounds are narrower it says 413, and less is sent at a time.
+_KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
 #: Seconds that a service gets beyond a deadline to say itself that it has passed.
 _GRACE = 0.5
 #: A service takes no longer deadline.
@@ -128,19 +132,46 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
     return parsed(response, lambda body: [ReferenceInfo(**known(ReferenceInfo, entry)) for entry in body["references"]])
 
 
-def lookup_call(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Call:
+def looking_up(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
+    """Look keys up, in as many requests as the service's bounds need; all at the same snapshot."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
         raise UsageError(f"a key is 16 bytes, as sequence_keys makes them: {str(error).splitlines()[0]}") from error
+    table = pa.table([column], schema=QUESTION)
+    parts: list[Lookup] = []
+    at, most = 0, _VALUE_KEYS_AT_ONCE if values else _KEYS_AT_ONCE
+    while at < len(table) or not parts:
+        part = table.slice(at, most)
+        try:
+            answer = yield _lookup_call(reference, part, values, parts[0].snapshot if parts else snapshot)
+        except RequestRefusedError as error:
+            most = fewer(error, len(part))
+            continue
+        parts.append(_lookup_of(answer))
+        at += len(part)
+    if len(parts) == 1:
+        return parts[0]
+    found = [entry for part in parts for entry in part.token_logps or []] if values else None
+    lengths, sums = np.concatenate([part.lengths for part in parts]), np.concatenate([part.sums for part in parts])
+    return Lookup(lengths, sums, found, parts[0].reference_id, parts[0].snapshot)
+
+
+def fewer(error: RequestRefusedError, count: int) -> int:
+    """How many to send at a time where a request of `count` was too large. Raises the error where it cannot be divided."""
+    if error.status != 413 or count < 2:
+        raise error
+    return count // 2
+
+
+def _lookup_call(reference: str, table: pa.Table, values: bool, snapshot: int | None) -> Call:
     params: dict[str, Any] = {"reference": reference, "values": str(values).lower()}
     if snapshot is not None:
         params["snapshot"] = snapshot
-    table = pa.table([column], schema=QUESTION)
     return Call("POST", "/v1/lookup", params, stream_bytes(table), {"content-type": ARROW_STREAM})
 
 
-def lookup_of(response: httpx.Response) -> Lookup:
+def _lookup_of(response: httpx.Response) -> Lookup:
     def read(table: pa.Table, about: dict[str, str]) -> Lookup:
         values = float_lists(table["token_logps"]) if "token_logps" in table.column_names else None
         lengths, sums = table["scored_len"].fill_null(-1).to_numpy(), table["logp_sum"].to_numpy()
@@ -180,9 +211,9 @@ def error_of(response: httpx.Response) -> ServiceError:
     """The error that an answer with a status from 400 on stands for."""
     try:
         problem = response.json()
-        detail, next_step = str(problem["detail"]), str(problem.get("next_step", ""))
+        detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
     except (ValueError, KeyError, TypeError):
-        detail, next_step = f"{response.status_code} {response.reason_phrase}", ""
+        detail, next_step = visible(f"{response.status_code} {response.reason_phrase}"), ""
     status = response.status_code
     kind: type[ServiceError] = ServiceFailedError if status >= 500 else RequestRefusedError
     if status in (401, 403):
@@ -218,7 +249,7 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
     if in_time and (is_busy(answer) or isinstance(answer, call.again)):
         return pause
     if call.until is not None and isinstance(answer, httpx.TimeoutException) and now >= call.until:
-        raise DeadlineExceededError(f"{url} gave no answer within the deadline") from answer
+        raise DeadlineExceededError(f"{hide_secrets(url)} gave no answer within the deadline") from answer
     raise failure(url, answer)
 
 
@@ -227,7 +258,8 @@ def failure(url: str, answer: Outcome) -> ServiceError:
     if isinstance(answer, httpx.Response):
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
-    error = ServiceUnreachableError(f"{url} gives no answer ({said}); `reflogp doctor --url {url}` looks")
+    shown = hide_secrets(url)
+    error = ServiceUnreachableError(f"{shown} gives no answer ({said}); `reflogp doctor --url {shown}` looks")
     error.__cause__ = answer
     return error
 

@@ -34,8 +34,9 @@ from reflogp_client import (
 )
 from reflogp_client.events import EventParser, Following
 from reflogp_store import UsageError, sequence_keys
+from reflogp_store.arrow_stream import stream_bytes
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.serving import float32, serving, settings_file
+from tests.service.serving import float32, serving, settings_file, wait_until
 
 TOKEN = "token-of-a-trainer"
 
@@ -186,7 +187,7 @@ def question(call: wire.Call) -> dict:
 
 
 def ask(prompts, completions, deadline=None) -> wire.Call:
-    return scoring.score_call("sft", prompts, completions, 1.0, True, False, deadline, None)
+    return next(scoring.scoring("sft", prompts, completions, 1.0, True, False, deadline, None))
 
 
 @pytest.mark.parametrize(
@@ -508,26 +509,19 @@ def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, l
         job = client.submit(long_file, "sft")
         watch = threading.Thread(target=lambda: seen.append(client.watch(job.id, seen.append)))
         watch.start()
-        wait_for(lambda: seen and seen[-1].progress.scored > 0)
-    wait_for(lambda: seen, 1)
+        wait_until(lambda: seen and seen[-1].progress.scored > 0)
+    wait_until(lambda: seen, 1)
     before = len(seen)
     with pytest.raises(ServiceUnreachableError):
         client.watch(job.id, timeout=0.5)
     with serving("--config", settings, "--port", httpx.URL(url).port) as same:
         assert same == url
-        wait_for(lambda: len(seen) > before and seen[-1].attempts == 2, 60)
+        wait_until(lambda: len(seen) > before and seen[-1].attempts == 2, 60)
         client.cancel(job.id)
         watch.join(60)
         assert not watch.is_alive()
         assert seen[-1].state == "cancelled"
     client.close()
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -579,3 +573,83 @@ def test_the_token_of_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("REFLOGP_TOKEN", "from-there")
     with Client("http://127.0.0.1:9") as client:
         assert client._http.headers["authorization"] == "Bearer from-there"
+
+
+def scored(call: wire.Call) -> httpx.Response:
+    """A service's answer to a score request: values are the completion's own ids; one that begins with 99 is refused."""
+    completions = question(call)["completion_ids"]
+    bad = [ids[0] == 99 for ids in completions]
+    columns = {
+        "token_logps": pa.array(
+            [None if no else ids for no, ids in zip(bad, completions, strict=True)], pa.list_(pa.float32())
+        ),
+        "error": pa.array(["cannot be scored" if no else None for no in bad], pa.string()),
+    }
+    about = {"reference_id": "r", "hits": str(len(bad)), "engine_seconds": "1", "queue_seconds": "2"}
+    return httpx.Response(200, content=stream_bytes(pa.table(columns).replace_schema_metadata(about)))
+
+
+def driven(plan, most: int) -> tuple[object, list[int]]:
+    """(what a plan returns, sizes of its requests) where a service takes `most` sequences or keys at a time."""
+    sizes, call = [], next(plan)
+    while True:
+        asked = question(call)
+        count = len(next(iter(asked.values())))
+        sizes.append(count)
+        try:
+            if count > most:
+                call = plan.throw(RequestRefusedError("more than allowed", 413, "send fewer"))
+            elif "key" in asked:
+                call = plan.send(looked_up(call))
+            else:
+                call = plan.send(scored(call))
+        except StopIteration as end:
+            return end.value, sizes
+
+
+def looked_up(call: wire.Call) -> httpx.Response:
+    keys = question(call)["key"]
+    snapshot = call.params.get("snapshot", 7)
+    columns = {
+        "scored_len": pa.array([key[0] or None for key in keys], pa.int32()),
+        "logp_sum": pa.array([float(key[0]) or None for key in keys], pa.float64()),
+        "token_logps": pa.array([[float(key[0])] * key[0] or None for key in keys], pa.list_(pa.float32())),
+    }
+    about = {"reference_id": "r", "snapshot": str(snapshot)}
+    return httpx.Response(200, content=stream_bytes(pa.table(columns).replace_schema_metadata(about)))
+
+
+def scoring_plan(prompts, completions, **more):
+    return scoring.scoring("sft", prompts, completions, 1.0, True, False, None, None, **more)
+
+
+def test_large_scores_are_divided_by_sequences_and_by_tokens_and_come_back_in_order(monkeypatch):
+    completions = [[n + 100, n] for n in range(1000)]
+    scores, sizes = driven(scoring_plan([[1]] * 1000, completions, attention_masks=[[1, 1, 1]] * 1000), most=300)
+    assert [values.tolist() for values in scores.token_logps] == completions
+    assert sizes == [1000, 500, 250, 250, 250, 250] and scores.hits == 1000 and scores.engine_seconds == 4
+    monkeypatch.setattr(scoring, "_TOKENS_AT_ONCE", 30)
+    scores, sizes = driven(scoring_plan([[1]] * 25, [[n, n] for n in range(24)] + [[7] * 100]), most=300)
+    assert sizes == [10, 10, 4, 1] and len(scores.token_logps[-1]) == 100
+
+
+def test_sequences_that_are_refused_in_any_part_are_named_by_their_place():
+    completions = [[99] if n in (3, 700) else [n + 1000] for n in range(900)]
+    with pytest.raises(SequencesRefusedError) as caught:
+        driven(scoring_plan([[1]] * 900, completions), most=500)
+    assert list(caught.value.problems) == [3, 700]
+    assert [at for at, values in enumerate(caught.value.results) if values is None] == [3, 700]
+
+
+def test_what_cannot_be_divided_is_refused_as_the_service_says():
+    with pytest.raises(RequestRefusedError, match="more than allowed"):
+        driven(scoring_plan([[1]] * 3, [[2]] * 3), most=0)
+
+
+def test_a_divided_lookup_reads_one_snapshot():
+    keys = [bytes([n % 256]) * 16 for n in range(1000)]
+    found, sizes = driven(wire.looking_up("sft", keys, True, None), most=400)
+    assert sizes == [1000, 500, 250, 250, 250, 250]
+    assert found.lengths.tolist() == [n % 256 or -1 for n in range(1000)] and found.snapshot == 7
+    assert [0 if v is None else len(v) for v in found.token_logps] == [n % 256 for n in range(1000)]
+    assert driven(wire.looking_up("sft", [], False, None), most=400)[0].lengths.tolist() == []

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from reflogp_client import Client
-from tests.client.test_jobs_client import made_up_rows, wait_for
+from tests.client.test_jobs_client import made_up_rows
 from tests.conftest import write_rows
-from tests.service.serving import float32, serving, settings_file
+from tests.service.serving import float32, serving, settings_file, wait_until
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
 
@@ -154,7 +154,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     with subprocess.Popen([sys.executable, "-c", program, *submit], stderr=subprocess.PIPE, text=True) as process:
         job = process.stderr.readline().split()[1].rstrip(",")
         with Client(url) as client:
-            wait_for(lambda: client.job(job).progress.scored > 0, 60)
+            wait_until(lambda: client.job(job).progress.scored > 0, 60)
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
     assert process.returncode == FAILED

@@ -10,12 +10,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,19 +27,41 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
+
+from reflogp_store.safe_text import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Rows whose problem is printed; the rest is counted.
 _PRINTED_ROWS = 10
 
-out = Console(soft_wrap=True, highlight=False)
-err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+class SafeConsole(Console):
+    """A terminal that data cannot command: a string is one line, and control or invisible characters are shown as escapes.
+
+    What is printed is text and no markup, unless `markup=True` says so; names from elsewhere are then put in with `escape`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(visible(thing) if isinstance(thing, str) else thing for thing in objects), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Every table, bar and text goes through here."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text, keep="\n"), segment.style)
+
+
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 
 
 def needs(extra: str, error: ImportError) -> typer.Exit:
     """The exit for a subcommand whose extra is not installed."""
-    err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp\\[{extra}]' ({error})", style="red")
+    err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})", style="red")
     return typer.Exit(EXIT_FAILED)
 
 
@@ -130,7 +152,7 @@ class _Rows:
         rows = "1 row was" if self._count == 1 else f"{self._count} rows were"
         err.print(f"{rows} {what}; rows count from 0:", style="yellow")
         for row, text in self._first:
-            err.print(f"  row {row}: {text}", markup=False)
+            err.print(f"  row {row}: {text}")
         if self._count > len(self._first):
             err.print(f"  … and {self._count - len(self._first)} more")
 
@@ -140,7 +162,7 @@ def progress_bar(label: str) -> Iterator[Bar]:
     """A bar on stderr for the time of the block; off a terminal nothing is drawn."""
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         _Rate(),
@@ -151,7 +173,7 @@ def progress_bar(label: str) -> Iterator[Bar]:
     bar: Bar | None = None
     try:
         with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-            bar = Bar(progress, label)
+            bar = Bar(progress, visible(label))
             yield bar
     finally:
         if bar is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from reflogp_client.cli.console import needs, out, progress_bar, quiet_libraries
 from reflogp_store import LogprobStore, UsageError, describe_reference
@@ -29,7 +30,7 @@ def demo(
     ] = None,
     rows: Annotated[int, typer.Option(min=8, help="Pairs to train on, at most.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
-    dtype: Annotated[str, typer.Option(help="Dtype of scoring: float32, bfloat16, float16, auto.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Dtype of scoring, as of score.")] = "float32",
 ) -> None:
     """Show the whole loop: score real pairs, score them again for nothing, train DPO on the stored values, plot.
 
@@ -56,13 +57,14 @@ def demo(
         model = str(folder / "model")
         if not (folder / "model" / "model.safetensors").is_file():
             out.print(
-                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained for a moment on the chosen answers"
+                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained for a moment on the chosen answers",
+                markup=True,
             )
             _build(folder / "model", RowSource(data_file))
         else:
-            out.print(f"[bold]1. A reference model[/bold]: {model}, as an earlier demo left it")
+            out.print(f"[bold]1. A reference model[/bold]: {escape(model)}, as an earlier demo left it", markup=True)
     else:
-        out.print(f"[bold]1. A reference model[/bold]: {model}")
+        out.print(f"[bold]1. A reference model[/bold]: {escape(model)}", markup=True)
 
     store = LogprobStore(folder / "store")
     reference = describe_reference(model, dtype)
@@ -79,10 +81,11 @@ def demo(
             f"[bold]{title}[/bold]: {summary.rows} rows, {summary.sequences} sequences: {summary.hits} hits, "
             f"{summary.duplicates} duplicates, {summary.scored} scored"
             + (f" at {summary.tokens_per_second:,.0f} tokens/s" if summary.scored else "")
-            + f" (reference {reference.reference_id[:12]}…, snapshot {summary.snapshot})"
+            + f" (reference {reference.reference_id[:12]}…, snapshot {summary.snapshot})",
+            markup=True,
         )
 
-    out.print(f"[bold]4. Train[/bold]: {steps} steps of DPO on the stored values")
+    out.print(f"[bold]4. Train[/bold]: {steps} steps of DPO on the stored values", markup=True)
     source = ReferenceSource(folder / "store", model=model, dtype=dtype)
     with _models_that_run(torch) as ran:
         trainer = _train(CachedDPOTrainer, source, model, data_file, folder / "run", rows, steps)
@@ -99,7 +102,7 @@ def demo(
 
     plot = folder / "logps.png"
     _plot(trainer, plot)
-    out.print(f"[bold]5. Plot[/bold]: {plot.resolve()}")
+    out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
     out.print(
         f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit saw: "
         f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"

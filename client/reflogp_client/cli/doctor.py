@@ -14,10 +14,12 @@ from typing import Annotated, Literal
 import httpx
 import typer
 from packaging.requirements import Requirement
+from rich.text import Text
 
 from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_FAILED, out, print_json
 from reflogp_store import LogprobStore, ReflogpError, StoreNotFoundError, read_checkpoint, resolve_model
+from reflogp_store.safe_text import visible
 
 #: Extras that people install, and what each is for.
 _EXTRAS = {
@@ -26,7 +28,7 @@ _EXTRAS = {
     "ray": "score --ray, executor ray",
     "openrlhf": "train with OpenRLHF",
 }
-_MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "broken": "[red]broken[/red]"}
+_COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,9 @@ def doctor(
         print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
-            out.print(f"{_MARKS[finding.state]:<6} {finding.what}: ", end="")
-            out.print(finding.said, markup=False)
+            out.print(Text.assemble((finding.state, _COLOURS[finding.state]), visible(f" {finding.what}: {finding.said}")))
             if finding.help:
-                out.print(f"       {finding.help}", style="cyan", markup=False)
+                out.print(f"       {finding.help}", style="cyan")
         out.print("nothing is broken" if not broken else f"{len(broken)} to mend", style="bold")
     if broken:
         raise typer.Exit(EXIT_FAILED)

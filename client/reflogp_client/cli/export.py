@@ -79,7 +79,7 @@ def export(
         pairs = read_pairs(joined)
         files = _write(pairs, output, cache_hash, loss_type, metadata)
     except RowsWithoutValuesError as error:
-        err.print(f"reflogp: {error}", style="red", markup=False)
+        err.print(f"reflogp: {error}", style="red")
         if as_json:
             missing = {"missing": len(error.reasons), "missing_row_numbers": list(error.reasons)[:_LISTED_ROWS]}
             print_json({"stack": stack, "rows": error.rows, "written": 0, **missing, "files": []})
@@ -91,7 +91,7 @@ def export(
         counts = {"rows": len(pairs), "written": len(pairs), "missing": 0, "missing_row_numbers": []}
         print_json({"stack": stack, **counts, "files": [str(file) for file in files], **values})
     else:
-        out.print(f"{len(pairs):,} pairs written for {stack}: {', '.join(map(str, files))}", markup=False)
+        out.print(f"{len(pairs):,} pairs written for {stack}: {', '.join(map(str, files))}")
 
 
 def _check_options(stack: Stack, given: dict[str, Any]) -> None:

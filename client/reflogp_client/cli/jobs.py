@@ -18,6 +18,7 @@ from reflogp_client.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err,
 from reflogp_client.client import Client
 from reflogp_client.jobs import Job, JobState
 from reflogp_store import UsageError
+from reflogp_store.safe_text import visible
 
 #: Columns of a terminal that has room for all that a list of jobs says.
 _WIDE = 120
@@ -120,7 +121,7 @@ def result(
 
 def save_result(client: Client, job: str, output: Path) -> None:
     client.result(job, output)
-    err.print(f"values saved in {output}", markup=False)
+    err.print(f"values saved in {output}")
 
 
 def watched(client: Client, job: str) -> Job:
@@ -130,11 +131,11 @@ def watched(client: Client, job: str) -> Job:
     """
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}", style="cyan"),
-        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.fields[rate]}", style="cyan", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
     )
     state = ""
     try:
@@ -145,19 +146,19 @@ def watched(client: Client, job: str) -> Job:
                 if found.state != state:
                     again = f" again ({found.note})" if found.state == "queued" and found.attempts and found.note else ""
                     state = found.state
-                    err.print(f"job {found.id}: {state}{again}", markup=False)
+                    err.print(f"job {found.id}: {state}{again}")
                 progress.update(
                     bar,
-                    description="scoring" if state == "running" else state,
+                    description="scoring" if state == "running" else visible(state),
                     total=now.sequences or None,
                     completed=now.done,
                     rate=f"{now.tokens_per_second:,.0f} tokens/s" if state == "running" and now.tokens else "",
                     left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
                 )
     except KeyboardInterrupt:
-        err.print(f"reflogp: job {job} goes on", style="yellow", markup=False)
-        err.print(f"  watch it again: {command('show', client.url, job)} --watch", markup=False)
-        err.print(f"  cancel it:      {command('cancel', client.url, job)}", markup=False)
+        err.print(f"reflogp: job {job} goes on", style="yellow")
+        err.print(f"  watch it again: {command('show', client.url, job)} --watch")
+        err.print(f"  cancel it:      {command('cancel', client.url, job)}")
         raise typer.Exit(EXIT_FAILED) from None
     return found
 
@@ -167,26 +168,35 @@ def command(name: str, url: str, job: str) -> str:
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 
-def outcome(job: Job) -> str:
-    """How a finished job ended, in one or two lines."""
+def print_outcome(job: Job) -> None:
+    """Print how a finished job ended, in up to three lines."""
+    for line in _outcome(job):
+        out.print(line)
+
+
+def _outcome(job: Job) -> list[str]:
+    if job.state == "failed" and job.error:
+        return [f"job {job.id} failed: {job.error}"]
     if job.state != "done" or job.summary is None:
-        return f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'{job.state}: {_plain(job.error).plain}'}"
+        return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
     counted = {
         name: job.summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")
     }
     told = f"{job.summary.get('rows', 0):,} rows, {job.summary.get('sequences', 0):,} sequences: "
     told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counted.items() if n or name in ("hits", "scored"))
+    lines = [told]
     if counted["scored"]:
         tokens, rate = job.summary.get("tokens", 0), job.summary.get("tokens_per_second", 0)
-        told += f"\n{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s"
-    return f"{told}\nreference {job.reference_id}, snapshot {job.summary.get('snapshot')}"
+        lines.append(f"{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
+    return [*lines, f"reference {job.reference_id}, snapshot {job.summary.get('snapshot')}"]
 
 
 def exit_code(job: Job) -> int:
     """0 for a job that is done or may yet be, 3 where rows have no values, 1 where it failed or was cancelled."""
     if job.state in ("failed", "cancelled"):
         return EXIT_FAILED
-    return EXIT_MISSES if job.summary and job.summary.get("bad_rows") else EXIT_DONE
+    bad_rows = job.progress.bad_rows if job.summary is None else job.summary.get("bad_rows")
+    return EXIT_MISSES if bad_rows and job.state == "done" else EXIT_DONE
 
 
 def _describe(job: Job) -> None:
@@ -214,7 +224,7 @@ def _describe(job: Job) -> None:
             table.add_row(name, _plain(value))
     _print(table)
     if job.finished:
-        out.print(outcome(job), markup=False)
+        print_outcome(job)
 
 
 def _listed(jobs: list[Job], narrow: bool) -> Table:
@@ -233,7 +243,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
         done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
         told = [done, _time(job.created_at), job.settings.get("reference"), _dataset(job.dataset)]
         told += [] if narrow else [job.submitted_by, job.settings.get("title")]
-        table.add_row(Text(job.id), _state(job), *(_plain(text) for text in told))
+        table.add_row(_plain(job.id), _state(job), *(_plain(text) for text in told))
     return table
 
 
@@ -247,11 +257,13 @@ def _say(job: Job, sentence: str, as_json: bool) -> None:
     if as_json:
         print_json(job.as_dict())
     else:
-        out.print(sentence, markup=False)
+        out.print(sentence)
 
 
 def _state(job: Job) -> Text:
-    return Text(job.state, {"done": "green", "running": "cyan", "failed": "red", "cancelled": "yellow"}.get(job.state, ""))
+    return Text(
+        visible(job.state), {"done": "green", "running": "cyan", "failed": "red", "cancelled": "yellow"}.get(job.state, "")
+    )
 
 
 def _dataset(dataset: Mapping[str, Any]) -> str:
@@ -267,5 +279,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(text: object) -> Text:
-    """What others wrote, without anything that a terminal or rich would obey."""
-    return Text("".join(ch if ch.isprintable() else "�" for ch in str(text or "")))
+    """What others wrote, for a cell of a table."""
+    return Text(visible(str(text or "")))

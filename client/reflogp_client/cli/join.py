@@ -10,7 +10,7 @@ from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp_client.cli.reference import find_reference
 from reflogp_store import LogprobStore
-from reflogp_store.commands import score_command
+from reflogp_store.commands import naming_command, score_command
 
 
 def join(
@@ -28,6 +28,8 @@ def join(
     snapshot: options.SnapshotNumber = None,
     split: options.Split = "train",
     revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -39,6 +41,7 @@ def join(
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
     try:
+        from reflogp_service.data.own_tokenizer import chosen_tokenizer
         from reflogp_service.data.read import RowSource
         from reflogp_service.joining import join_dataset
     except ImportError as error:
@@ -46,8 +49,23 @@ def join(
     quiet_libraries()
     source = RowSource(data, split)
     folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
+    command = score_command(
+        model,
+        data,
+        store,
+        dtype,
+        lm_head_dtype=lm_head_dtype,
+        max_length=max_length,
+        truncation_mode=truncation_mode,
+        split=split,
+        revision=revision,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )
     opened = LogprobStore(store)
-    at = opened.table_of(reference).snapshot(snapshot)
+    with naming_command(command):
+        at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("joining") as bar:
         summary = join_dataset(
             source,
@@ -59,26 +77,15 @@ def join(
             max_length=max_length,
             truncation_mode=truncation_mode,
             ld_alpha=ld_alpha,
-            trust_remote_code=trust_remote_code,
+            tokenizer=chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
             watcher=bar,
         )
     print_dropped(summary.dropped_rows)
     if summary.missing and at.damaged:
-        err.print(f"first repair the store: {at.repair_command()}", markup=False)
+        err.print(f"first repair the store: {at.repair_command()}")
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
-        command = score_command(
-            model,
-            data,
-            store,
-            dtype,
-            lm_head_dtype=lm_head_dtype,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            split=split,
-            revision=revision,
-        )
         err.print(f"score them: {command}", markup=False)
     if as_json:
         print_json(summary.as_dict())

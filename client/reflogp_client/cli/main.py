@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from typer import rich_utils
 
 from reflogp_client.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
-from reflogp_client.cli.console import EXIT_FAILED, EXIT_USAGE, err, out
+from reflogp_client.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_client.errors import NotAllowedError, RequestRefusedError
 from reflogp_store import ReflogpError, UsageError
+from reflogp_store.safe_text import LineFormatter, visible
 
 #: Answers of a service that mean bad usage: what was asked for is malformed or not there.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
@@ -69,18 +72,33 @@ app.add_typer(store.app, name="store")
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning as one line, without the place in the code that it comes from."""
-    err.print(f"reflogp: warning: {message}", style="yellow", markup=False)
+    err.print(f"reflogp: warning: {message}", style="yellow")
+
+
+def _run() -> int:
+    """Run the command line; its exit code. A wrong use is printed as typer prints it, with what it quotes made visible."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of click's errors, in whichever package typer has them
+            raise
+        error.message = visible(error.message)  # type: ignore[attr-defined]
+        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+        return EXIT_USAGE
+    return code if isinstance(code, int) else EXIT_DONE
 
 
 def main() -> None:
     """Entry point of the `reflogp` command."""
     warnings.showwarning = _show_warning
+    if isinstance(logging.lastResort, logging.Handler):
+        logging.lastResort.setFormatter(LineFormatter())  # what a library logs quotes data, too
     try:
-        app()
+        sys.exit(_run())
     except ReflogpError as error:
-        err.print(f"reflogp: {error}", style="red", markup=False)
+        err.print(f"reflogp: {error}", style="red")
         if isinstance(error, NotAllowedError):
-            err.print("a token is given with --token, or in REFLOGP_TOKEN", markup=False)
+            err.print("a token is given with --token, or in REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
     except (KeyboardInterrupt, SystemExit) as ended:

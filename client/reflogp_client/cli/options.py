@@ -18,7 +18,10 @@ Store = Annotated[str, typer.Option("--store", help="Store: a folder, or s3://, 
 Split = Annotated[str, typer.Option(help="Split of a hub dataset or a saved DatasetDict.")]
 Dtype = Annotated[
     str,
-    typer.Option(help="Compute dtype: bfloat16, float32, float16, or auto for the checkpoint's own. Part of the reference id."),
+    typer.Option(
+        help="Compute dtype: bfloat16, float32, float16; bfloat16-autocast or float16-autocast for float32 weights in mixed "
+        "precision (bf16=True, fp16=True); auto for the checkpoint's own. Part of the reference id."
+    ),
 ]
 LmHeadDtype = Annotated[
     str | None,
@@ -37,6 +40,22 @@ Form = Annotated[
 ]
 SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Snapshot number. Default: the latest.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokenizer that the trainer uses, where it is not the model's: a folder or a hub id. Give it to score, join and "
+        "report alike.",
+        metavar="PATH",
+    ),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Jinja file with the chat template that the trainer's tokenizer has, where it is not the folder's. Give it to "
+        "score, join and report alike.",
+        metavar="FILE",
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modelling code that the checkpoint brings. Off unless given.")
 ]

@@ -10,7 +10,7 @@ from reflogp_client.cli import options
 from reflogp_client.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp_client.cli.reference import find_reference
 from reflogp_store import LogprobStore, UsageError
-from reflogp_store.commands import score_command
+from reflogp_store.commands import naming_command, score_command
 
 
 def report(
@@ -26,6 +26,8 @@ def report(
     snapshot: options.SnapshotNumber = None,
     split: options.Split = "train",
     revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -38,6 +40,7 @@ def report(
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
     try:
+        from reflogp_service.data.own_tokenizer import chosen_tokenizer
         from reflogp_service.data.read import RowSource
         from reflogp_service.data.shape import FORMATS
         from reflogp_service.report.build import write_report
@@ -48,8 +51,6 @@ def report(
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
     source = RowSource(data, split)
     folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
-    opened = LogprobStore(store)
-    at = opened.table_of(reference).snapshot(snapshot)
     command = score_command(
         model,
         data,
@@ -61,7 +62,13 @@ def report(
         split=split,
         revision=revision,
         form=form,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
     )
+    opened = LogprobStore(store)
+    with naming_command(command):
+        at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("reading") as bar:
         summary = write_report(
             source,
@@ -75,22 +82,22 @@ def report(
             form=form,  # type: ignore[arg-type]
             max_length=max_length,
             truncation_mode=truncation_mode,
-            trust_remote_code=trust_remote_code,
+            tokenizer=chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
             watcher=bar,
         )
     print_dropped(summary.dropped_rows)
     if summary.missing and at.damaged:
-        err.print(f"first repair the store: {at.repair_command()}", markup=False)
+        err.print(f"first repair the store: {at.repair_command()}")
     if summary.missing:
         err.print(
-            f"{summary.missing:,} rows have no values in snapshot {summary.snapshot}; score them: {command}", markup=False
+            f"{summary.missing:,} rows have no values in snapshot {summary.snapshot}; score them: {command}",
         )
     if as_json:
         print_json(summary.as_dict())
     else:
         for finding in summary.findings:
             if finding["kind"] in ("mend", "look"):
-                out.print(f"{finding['kind']}: {finding['text']}", markup=False)
+                out.print(f"{finding['kind']}: {finding['text']}")
         out.print(
             f"{summary.output} ({summary.with_values:,} of {summary.rows:,} rows with values, snapshot {summary.snapshot})"
         )

@@ -68,6 +68,8 @@ def score(
         int, typer.Option(min=1, help="Commit at least this often; every 30 seconds in any case.")
     ] = 4096,
     revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -81,9 +83,9 @@ def score(
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
+        from reflogp_service.data.own_tokenizer import chosen_tokenizer
         from reflogp_service.data.read import RowSource
         from reflogp_service.data.shape import FORMATS
-        from reflogp_service.data.tokenize import load_tokenizer
         from reflogp_service.data.tokenized import TokenizedDataset
         from reflogp_service.scoring import score_dataset
     except ImportError as error:
@@ -125,12 +127,17 @@ def score(
                 raise UsageError(
                     f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out"
                 )
+    choice.require_dtype(reference.dtype)
     with (
         _scorer(choice, model, revision, folder, reference, commit_sequences, ray, ray_workers) as scorer,
         progress_bar("scoring") as bar,
     ):
         summary = score_dataset(
-            TokenizedDataset(source, lambda: load_tokenizer(folder, trust_remote_code), form),  # type: ignore[arg-type]
+            TokenizedDataset(
+                source,
+                lambda: chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
+                form,  # type: ignore[arg-type]
+            ),
             opened,
             reference,
             scorer,
@@ -140,6 +147,7 @@ def score(
             strict_engine=engine if strict_engine else None,
         )
     _print(summary, as_json)
+    source.check_unchanged()  # what was scored is kept; but it may not be what the dataset holds now
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 

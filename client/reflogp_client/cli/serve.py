@@ -73,7 +73,8 @@ def token(
         raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")
     secret, digest = new_token()
     err.print("the token, which nobody will show again:")
-    out.print(secret, markup=False)
+    out.print(secret)
     err.print("for the settings file:")
     quoted = ", ".join(f'"{entry}"' for entry in scopes)
-    err.print(f'[[tokens]]\nname = "{name}"\nsha256 = "{digest}"\nscopes = [{quoted}]', markup=False)
+    for line in ("[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = [{quoted}]"):
+        err.print(line)

@@ -89,7 +89,7 @@ def verify_(
             found = verify(table, bar.hashed)
         for damage in found:
             rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
-            err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red", markup=False)
+            err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red")
         if found and mend:
             mended = repair(table, found)
             rows_now = mended.totals()[1]
@@ -234,7 +234,7 @@ class _Tables:
             except ReflogpError as error:
                 if len(self.references) == 1:
                     raise
-                err.print(f"reflogp: {reference.reference_id}: {error}", style="red", markup=False)
+                err.print(f"reflogp: {reference.reference_id}: {error}", style="red")
                 self._failed = True
         return done
 

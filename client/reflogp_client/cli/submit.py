@@ -10,7 +10,7 @@ import typer
 
 from reflogp_client import files
 from reflogp_client.cli import jobs, options
-from reflogp_client.cli.console import err, out, print_json, progress_bar
+from reflogp_client.cli.console import err, print_json, progress_bar
 from reflogp_client.client import Client, Dataset
 from reflogp_client.errors import RequestRefusedError
 from reflogp_client.jobs import ServicePath, ServiceUri, Uploaded
@@ -81,24 +81,24 @@ def submit(
             split=split,
             idempotency_key=idempotency_key,
         )
-        err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}", markup=False)
+        err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}")
         if job.finished:
             err.print("the service knows this job, and it is done: nothing ran again (--idempotency-key KEY runs it anew)")
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:
-            err.print(f"watch it: {jobs.command('show', client.url, job.id)} --watch", markup=False)
+            err.print(f"watch it: {jobs.command('show', client.url, job.id)} --watch")
         if output is not None and job.state == "done":
             try:
                 jobs.save_result(client, job.id, output)
             except RequestRefusedError as error:
                 if error.status != 404:
                     raise
-                err.print(f"nothing is saved: {error}", style="yellow", markup=False)  # no row of it could be read
+                err.print(f"nothing is saved: {error}", style="yellow")  # no row of it could be read
     if as_json:
         print_json(job.as_dict())
     else:
-        out.print(jobs.outcome(job) if job.finished else f"job {job.id} is {job.state}", markup=False)
+        jobs.print_outcome(job)
     raise typer.Exit(jobs.exit_code(job))
 
 

@@ -1,0 +1,152 @@
+"""The command line prints what data, files and services say, and the terminal obeys none of it."""
+
+import io
+import json
+import logging
+import warnings
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from reflogp_client.cli import console, jobs
+from reflogp_client.cli.console import SafeConsole, progress_bar
+from reflogp_client.jobs import job_from
+from reflogp_store import LogprobStore
+from tests.hostile_text import HOSTILE
+from tests.store.rows import REFERENCE, some_rows
+
+#: All at once, between markers; rich's markup and emoji codes as well.
+ALL = f"<{''.join(HOSTILE)}>"
+MARKUP = "[red]not red[/red] [link=https://evil.example]x[/link] [/nothing] :smile:"
+#: A file's name holds no NUL and at most 255 bytes; bytes that are not UTF-8 come as lone surrogates.
+IN_NAMES = [ch for ch in HOSTILE if ch != "\0" and (not 0xD800 <= ord(ch) <= 0xDFFF or 0xDC80 <= ord(ch) <= 0xDCFF)]
+NAMES = ["".join(IN_NAMES[at : at + 60]) for at in range(0, len(IN_NAMES), 60)]
+
+
+def harmless(text: str) -> bool:
+    """No control, no invisible character; lines are the command's own."""
+    return not any(character in text for character in HOSTILE if character != "\n")
+
+
+@pytest.fixture
+def terminal():
+    """A console as on a terminal, in colours, and what it has written."""
+    sink = io.StringIO()
+    return SafeConsole(file=sink, force_terminal=True, color_system="truecolor", width=120), sink
+
+
+@pytest.mark.parametrize("character", HOSTILE, ids=lambda ch: f"U+{ord(ch):04X}")
+def test_every_character_on_a_terminal_in_every_form(terminal, character):
+    out, sink = terminal
+    table = Table(title=f"t{character}")
+    table.add_column(f"c{character}")
+    table.add_row(Text(f"r{character}"))
+    table.add_row(f"s{character}")
+    for thing in (f"a{character}b", Text(f"a{character}b"), table):
+        out.print(thing, style="red")
+    written = sink.getvalue()
+    own = {"\x1b[31m", "\x1b[0m", "\x1b[1m", "\x1b[3m", "\x1b[1;31m", "\x1b[3;31m"}
+    for sequence in own:
+        written = written.replace(sequence, "")
+    assert harmless(written), repr(written)
+    assert "\n" not in written.split("b\n")[0]  # one string is one line
+
+
+def test_markup_in_data_is_text(terminal):
+    out, sink = terminal
+    out.print(MARKUP)
+    assert sink.getvalue() == MARKUP + "\n"
+
+
+def test_a_bar_shows_its_label_as_text(monkeypatch, terminal):
+    err, sink = terminal
+    monkeypatch.setattr(console, "err", err)
+    with progress_bar(f"{MARKUP} {ALL}") as bar:
+        bar.begin(10)
+        bar.advance(1, 1)
+        bar.bad_row(3, f"columns {ALL}")
+        bar.note(4, ALL)
+    written = sink.getvalue()
+    assert "\\u202e" in written and "[red]not red" in written and "evil.example" in written
+    assert "\x1b]" not in written and "\x07" not in written and "\x9b" not in written and "\u202e" not in written
+    assert [line for line in written.split("\n") if "row 3: columns <" in line and "\\n" in line]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_names_of_files(reflogp, tmp_path, name):
+    name = f"{tmp_path}/{name}"
+    for arguments in (
+        ("score", name, name, "--store", tmp_path / "store"),
+        ("store", "ls", name),
+        ("export", name, "--as", "fairseq2", "-o", name),
+        ("jobs", "ls", name),
+        ("serve", "--store", name, "--config", name),
+        ("score", name, "--max-length", name),
+        ("score", name, name, name, name, name),
+        ("doctor", "--model", name),
+        (name,),
+        (f"--{name}",),
+    ):
+        code, out, err = reflogp(*arguments)
+        assert code != 0 and harmless(out) and harmless(err), (arguments[0], out, err)
+
+
+def test_the_name_of_a_model_in_a_store(reflogp, tmp_path):
+    """As whoever wrote the store wrote it."""
+    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    table.append(some_rows(0, 20)[1])
+    file = next((tmp_path / "store").rglob("reference.json"))
+    described = json.loads(file.read_text())
+    file.write_text(json.dumps(described | {"name": ALL + MARKUP}))
+    for arguments in (("store", "ls"), ("store", "verify"), ("store", "compact"), ("doctor", "--store")):
+        code, out, err = reflogp(*arguments, tmp_path / "store")
+        assert code == 0 or arguments[0] == "doctor"
+        assert harmless(out) and harmless(err), (arguments, out, err)
+    assert "[red]not red" in reflogp("store", "ls", tmp_path / "store")[1]
+
+
+def a_job(**fields) -> object:
+    """A job as a service may send it, every text of it hostile."""
+    text = ALL + MARKUP
+    entry = {
+        "id": text,
+        "state": "failed",
+        "reference_id": text,
+        "settings": {"reference": text, "title": text, "format": text},
+        "dataset": {"upload": text, "split": text},
+        "progress": {"sequences": 4, "done": 1},
+        "created_at": "2026-01-01T00:00:00+00:00",
+        "submitted_by": text,
+        "note": text,
+        "error": text,
+        "summary": None,
+    }
+    return job_from(entry | fields)
+
+
+def test_what_a_service_says_of_a_job(capsys):
+    done = {"state": "done", "summary": {"snapshot": ALL, "rows": 1, "sequences": 1}}
+    for job in (a_job(), a_job(state="queued"), a_job(state=ALL + MARKUP), a_job(**done)):
+        jobs._describe(job)
+        jobs._print(jobs._listed([job], narrow=False))
+        jobs._print(jobs._listed([job], narrow=True))
+        jobs.print_outcome(job)
+    out, err = capsys.readouterr()
+    assert harmless(out) and harmless(err) and "[red]not red" in out
+
+
+def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
+    def noisy(*_):
+        warnings.warn(ALL, stacklevel=1)
+        # pytest-xdist sends what was logged to another process, as UTF-8.
+        logging.getLogger("some.library").warning(ALL.encode("utf-8", "ignore").decode())
+        raise ReflogpError(ALL)
+
+    from reflogp_client.cli import store
+    from reflogp_store import ReflogpError
+
+    monkeypatch.setattr(store, "LogprobStore", noisy)
+    code, out, err = reflogp("store", "ls", tmp_path)
+    assert code == 1 and harmless(out)
+    assert harmless(err) and err.count("\\u202e") >= 2, err
