@@ -250,7 +250,7 @@ def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]
         host, port = service.url.removeprefix("http://").split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(500)]
         connected = watched.memory_info().rss
-        http.put("/v1/uploads/rows.jsonl", content=data.read_bytes())
+        http.put("/v1/uploads/rows.jsonl", content=data.read_bytes(), headers={"content-type": "application/octet-stream"})
         body = {"reference": "ref", "dataset": {"upload": "rows.jsonl"}}
         job = http.post("/v1/jobs", json={**body, "priority": 9}).json()["id"]
         slow = socket.create_connection((host, int(port)))

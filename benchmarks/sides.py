@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from reflogp_client.cli.console import quiet_libraries
 from reflogp_client.cli.demo_model import train_tokenizer
+from reflogp_service.data.encode import tokenize_examples
 from reflogp_service.data.shape import examples_of
-from reflogp_service.data.tokenize import tokenize_examples
 from reflogp_service.engine import Sequence, TorchEngine
 from reflogp_service.engines import Engine, EngineChoice
 from reflogp_store import describe_reference
