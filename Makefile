@@ -45,6 +45,7 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/online.py
 	$(BIN)/python benchmarks/workers.py
+	$(BIN)/python benchmarks/memory.py --requests 100
 
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm engine, `make test-vllm` and `make bench`
 	@echo 'For reflogp score --engine vllm: export REFLOGP_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python'

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 
 from reflogp_client import Client
 from reflogp_client.cli.demo import shipped_data
-from reflogp_client.cli.jobs import outcome
+from reflogp_client.cli.jobs import print_outcome
 
 
 def main() -> None:
     url, reference = os.environ["REFLOGP_URL"], os.environ["REFLOGP_REFERENCE"]
     with Client(url, Path("/secrets/service/token").read_text()) as client, tempfile.TemporaryDirectory() as folder:
         job = client.watch(client.submit(shipped_data(), reference, title="demo").id)
-        print(outcome(job))
+        print_outcome(job)
         if job.state != "done":
             sys.exit(1)
         values = pq.read_table(client.result(job.id, Path(folder) / "values.parquet"))

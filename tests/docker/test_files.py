@@ -67,6 +67,13 @@ def test_own_tokens_join_those_of_the_environment(tmp_path):
     assert with_own_tokens(json.dumps([team]), tmp_path) == tokens  # the next start has the same ones
 
 
+def test_the_demo_client_finds_what_it_uses():
+    """It runs in an image only; what it imports is there."""
+    from docker import submit_demo
+
+    assert callable(submit_demo.main)
+
+
 def test_tokens_that_are_no_list_are_said_to_be_none():
     told = subprocess.run(
         [sys.executable, DOCKER / "start.py", "serve"],
