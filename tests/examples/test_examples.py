@@ -94,7 +94,7 @@ def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
     own, crossed = scored(printed)
     assert own > 0 and crossed > 0
     assert (tmp_path / "out" / "kto" / "reflogp-missing.parquet").is_file()
-    assert re.search(r"MissingLogpsError: \d+ of 24 rows have no reference log-probs .* Score them: reflogp score ", printed)
+    assert re.search(r"MissingLogpsError: \d+ of 24 rows of train .* have no reference log-probs .*: reflogp score ", printed)
     assert report["joins"]["train"]["rows"] == 24
     assert report["forwards"]["policy_passes"] == 4
 

@@ -29,7 +29,7 @@ from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
-from tests.service.serving import running, settings_file, token_rows, wait_for, wait_until
+from tests.service.serving import running, settings_file, token_rows, wait_for
 from tests.service.watching import Watching
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -224,15 +224,17 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
 
 
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=4))
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1500, seed=4))
 
     def kill():
-        wait_until(lambda: len(actors("ScoringWorker")) == 2)  # one that has not begun is not lost
+        if len(actors("ScoringWorker.score")) < 2:
+            return False  # a worker that has not begun is not lost, but placed elsewhere
         cluster.remove_node(cluster.second, allow_graceful=False)
+        return True
 
     with pytest.warns(UserWarning, match="was lost"):
         summary = score(file, "there", watcher=Watching(3, kill))
-    assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
+    assert (summary.scored, summary.failed, summary.bad_rows) == (3000, 0, 0)
     here = score(file, "here", on_ray=False)
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
 

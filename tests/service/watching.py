@@ -2,11 +2,11 @@
 
 
 class Watching:
-    """Calls `at_commit` once, at the commit of that number."""
+    """Calls `at_commit` at the commit of that number, and at the next ones as long as it returns False."""
 
     def __init__(self, number=0, at_commit=None):
         self.bad, self.notes, self.done, self.total, self.commits = {}, {}, 0, 0, 0
-        self._number, self._at_commit = number, at_commit
+        self._number, self._at_commit = number, at_commit if number else None
 
     def begin(self, sequences):
         self.total = sequences
@@ -26,5 +26,5 @@ class Watching:
     def committed(self, snapshot):
         self.snapshot = snapshot
         self.commits += 1
-        if self.commits == self._number:
-            self._at_commit()
+        if self._at_commit is not None and self.commits >= self._number and self._at_commit() is not False:
+            self._at_commit = None

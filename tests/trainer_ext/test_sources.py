@@ -106,7 +106,7 @@ def test_this_trainers_own_model_computes_what_is_missing(cached_trainer, trl_tr
     assert trainer.joins["train"].computed == 50
     expected = trl_trainer(ld_alpha=0.4)
     assert np.abs(columns(trainer.train_dataset) - columns(expected.train_dataset)).max() <= 1e-3
-    with pytest.raises(MissingLogpsError, match="not the reference any more"):
+    with pytest.raises(MissingLogpsError, match="the policy does not start at the reference"):
         cached_trainer({"reference": source, "policy_starts_at_reference": False})
 
 
