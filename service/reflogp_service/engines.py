@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -30,8 +30,11 @@ class Engine(Protocol):
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
         """Index -> why this engine cannot score that sequence."""
 
-    def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """(index, outcome) of every sequence but the skipped ones, in any order, as they come."""
+    def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
+        """(number, outcome) of a pass's sequences, numbered from 0 through all groups, for as long as groups come.
+
+        An empty group says that there is none at the moment. Then what is under way ends, and an empty list is the item.
+        """
 
     def provenance(self) -> dict[str, Any]:
         """How this engine makes values; stored beside them."""
@@ -51,9 +54,11 @@ class PassEngine(Engine, Protocol):
 
     Attributes:
         token_budget: about how many tokens of several requests are worth merging.
+        pass_seconds: device time of a pass at most, or None for as long as pays.
     """
 
     token_budget: int
+    pass_seconds: float | None
 
     def passes(
         self,
@@ -62,7 +67,15 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """As `stream`, in passes: the caller may do something else between two; `before` is told each one's indices."""
+        """(index, outcome) of all but the skipped ones; `before` is told each pass's indices."""
+
+    def flow(
+        self,
+        groups: Iterable[list[Sequence]],
+        temperature: float = 1.0,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> Generator[list[tuple[int, Outcome]]]:
+        """As Engine.flow: the caller may do something else between two passes; `before` is told each one's numbers."""
 
 
 @dataclass(frozen=True)

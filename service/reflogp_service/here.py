@@ -1,30 +1,30 @@
 """Misses scored in this process, by one engine.
 
-Knows when to commit. Does not know where misses come from. Made by the command line and by a service's job.
+Knows when an engine is made and how its events are told. Does not know where misses come from. Made by the command line and
+by a service's job.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import queue
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-from reflogp_service.commits import COMMIT_SECONDS, COMMIT_SEQUENCES, Commits
-from reflogp_service.engine.sequences import Logps
+from reflogp_service.commits import COMMIT_SECONDS, COMMIT_SEQUENCES
+from reflogp_service.computing import Committed, Computing, Ended, Event, Failed, Scored
 from reflogp_service.engines import Engine
 from reflogp_service.misses import Miss, Told, Work
 from reflogp_store import LogprobTable
 
+#: Seconds between two looks whether there is room for a group.
+_LOOK_SECONDS = 0.02
+
 
 class Here:
-    """A Scorer around one engine.
+    """A Scorer around one engine, which computes and commits in threads of its own.
 
     Args:
-        make_engine: called on the first miss; a run of hits loads no model.
+        make_engine: called on the first miss, in the caller's thread; a run of hits loads no model.
         commit_sequences, commit_seconds: commit when either is reached.
     """
 
@@ -34,76 +34,96 @@ class Here:
         commit_sequences: int = COMMIT_SEQUENCES,
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
-        self.batch = commit_sequences
+        self.batch = min(commit_sequences, COMMIT_SEQUENCES)
         self._make_engine = make_engine
+        self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
         self._engine: Engine | None = None
-        self._commits: Commits | None = None
+        self._table: LogprobTable | None = None
+        self._computing: Computing | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._work = Work()
 
     def open(self, table: LogprobTable) -> None:
         """As Scorer.open."""
-        self._commits = Commits(table)
+        self._table = table
+
+    def is_starved(self) -> bool:
+        """As Scorer.is_starved."""
+        return self._computing is None or self._computing.is_starved()
 
     def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
-        """As Scorer.score; everything is told. An interrupt or an engine's error commits what is computed and passes on."""
-        if self._engine is None:
-            self._engine = self._make_engine()
-            self._work.workers = 1
-            self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-        sequences = [miss.sequence for miss in misses]
-        problems = self._engine.problems(sequences)
-        done: list[tuple[Miss, Logps]] = []
-        committed_at = time.monotonic()
-        try:
-            stream = self._engine.stream(sequences, skip=problems)
-            while (item := self._timed_next(stream)) is not None:
-                index, logps = item
-                if isinstance(logps, str):
-                    problems[index] = logps
-                    continue
-                done.append((misses[index], logps))
-                self._work.flops += self._engine.flops(sequences[index])
-                told.scored(misses[index])
-                if len(done) >= self.batch or time.monotonic() - committed_at > self._commit_seconds:
-                    self._commit(done, told)
-                    done, committed_at = [], time.monotonic()
-        finally:
-            self._commit(done, told)
+        """As Scorer.score; returns when the engine has room for the group."""
+        computing, engine = self._begin()
+        problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
             told.failed(misses[index], problem)
+        group = [miss for index, miss in enumerate(misses) if index not in problems]
+        while group and not computing.put(group):
+            self._tell(told, _LOOK_SECONDS)
+        self._tell(told)
 
     def finish(self, told: Told) -> None:
-        """As Scorer.finish: nothing is ever left."""
+        """As Scorer.finish."""
+        if self._computing is not None:
+            self._computing.finish()
+            while not self._tell(told, None):
+                pass
+
+    def stop(self) -> None:
+        """As Scorer.stop."""
+        if self._computing is not None:
+            self._computing.stop()
 
     def work(self) -> Work:
         """As Scorer.work."""
-        if self._engine is not None and self._work.seconds > 0:
-            self._work.peak = self._engine.peak_flops_per_second()
+        if self._engine is not None and self._computing is not None:
+            self._work.seconds, self._work.flops = self._computing.seconds, self._computing.flops
+            if self._work.seconds > 0:
+                self._work.peak = self._engine.peak_flops_per_second()
         return self._work
 
     def close(self) -> None:
         """End the engine, where one was made."""
+        self.stop()
         if self._engine is not None:
             self._engine.close()
 
-    def _timed_next(self, stream: Iterator[Any]) -> Any:
-        start = time.monotonic()
-        try:
-            return next(stream, None)
-        finally:
-            self._work.seconds += time.monotonic() - start
+    def _begin(self) -> tuple[Computing, Engine]:
+        if self._engine is None or self._computing is None:
+            assert self._table is not None, "opened before"
+            self._engine = self._make_engine()
+            self._work.workers = 1
+            self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
+            self._computing = Computing(
+                self._engine,
+                self._table,
+                self._work.provenance,
+                self._events.put,
+                self._commit_sequences,
+                self._commit_seconds,
+            )
+        return self._computing, self._engine
 
-    def _commit(self, done: list[tuple[Miss, Logps]], told: Told) -> None:
-        if not done:
-            return
-        assert self._commits is not None, "opened before"
-        misses = [miss for miss, _ in done]
-        snapshot = self._commits.commit(
-            pa.array([miss.key for miss in misses], pa.binary()),
-            [miss.sequence for miss in misses],
-            np.array([miss.completion_len for miss in misses], np.int32),
-            [logps for _, logps in done],
-            self._work.provenance or {},
-        )
-        told.committed(snapshot)
+    def _tell(self, told: Told, patience: float | None = 0.0) -> bool:
+        """Tell what has happened, waiting so long for a first event (None: for ever); whether it was the last one.
+
+        Raises the error that ended the computing.
+        """
+        while True:
+            try:
+                event = self._events.get(timeout=patience) if patience != 0.0 else self._events.get_nowait()
+            except queue.Empty:
+                return False
+            patience = 0.0
+            match event:
+                case Scored(miss):
+                    told.scored(miss)
+                case Failed(miss, problem):
+                    told.failed(miss, problem)
+                case Committed(misses, snapshot):
+                    told.committed(misses, snapshot)
+                case Ended(error):
+                    if error is not None:
+                        raise error
+                    return True

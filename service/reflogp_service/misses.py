@@ -33,13 +33,13 @@ class Told(Protocol):
     """Told what becomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Its values are computed; they are in the store with the next `committed`."""
+        """Its values are computed; a later `committed` says that they are in the store."""
 
     def failed(self, miss: Miss, problem: str) -> None:
         """It has no values, and why."""
 
-    def committed(self, snapshot: int) -> None:
-        """What was scored by now is in the store, as of that snapshot."""
+    def committed(self, misses: list[Miss], snapshot: int) -> None:
+        """The values of these are in the store, as of that snapshot."""
 
 
 @dataclass
@@ -65,13 +65,16 @@ class Scorer(Protocol):
     """Scores misses and commits their values.
 
     Attributes:
-        batch: misses that are worth collecting before they are handed on.
+        batch: misses that are worth collecting before they are handed on, unless it is starved.
     """
 
     batch: int
 
     def open(self, table: LogprobTable) -> None:
         """Told once, before anything else, where values go."""
+
+    def is_starved(self) -> bool:
+        """Whether what computes would take misses now, however few."""
 
     def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
         """Take misses in. Returns when there is room for more; what is not `told` by then, a later call tells.
@@ -87,6 +90,9 @@ class Scorer(Protocol):
 
     def finish(self, told: Told) -> None:
         """Return when all misses are told. Raises as `score`."""
+
+    def stop(self) -> None:
+        """Begin nothing further; return when what is computed is committed. Nothing more is told."""
 
     def work(self) -> Work:
         """What was done."""

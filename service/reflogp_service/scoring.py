@@ -7,14 +7,16 @@ the service's workers.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from reflogp_service.data.tokenize import TokenizedRows
+from reflogp_service.ahead import Ahead
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine.sequences import Sequence
 from reflogp_service.errors import OtherEngineError
@@ -22,8 +24,10 @@ from reflogp_service.misses import Miss, Scorer
 from reflogp_store import LogprobStore, LogprobTable, Reference, Snapshot
 from reflogp_store.joins import completion_columns
 from reflogp_store.snapshot import Found
-from reflogp_store.windows import check_truncation, windows
+from reflogp_store.windows import Windows, check_truncation, windows
 
+#: Windows of rows that are read, tokenised and looked up while others are scored.
+_WINDOWS_AHEAD = 2
 #: Row numbers that a summary names in full; the rest is counted.
 NAMED_ROWS = 100
 
@@ -137,14 +141,60 @@ def score_dataset(
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, scorer, summary, watcher, strict_engine)
     scorer.open(table)
-    for window in dataset:
-        if not summary.rows:
-            run.begin(dataset.count(), window)
-        run.take(window, max_length, truncation_mode)
-    run.finish()
+    looked_up = _looked_up(dataset, before, max_length, truncation_mode)
+    with Ahead(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+        try:
+            for window in windows_ahead:
+                run.take(window)
+            run.finish()
+        except BaseException:
+            scorer.stop()
+            raise
     summary.seconds = time.monotonic() - started
     run.close()
     return summary
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some rows, as tokens that were looked up in the snapshot from before the run.
+
+    Attributes:
+        rows_in_all: rows that the dataset has, as far as can be told.
+        sides: completions of a row.
+        last_row: number of the last row that was read.
+        problems: row number -> why it cannot be used.
+        rows: numbers of the rows in the views, int64 (n,).
+        bare: rows without a prompt, bool (n,).
+        looked_up: of each completion its view, its keys and what the snapshot has of them.
+    """
+
+    rows_in_all: int
+    sides: int
+    last_row: int
+    problems: dict[int, str]
+    rows: npt.NDArray[np.int64]
+    bare: npt.NDArray[np.bool_]
+    looked_up: list[tuple[Windows, pa.Array, Found]]
+
+
+def _looked_up(dataset: TokenizedDataset, before: Snapshot, max_length: int | None, truncation_mode: str) -> Iterator[_Window]:
+    """A dataset's windows, looked up. Iterated in a thread of its own."""
+    rows_in_all: int | None = None
+    for window in dataset:
+        rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
+        columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
+        views = [windows(window.table["prompt_ids"], window.table[c], max_length, truncation_mode) for c in columns]
+        keys = [view.keys() for view in views]
+        yield _Window(
+            rows_in_all,
+            len(window.table.column_names) - 2,  # all but row and prompt_ids
+            window.last_row,
+            window.problems,
+            window.table["row"].to_numpy(),
+            pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
+            [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)],
+        )
 
 
 class _Run:
@@ -169,43 +219,38 @@ class _Run:
         self._rows = self._sides = 0
         self._collected: dict[bytes, Miss] = {}  # for the scorer
         self._handed: dict[bytes, Miss] = {}  # the scorer has them, or `_now` is older than their values
-        self._fresh: list[Miss] = []  # scored since `_now`
+        self._fresh: list[Miss] = []  # committed since `_now`
         self._bad: set[int] = set()
 
-    def begin(self, rows: int, first: TokenizedRows) -> None:
-        """So many rows are expected, and look like these."""
-        self._rows, self._sides = rows, max(1, len(first.table.column_names) - 2)  # all but row and prompt_ids
-        if self._watcher:
-            self._watcher.begin(self._rows * self._sides)
-
-    def take(self, window: TokenizedRows, max_length: int | None, truncation_mode: str) -> None:
+    def take(self, window: _Window) -> None:
         """Count a window's rows and hand its misses on."""
+        if not self._rows:
+            self._rows, self._sides = window.rows_in_all, max(1, window.sides)
+            if self._watcher:
+                self._watcher.begin(self._rows * self._sides)
         self._summary.rows = window.last_row + 1
         if self._watcher:
             self._watcher.read(self._summary.rows)
         for row, problem in window.problems.items():
             self._bad_row(row, problem)
-        columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
-        views = [windows(window.table["prompt_ids"], window.table[c], max_length, truncation_mode) for c in columns]
-        if not views:
+        if not window.looked_up:
             return
-        rows = window.table["row"].to_numpy()
+        rows, views = window.rows, [view for view, _, _ in window.looked_up]
         dropped = views[0].dropped
         empty = np.logical_or.reduce([view.needed == 0 for view in views]) & ~dropped
         self._summary.dropped_rows += int(dropped.sum())
         for row in rows[empty]:
             self._bad_row(int(row), "a completion is empty: it has no token to score")
-        bare = pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0
-        for row in rows[bare & ~dropped]:
+        for row in rows[window.bare & ~dropped]:
             self._summary.empty_prompts += 1
             if self._watcher:
                 self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")
         self._look_again()
-        for view in views:
-            keys = view.keys()
-            stored = self._before.find(keys)
+        for view, keys, stored in window.looked_up:
             hit_before = stored.lengths >= view.needed
-            hit_now = self._now.stored_lengths(keys) >= view.needed
+            hit_now = hit_before
+            if self._now is not self._before:
+                hit_now = self._now.stored_lengths(keys) >= view.needed
             usable = np.flatnonzero(~dropped & (view.needed > 0))  # an empty side counts 0, the other is still needed
             if self._strict_engine is not None:
                 _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
@@ -215,7 +260,7 @@ class _Run:
             self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
                 self._wait(keys[at].as_py(), view, int(at), int(rows[at]))
-        if len(self._collected) >= self._scorer.batch:
+        if len(self._collected) >= self._scorer.batch or self._scorer.is_starved():
             self._hand_on()
 
     def finish(self) -> None:
@@ -236,7 +281,6 @@ class _Run:
 
     def scored(self, miss: Miss) -> None:
         """As Told.scored."""
-        self._fresh.append(miss)
         self._summary.scored += 1
         self._summary.tokens += len(miss.sequence)
         self._advance(1, len(miss.sequence))
@@ -248,8 +292,9 @@ class _Run:
         for row in miss.rows:
             self._bad_row(row, problem)
 
-    def committed(self, snapshot: int) -> None:
+    def committed(self, misses: list[Miss], snapshot: int) -> None:
         """As Told.committed."""
+        self._fresh += misses
         self._summary.snapshot = max(self._summary.snapshot, snapshot)
         if self._watcher:
             self._watcher.committed(snapshot)
@@ -277,7 +322,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """Let the snapshot answer for what was scored, and forget it here."""
+        """Let the snapshot answer for what was committed, and forget it here."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from reflogp_service.engine.device import copy_to_host
+from reflogp_service.engine.device import Mark, copy_to_host
 
 
 class Cuda:
@@ -27,18 +27,26 @@ class Cuda:
     def current_stream(self, device=None):
         return self.streams[self.device if device is None else torch.device(device).index or 0]
 
-    def event(self):
-        return Event(self)
+    def event(self, enable_timing=False):
+        return Event(self, enable_timing)
 
 
 class Event:
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Cuda, enable_timing: bool) -> None:
+        self._cuda, self._enable_timing = cuda, enable_timing
         self._before: tuple[list, int] = ([], 0)
 
     def record(self, stream=None) -> None:
         stream = self._cuda.current_stream() if stream is None else stream
         self._before = (stream, len(stream))
+
+    def query(self) -> bool:
+        return not self._before[0][: self._before[1]]
+
+    def elapsed_time(self, end) -> float:
+        assert self._enable_timing and end._enable_timing and self.query() and end.query()
+        assert self._before[0] is end._before[0], "events of two streams"
+        return 250.0
 
     def synchronize(self) -> None:
         stream, count = self._before
@@ -84,9 +92,11 @@ def cuda(monkeypatch):
 def test_the_event_behind_a_copy_is_on_the_stream_of_the_device_that_has_the_values(device, current, cuda):
     values = torch.arange(5.0)
     with cuda.as_current(f"cuda:{current}"):
+        began = Mark(torch.device(f"cuda:{device}"))
         host, copied = copy_to_host(OnDevice(values, f"cuda:{device}", cuda))
-        assert host.isnan().all(), "nobody has waited for the copy"
-        copied.synchronize()
+        assert host.isnan().all() and not copied.has_passed(), "nobody has waited for the copy"
+        copied.wait()
+        assert copied.has_passed() and copied.seconds_since(began) == 0.25
         assert torch.equal(host, values)
         assert cuda.device == current, "the caller's device is as it was"
 
@@ -94,4 +104,4 @@ def test_the_event_behind_a_copy_is_on_the_stream_of_the_device_that_has_the_val
 def test_values_on_a_cpu_are_there_at_once():
     values = torch.arange(5.0)
     host, copied = copy_to_host(values)
-    assert host is values and copied is None
+    assert host is values and copied.has_passed() and copied.seconds_since(copied) == 0

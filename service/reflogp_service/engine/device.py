@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,18 +24,42 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+class Mark:
+    """A moment of a device's stream: now, behind everything that the host has given it. On a CPU that is simply now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        self._moment = time.monotonic()
+        if device.type == "cuda":
+            with on_device(device):
+                self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                self._event.record(torch.cuda.current_stream(device))
+
+    def has_passed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Return when it has passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Seconds of the device between two marks that have passed."""
+        if self._event is None:
+            return self._moment - earlier._moment
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
+
+def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
     """Begin to copy a tensor to the host.
 
     Returns:
-        (the host's tensor, an event or None). Where there is an event, the tensor may be read only after
-        `event.synchronize()`: it is recorded behind the copy, on the stream of the device that holds the values.
+        (the host's tensor, the mark behind the copy, on the stream of the device that holds the values). The tensor may be read
+        only when the mark has passed.
     """
-    if values.device.type != "cuda":
-        return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    with on_device(values.device):
-        host.copy_(values, non_blocking=True)
-        copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(values.device))
-    return host, copied
+    host = values
+    if values.device.type == "cuda":
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        with on_device(values.device):
+            host.copy_(values, non_blocking=True)
+    return host, Mark(values.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,3 +91,9 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
     if problems:
         raise InvalidSequencesError(problems, results)
     return results
+
+
+def windows(sequences: list[Sequence], chosen: list[int], size: int) -> Iterator[list[Sequence]]:
+    """The chosen sequences, so many at a time."""
+    for start in range(0, len(chosen), size):
+        yield [sequences[index] for index in chosen[start : start + size]]

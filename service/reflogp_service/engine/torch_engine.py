@@ -6,33 +6,35 @@ ids: nothing here knows text, keys or stores. Called by the scoring job and by a
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 
 from reflogp_service.engine.attention import is_out_of_memory
 from reflogp_service.engine.compiled import worth_compiling
-from reflogp_service.engine.device import copy_to_host, on_device
+from reflogp_service.engine.device import Mark, copy_to_host, on_device
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
+from reflogp_service.engine.flow import Flying, Prepared, Unit
 from reflogp_service.engine.forward import attention_of, forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
-from reflogp_service.engine.sequences import NOT_FINITE, Logps, Outcome, Sequence, in_order, problem_of
+from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
 from reflogp_service.errors import EngineError
 from reflogp_store.checkpoint import Checkpoint
 
 #: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
 _WINDOW = 8_192
+#: Passes are not made shorter than this, however slow the device is: the products would be too small to be fast.
+_LEAST_PASS_TOKENS = 1_024
 
 
 class TorchEngine:
@@ -53,6 +55,10 @@ class TorchEngine:
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
         revision: of a hub id.
         trust_remote_code: run modelling code that the checkpoint brings.
+
+    Attributes:
+        token_budget: tokens of a pass at most.
+        pass_seconds: device time of a pass at most, or None for as long as pays; set it while somebody waits for a turn.
 
     Raises:
         UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
@@ -86,6 +92,8 @@ class TorchEngine:
         self._flops = ForwardFlops(self._loaded.model)
         if compile_layers is None:
             compile_layers = worth_compiling(self._loaded.model, self.device)
+        self.pass_seconds: float | None = None
+        self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
         with on_device(self.device):
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
@@ -128,11 +136,7 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """What comes off the device, pass by pass, the longest of each window first: (index, token_logps) of its sequences.
-
-        In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
-        The next pass is prepared while the device computes, and a pass's values are fetched while the next one runs. Between
-        two items the engine may be used for something else.
+        """What comes off the device, pass by pass: (index, token_logps) of its sequences. As `flow`, of sequences in hand.
 
         Args:
             sequences: ones without `problems`.
@@ -141,44 +145,72 @@ class TorchEngine:
             before: told the indices of each pass before the device gets it.
         """
         wanted = [i for i in range(len(sequences)) if i not in skip]
-        for start in range(0, len(wanted), _WINDOW):
-            yield from self._window_passes(sequences, wanted[start : start + _WINDOW], temperature, before)
+        told = None if before is None else lambda places: before([wanted[at] for at in places])
+        for landed in self.flow(windows(sequences, wanted, _WINDOW), temperature, told):
+            yield [(wanted[at], outcome) for at, outcome in landed]
 
-    def _window_passes(
+    def flow(
         self,
-        sequences: list[Sequence],
-        left: list[int],
-        temperature: float,
-        before: Callable[[list[int]], None] | None,
-    ) -> Iterator[list[tuple[int, Outcome]]]:
-        while left:
-            done: set[int] = set()
-            flying: _Flying | None = None
-            for unit in _prepared_ahead(self._units([sequences[i] for i in left])):
+        groups: Iterable[list[Sequence]],
+        temperature: float = 1.0,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> Generator[list[tuple[int, Outcome]]]:
+        """What comes off the device, pass by pass, for as long as groups of sequences come.
+
+        In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
+        A pass is prepared and uploaded while the one before it is computed, across groups too, and its values are fetched while
+        the next one runs. Between two items the engine may be used for something else.
+
+        Args:
+            groups: sequences without `problems` that are packed together, the longest first; some thousand at a time share and
+                fill passes well. Taken in a thread of this engine, and without waiting: an empty group says that there is none
+                at the moment. What flies then lands, and after it an empty list is the item.
+            temperature: logits are divided by it.
+            before: told the numbers of each pass's sequences before the device gets it.
+
+        Yields:
+            (number, token_logps) of a pass's sequences, numbered from 0 through all groups.
+
+        Raises:
+            EngineError: a pass failed. What was computed before was yielded.
+        """
+        waiting: dict[int, Sequence] = {}
+        again: deque[Unit] = deque()
+        flying: Flying | None = None
+        with Prepared(self._units_of_groups(groups, waiting)) as prepared:
+            while True:
+                try:
+                    unit = again.popleft() if again else prepared.take(flying)
+                except StopIteration:
+                    break
+                if unit is None:
+                    yield [] if flying is None else self._landed(flying, waiting)
+                    flying = None
+                    continue
+                places = [place for place, _ in unit.members]
+                if unit.tokens > self._pass_limit() and len(places) > 1:
+                    again.extendleft(reversed(list(self._units_of(places, waiting))))
+                    continue
                 if before is not None:
-                    before([left[at] for at, _ in unit.members])
+                    before(places)
                 try:
                     launched = self._launch(unit, temperature)
                 except EngineError:
                     if flying is not None:  # what was computed before is not lost
-                        yield flying.land(left)
+                        yield self._landed(flying, waiting)
                     raise
-                if launched is None and len(unit.members) == 1:
-                    [(alone, _)] = unit.members
-                    done.add(alone)
-                    problem = f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
-                    yield [(left[alone], problem)]
-                    continue
-                if launched is None:
-                    self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
-                    break  # prepare what is left anew, in smaller packs
                 if flying is not None:
-                    yield flying.land(left)
+                    yield self._landed(flying, waiting)
                 flying = launched
-                done.update(at for at, _ in unit.members)
+                if launched is None and len(places) == 1:
+                    del waiting[places[0]]
+                    problem = f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
+                    yield [(places[0], problem)]
+                elif launched is None:
+                    self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
+                    again.appendleft(unit)
             if flying is not None:
-                yield flying.land(left)
-            left = [index for at, index in enumerate(left) if at not in done]
+                yield self._landed(flying, waiting)
 
     def flops(self, sequence: Sequence) -> float:
         """Floating point operations of one plain forward over this sequence, head only where it predicts."""
@@ -204,7 +236,37 @@ class TorchEngine:
             "batch_invariant": False,
         }
 
-    def _units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
+    def _landed(self, flying: Flying, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
+        """A pass's values; its sequences wait no more."""
+        landed = flying.land()
+        self._tokens_per_second = flying.tokens_per_second()
+        for place, _ in landed:
+            del waiting[place]
+        return landed
+
+    def _pass_limit(self) -> int:
+        """Tokens of a pass at most, now."""
+        if self.pass_seconds is None:
+            return self.token_budget
+        return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
+
+    def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
+        """Passes over all groups, whose sequences are numbered and put into `waiting`; None for an empty group."""
+        count = 0
+        for group in groups:
+            if not group:
+                yield None
+                continue
+            places = list(range(count, count + len(group)))
+            count += len(group)
+            waiting.update(zip(places, group, strict=True))
+            yield from self._units_of(places, waiting)
+
+    def _units_of(self, places: list[int], waiting: dict[int, Sequence]) -> Iterator[Unit]:
+        for unit in self._units([waiting[place] for place in places]):
+            yield Unit(unit.work, tuple((places[at], where) for at, where in unit.members), unit.tokens)
+
+    def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Passes over all of `sequences` within the present budget: those beyond the rope limit alone, masked ones padded."""
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
@@ -217,15 +279,15 @@ class TorchEngine:
                 (plain if sequence.attention_mask is None else masked).append(index)
         for chosen in (*groups, plain, masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
-                yield _Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
+                yield Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
 
-    def _shared_units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
+    def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
         if self.self_check.path == "packed" and not is_masked:
-            for pack in packs(sequences, self.token_budget):
-                yield _Unit(pack, pack.members, len(pack))
+            for pack in packs(sequences, self._pass_limit()):
+                yield Unit(pack, pack.members, len(pack))
             return
-        budget = 1 if self.self_check.path == "single" else self.token_budget
+        budget = 1 if self.self_check.path == "single" else self._pass_limit()
         for batch in padded_batches(sequences, budget):
             members, start = [], 0
             for index in batch:
@@ -233,13 +295,14 @@ class TorchEngine:
                 members.append((index, np.arange(start, stop)))
                 start = stop
             chosen = [sequences[index] for index in batch]
-            yield _Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
+            yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
 
-    def _launch(self, unit: _Unit, temperature: float) -> _Flying | None:
+    def _launch(self, unit: Unit, temperature: float) -> Flying | None:
         """Start a pass; None when memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
             forget_longest_pass(model, limit)
+        began = Mark(self.device)
         try:
             with on_device(self.device), self._loaded.computing():
                 if isinstance(unit.work, Pack):
@@ -248,7 +311,8 @@ class TorchEngine:
                 else:
                     with attention_of(model, self._own_attention):
                         values = forward_padded(model, self._head, unit.work, self.device, temperature)
-            return _Flying.begin(unit, values)
+            host, landed = copy_to_host(values)
+            return Flying(unit, host, began, landed)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
@@ -256,45 +320,3 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """One pass: a pack or a padded batch, where each member's values will be, and its size in tokens."""
-
-    work: Pack | list[Sequence]
-    members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
-    tokens: int
-
-
-@dataclass(frozen=True)
-class _Flying:
-    """A pass whose values are on their way off the device: `values` is host memory, written when `copied` has happened."""
-
-    unit: _Unit
-    values: torch.Tensor
-    copied: Any
-
-    @classmethod
-    def begin(cls, unit: _Unit, values: torch.Tensor) -> _Flying:
-        return cls(unit, *copy_to_host(values))
-
-    def land(self, indices: list[int]) -> list[tuple[int, Outcome]]:
-        """The pass's values, once they are here; `indices` are the caller's numbers of the members."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        values = self.values.numpy()
-        landed: list[tuple[int, Outcome]] = []
-        for index, where in self.unit.members:
-            logps = values[where]
-            landed.append((indices[index], logps if np.isfinite(logps).all() else NOT_FINITE))
-        return landed
-
-
-def _prepared_ahead(units: Iterator[_Unit]) -> Iterator[_Unit]:
-    """`units`, each made in the background while the one before it is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="reflogp-pack") as background:
-        coming = background.submit(next, units, None)
-        while (unit := coming.result()) is not None:
-            coming = background.submit(next, units, None)
-            yield unit

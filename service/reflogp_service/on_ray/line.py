@@ -28,7 +28,7 @@ class Unit:
     """Misses that one worker scores and commits at once.
 
     Attributes:
-        again: a worker that had it was lost, so that some of it may be stored.
+        again: a worker that had it was lost, so that it may be the reason, and some of it may be stored.
         deaths: of workers at it, counted where it is a single sequence.
     """
 
@@ -72,10 +72,9 @@ class Line:
         self._grouped -= len(chosen)
         return Unit(chosen)
 
-    def put_back(self, unit: Unit) -> None:
-        """A unit whose worker was lost before it came to it goes next."""
-        unit.again = True
-        self._again.appendleft(unit)
+    def is_suspect(self) -> bool:
+        """Whether the next unit is one that a worker died at."""
+        return bool(self._again)
 
     def died_at(self, unit: Unit) -> Miss | None:
         """A unit that a worker died at goes next, in halves; a single sequence once more, and then it is given back."""
@@ -83,7 +82,8 @@ class Line:
             unit.deaths += 1
             if unit.deaths > 1:
                 return unit.misses[0]
-            self.put_back(unit)
+            unit.again = True
+            self._again.appendleft(unit)
             return None
         middle = (len(unit.misses) + 1) // 2
         self._again.extendleft(Unit(half, again=True) for half in (unit.misses[middle:], unit.misses[:middle]))

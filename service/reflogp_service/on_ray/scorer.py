@@ -30,8 +30,8 @@ from reflogp_service.on_ray.worker import ScoringWorker
 from reflogp_store import LogprobTable, Reference
 from reflogp_store.storage import is_local
 
-#: Units that a worker has at a time: one that it scores, and one so that it need not wait for the next.
-_IN_FLIGHT = 2
+#: Units that a worker has at a time: one that it commits, one that it scores, one so that it need not wait for the next.
+_IN_FLIGHT = 3
 #: Workers that die one after the other before any is ready, after which no further one is begun.
 _FAILED_STARTS = 3
 #: Seconds without any worker after which that is said, and after which it is given up: nodes that Ray adds need minutes.
@@ -111,6 +111,10 @@ class OnRay:
         self._table_folder = table.uri
         self._store = table.uri.rsplit("/", 2)[0]
 
+    def is_starved(self) -> bool:
+        """As Scorer.is_starved."""
+        return len(self._line) < self._unit_size() * self._wanted
+
     def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
         """As Scorer.score; returns when less is in line than the workers take next."""
         fresh = [miss for miss in misses if miss.key not in self._killers]
@@ -119,12 +123,15 @@ class OnRay:
                 told.failed(miss, self._killers[miss.key])
         self._line.put(fresh)
         self._to_come = to_come
-        self._advance(told, lambda: len(self._line) < self._unit_size() * self._wanted)
+        self._advance(told, self.is_starved)
 
     def finish(self, told: Told) -> None:
         """As Scorer.finish."""
         self._to_come = 0
         self._advance(told, lambda: not self._line and not any(worker.flying for worker in self._workers))
+
+    def stop(self) -> None:
+        """As Scorer.stop: workers commit by themselves what they compute."""
 
     def work(self) -> Work:
         """As Scorer.work; the peak is that of the workers that are there now, all at once as they worked."""
@@ -156,7 +163,8 @@ class OnRay:
     def _keep_up_workers(self) -> None:
         while len(self._workers) < self._wanted and self._failed_starts < _FAILED_STARTS:
             actor_class: Any = ray.remote(ScoringWorker)  # ray's types know neither options nor a class's methods
-            placed = actor_class.options(**resources_of(self._choice), max_restarts=0, max_task_retries=0)
+            lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": _IN_FLIGHT + 1}
+            placed = actor_class.options(**resources_of(self._choice), **lives)
             actor = placed.remote(self._model, self._revision, self._reference.to_json(), asdict(self._choice), self._store)
             self._workers.append(_Worker(actor, actor.place.remote()))
         if not self._workers:
@@ -167,11 +175,15 @@ class OnRay:
         """Give every worker that is ready what it may have, in turn, so that the last units are spread."""
         for count in range(_IN_FLIGHT):
             for worker in self._workers:
-                if worker.ready and len(worker.flying) == count and self._line:
+                if worker.ready and len(worker.flying) == count and self._line and self._may_have_more(worker):
                     unit = self._line.take(self._unit_size())
                     if self._busy_since is None:
                         self._busy_since = time.monotonic()
                     worker.flying.append((unit, worker.actor.score.remote(encode(unit.misses), unit.again)))
+
+    def _may_have_more(self, worker: _Worker) -> bool:
+        """Whether a unit may be given beside those that a worker has. One that a worker died at is alone."""
+        return not worker.flying or not (worker.flying[0][0].again or self._line.is_suspect())
 
     def _arrived(self, worker: _Worker, reference: Any, told: Told) -> None:
         try:
@@ -204,16 +216,16 @@ class OnRay:
         rate = len(unit.misses) / max(answer["seconds"], 1e-3)
         self._per_second = rate if self._per_second is None else self._per_second + _NEWEST * (rate - self._per_second)
         problems = answer["problems"]
-        for index, miss in enumerate(unit.misses):
-            if index not in problems:
-                told.scored(miss)
+        good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
+        for miss in good:
+            told.scored(miss)
         if answer["snapshot"] is not None:
-            told.committed(answer["snapshot"])
+            told.committed(good, answer["snapshot"])
         for index, problem in problems.items():
             told.failed(unit.misses[index], problem)
 
     def _lost(self, worker: _Worker, reason: str, told: Told) -> None:
-        """A worker is gone: what it was at is suspected, what it had not begun is not."""
+        """A worker is gone: any of the units that it had may be the reason."""
         self._workers.remove(worker)
         self._end(worker)
         where = f"a worker on {worker.node}" if worker.node else "a worker"
@@ -224,11 +236,10 @@ class OnRay:
         units = [unit for unit, _ in worker.flying]
         worker.flying.clear()
         self._note_idle()
-        for unit in reversed(units[1:]):
-            self._line.put_back(unit)
-        if units and (killer := self._line.died_at(units[0])) is not None:
-            self._killers[killer.key] = f"it killed its worker twice ({reason})"
-            told.failed(killer, self._killers[killer.key])
+        for unit in reversed(units):
+            if (killer := self._line.died_at(unit)) is not None:
+                self._killers[killer.key] = f"it killed its worker twice ({reason})"
+                told.failed(killer, self._killers[killer.key])
 
     def _end(self, worker: _Worker) -> None:
         worker.probe.close()

@@ -5,24 +5,31 @@ Knows one reference and one store. Does not know what else is in line. Made by `
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
-from reflogp_service.commits import Commits
-from reflogp_service.engine.sequences import Logps
+from reflogp_service.computing import Committed, Computing, Ended, Event, Failed, Scored
 from reflogp_service.engines import Engine, EngineChoice
+from reflogp_service.misses import Miss
 from reflogp_service.on_ray.cluster import this_node
 from reflogp_service.on_ray.shared import require_seen
 from reflogp_service.on_ray.unit import decode
 from reflogp_store import LogprobStore, LogprobTable, Reference, UsageError, describe_reference, resolve_model
 
+#: Seconds between two looks whether the engine has room for a unit.
+_LOOK_SECONDS = 0.01
+
 
 class ScoringWorker:
     """One engine. Made of plain values; does nothing before it is asked.
+
+    `score` may be called while another call is under way, so that the engine need not wait for the next unit.
 
     Args:
         model: folder or hub id, as this node finds it.
@@ -40,8 +47,11 @@ class ScoringWorker:
         self._store = store
         self._engine: Engine
         self._table: LogprobTable
-        self._commits: Commits
-        self._provenance: dict[str, Any]
+        self._computing: Computing
+        self._asked: dict[Miss, _Asked] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._landed_at = 0.0
 
     def place(self) -> str:
         """The node that it is on, in words."""
@@ -67,10 +77,10 @@ class ScoringWorker:
         if found.reference_id != wanted.reference_id:
             raise UsageError(f"{self._model} is another model there: reference {found.reference_id}, not {wanted.reference_id}")
         self._table = LogprobStore(self._store).table(wanted.reference_id)
-        self._commits = Commits(self._table)
         self._engine = self._choice.make(str(folder), wanted)
-        self._provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-        return self._provenance
+        provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
+        self._computing = Computing(self._engine, self._table, provenance, self._happened)
+        return provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         """Score a unit and commit what could be scored.
@@ -96,27 +106,60 @@ class ScoringWorker:
             stored = now.stored_lengths(unit.keys)
             needed = np.array([len(sequence.completion_ids) for sequence in unit.sequences])
             skip |= set(np.flatnonzero(stored >= needed).tolist())
-        done: list[tuple[int, Logps]] = []
-        flops = 0.0
-        try:
-            for index, logps in self._engine.stream(unit.sequences, skip=skip):
-                if isinstance(logps, str):
-                    problems[index] = logps
-                    continue
-                done.append((index, logps))
-                flops += self._engine.flops(unit.sequences[index])
-        finally:
-            if done:
-                indices = [index for index, _ in done]
-                snapshot = self._commits.commit(
-                    unit.keys.take(indices),
-                    [unit.sequences[index] for index in indices],
-                    unit.completion_lens[indices],
-                    [logps for _, logps in done],
-                    self._provenance,
-                )
-        return {"problems": problems, "snapshot": snapshot, "flops": flops, "seconds": time.monotonic() - started}
+        misses = [
+            Miss(key, sequence, int(completion_len), [index])
+            for index, (key, sequence, completion_len) in enumerate(
+                zip(unit.keys.to_pylist(), unit.sequences, unit.completion_lens, strict=True)
+            )
+            if index not in skip
+        ]
+        asked = _Asked(problems, snapshot, len(misses))
+        with self._changed:
+            self._asked.update((miss, asked) for miss in misses)
+            while misses and self._error is None and not self._computing.put(misses, at_once=True):
+                self._changed.wait(_LOOK_SECONDS)
+            self._changed.wait_for(lambda: not asked.left or self._error is not None)
+            if asked.left and self._error is not None:
+                raise self._error
+            seconds = time.monotonic() - max(started, self._landed_at)
+            self._landed_at = time.monotonic()
+        return {"problems": asked.problems, "snapshot": asked.snapshot, "flops": asked.flops, "seconds": seconds}
 
     def peak(self) -> float | None:
         """As Engine.peak_flops_per_second."""
         return self._engine.peak_flops_per_second()
+
+    def _happened(self, event: Event) -> None:
+        with self._changed:
+            match event:
+                case Scored(miss):
+                    self._asked[miss].flops += self._engine.flops(miss.sequence)
+                case Failed(miss, problem):
+                    asked = self._asked.pop(miss)
+                    asked.problems[miss.rows[0]] = problem
+                    asked.left -= 1
+                case Committed(misses, snapshot):
+                    for miss in misses:
+                        asked = self._asked.pop(miss)
+                        asked.left -= 1
+                        asked.snapshot = snapshot
+                case Ended(error):
+                    self._error = error
+            self._changed.notify_all()
+
+
+@dataclass(eq=False)
+class _Asked:
+    """What becomes of a unit.
+
+    Attributes:
+        problems: index -> why there are no values.
+        snapshot: that has the others.
+        left: sequences that have neither values in the store nor a problem yet.
+        flops: as `score` returns it.
+    """
+
+    problems: dict[int, str]
+    snapshot: int | None
+    left: int
+    flops: float = field(default=0.0)

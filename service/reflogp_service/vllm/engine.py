@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of
+from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
 from reflogp_service.vllm.prefix_cache import may_read_cache, sharing_order
@@ -77,6 +78,7 @@ class VllmEngine:
 
     Attributes:
         token_budget: tokens of one pass.
+        pass_seconds: of no effect: vLLM itself computes requests of several passes in turns.
         retries: answers that were asked for again without the cache.
         restarts: times that vLLM ended and was started again.
         vocab_size: rows of the model's vocabulary.
@@ -88,6 +90,7 @@ class VllmEngine:
         self._dtype = reference.dtype
         self.vocab_size = int(reference.config.get("text_config", reference.config)["vocab_size"])
         self.token_budget = transport.token_budget
+        self.pass_seconds: float | None = None
         self.claim: dict[str, Any] = {}
         self.retries = 0
         self.restarts = 0
@@ -119,11 +122,28 @@ class VllmEngine:
         Raises:
             EngineError: a temperature other than 1, which vLLM does not apply to given tokens; vLLM cannot be started again.
         """
+        wanted = [index for index in range(len(sequences)) if index not in skip]
+        told = None if before is None else lambda places: before([wanted[at] for at in places])
+        for landed in self.flow(windows(sequences, wanted, _WINDOW), temperature, told):
+            yield [(wanted[at], outcome) for at, outcome in landed]
+
+    def flow(
+        self,
+        groups: Iterable[list[Sequence]],
+        temperature: float = 1.0,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> Generator[list[tuple[int, Outcome]]]:
+        """As Engine.flow. Passes of the next group are in vLLM while the last ones of a group are computed.
+
+        Raises as `passes`.
+        """
         if temperature != 1.0:
             raise EngineError(f"temperature {temperature}: vLLM computes given tokens' log-probs at 1 only; use --engine torch")
-        wanted = [index for index in range(len(sequences)) if index not in skip]
-        for start in range(0, len(wanted), _WINDOW):
-            yield from self._window(sequences, wanted[start : start + _WINDOW], before)
+        sequences: dict[int, Sequence] = {}
+        for landed in self._flow(iter(groups), sequences, before):
+            for number, _ in landed:
+                del sequences[number]
+            yield landed
 
     def flops(self, sequence: Sequence) -> float:
         """0: nothing is counted where no rate of the device is known."""
@@ -151,34 +171,51 @@ class VllmEngine:
             )
         return problem_of(sequence, self.vocab_size, None)
 
-    def _window(
-        self, sequences: list[Sequence], wanted: list[int], before: Callable[[list[int]], None] | None
+    def _flow(
+        self,
+        groups: Iterator[list[Sequence]],
+        sequences: dict[int, Sequence],
+        before: Callable[[list[int]], None] | None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        ordered = [wanted[at] for at in sharing_order([sequences[index] for index in wanted])]
-        readers = self._readers(sequences, ordered)
-        salt = uuid.uuid4().hex  # what other windows left in the cache is not this one's
-        line = deque(self._split(sequences, ordered))
+        line: deque[_Pass] = deque()
+        readers: set[int] = set()
         flying: deque[_Flight] = deque()
         suspects: set[int] = set()
-        strikes = deaths = 0
-        while line or flying:
-            while line and len(flying) < (1 if suspects else PASSES):
-                indices = line.popleft()
+        strikes = deaths = count = 0
+        group: list[Sequence] | None = []
+        while True:
+            while len(flying) < (1 if suspects else PASSES):
+                if not line and group is not None and (group := next(groups, None)):
+                    numbers = range(count, count := count + len(group))
+                    sequences.update(zip(numbers, group, strict=True))
+                    ordered = [numbers[at] for at in sharing_order(group)]
+                    readers |= self._readers(sequences, ordered)
+                    salt = uuid.uuid4().hex  # what other groups left in the cache is not this one's
+                    line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
+                if not line:
+                    break
                 if before is not None:
-                    before(indices)
-                flying.append(_Flight(self._transport, sequences, indices, readers, salt))
+                    before(line[0].indices)
+                flying.append(_Flight(self._transport, sequences, line.popleft(), readers))
+            if not flying:
+                if group is None:
+                    return
+                yield []
+                continue
             try:
                 landed = flying[0].land()
             except VllmEndedError:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(wanted).bit_length():  # more than halving needs to find one that ends it
+                if deaths > _DEATHS + len(sequences).bit_length():  # more than halving needs to find one that ends it
                     raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
                 if strikes < _STRIKES:
-                    line.extendleft(reversed(_halves(lost) if suspects and len(lost) > 1 else [lost]))
+                    salt = uuid.uuid4().hex
+                    parts = _halves(lost) if suspects and len(lost) > 1 else [lost]
+                    line.extendleft(_Pass(part, salt) for part in reversed(parts))
                     suspects.update(lost)
                     continue
                 landed = [(lost[0], f"vLLM ended {_STRIKES} times while it scored this alone")]
@@ -186,10 +223,12 @@ class VllmEngine:
                 self.retries += flying.popleft().retries
                 deaths = 0
             strikes = 0
-            suspects.difference_update(index for index, _ in landed)
+            numbers_done = {index for index, _ in landed}
+            suspects -= numbers_done
+            readers -= numbers_done
             yield landed
 
-    def _readers(self, sequences: list[Sequence], ordered: list[int]) -> set[int]:
+    def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
         """Indices of the sequences that may read the cache."""
         if not self._transport.reads_cache:
             return set()
@@ -198,7 +237,7 @@ class VllmEngine:
         safe = may_read_cache([sequences[index] for index in ordered], self._transport.block_size)
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
-    def _split(self, sequences: list[Sequence], ordered: list[int]) -> Iterator[list[int]]:
+    def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
         """`ordered` in passes of about `token_budget` tokens."""
         batch: list[int] = []
         tokens = 0
@@ -212,6 +251,14 @@ class VllmEngine:
             yield batch
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Sequences that are asked for together, and the salt of the cache that they share."""
+
+    indices: list[int]
+    salt: str
+
+
 class _Flight:
     """A pass that vLLM is at.
 
@@ -219,15 +266,13 @@ class _Flight:
         retries: answers that were not believed, and asked for again.
     """
 
-    def __init__(
-        self, transport: Transport, sequences: list[Sequence], indices: list[int], readers: Collection[int], salt: str
-    ) -> None:
-        self.indices = indices
+    def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
+        self.indices = asked.indices
         self.retries = 0
         self._transport = transport
         self._sequences = sequences
-        self._salt = salt
-        self._answers = transport.ask([self._request(index, index in readers) for index in indices], salt)
+        self._salt = asked.salt
+        self._answers = transport.ask([self._request(index, index in readers) for index in self.indices], self._salt)
 
     def land(self) -> list[tuple[int, Outcome]]:
         """The pass's outcomes, once they are all here. Raises VllmEndedError."""

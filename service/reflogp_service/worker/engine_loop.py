@@ -1,8 +1,8 @@
 """Who gets the engine next: sequences that somebody waits for, or the next pass of a job.
 
 Online requests go first, merged into one round; after each round a waiting job gets one pass, so neither starves the other and
-a request waits for one pass at the most. Knows engines and turns. Does not know jobs' datasets or the wire. The thread that
-calls `run` owns the engines; every other method may be called from any thread.
+a request waits for two passes at the most, which are short while callers are about. Knows engines and turns. Does not know
+jobs' datasets or the wire. The thread that calls `run` owns the engines; every other method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,8 +27,13 @@ _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
 #: A request waits for others only when requests have overlapped in this time: a lone caller gains nothing by it.
 _OVERLAP_SECONDS = 1.0
 
+#: Callers are about while the last request is so young. A job's passes are then short: a request waits for the one that is
+#: computed and for the next, which the device has already.
+_ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
 #: How often the loop looks whether a model may be exchanged, or a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
+#: How often the loop looks whether a job has read more, where the engine has computed all that it had read.
+_LOOK_FOR_GROUPS_SECONDS = 0.005
 
 Landed = list[tuple[int, Outcome]]
 
@@ -74,15 +79,15 @@ class Answer:
 
 @dataclass
 class _Work:
-    """A job's stream of passes."""
+    """A job's flow of passes."""
 
     reference_id: str
-    sequences: list[Sequence]
-    skip: Collection[int]
+    groups: Iterable[list[Sequence]]
     before: Callable[[list[int]], None]
     out: queue.SimpleQueue[Landed | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
-    passes: Iterator[Landed] | None = None
+    idle_until: float = 0.0
+    passes: Generator[Landed] | None = None
     abandoned: bool = False
 
 
@@ -114,6 +119,7 @@ class EngineLoop:
         self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
+        self._asked_at = -_ONLINE_SECONDS
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
@@ -126,6 +132,7 @@ class EngineLoop:
         with self._changed:
             if self._online or self._serving:
                 self._overlapped = time.monotonic()
+            self._asked_at = time.monotonic()
             self._online.append(request)
             self._tell()
 
@@ -134,29 +141,29 @@ class EngineLoop:
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
 
-    def passes(
+    def flow(
         self,
         reference_id: str,
-        sequences: list[Sequence],
-        skip: Collection[int],
+        groups: Iterable[list[Sequence]],
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[Landed]:
-        """A job's passes, computed in turns; called by the job's thread.
+        """A job's passes, computed in turns; called by a thread of the job. As PassEngine.flow, but without empty items.
 
         Args:
-            before: told each pass's indices before it is computed, in the engine's thread.
+            groups: taken without waiting, in a thread of the engine; an empty one where there is none at the moment.
+            before: told each pass's numbers before it is computed, in the engine's thread.
             check: called while waiting; raises to stop.
 
         Raises:
             DisplacedError: another reference needs the room; begin anew later.
             EngineError and its kin: the model cannot be loaded.
         """
-        return self._follow(_Work(reference_id, sequences, skip, before), check)
+        return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `passes`."""
-        work = _Work(reference_id, [], (), lambda _: None)
+        """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `flow`."""
+        work = _Work(reference_id, [], lambda _: None)
         for _ in self._follow(work, check):
             pass
         assert work.engine is not None
@@ -211,7 +218,7 @@ class EngineLoop:
             else:
                 with self._changed:
                     if not self._news:
-                        self._changed.wait(_LOOK_AGAIN_SECONDS if self._online or self._work else None)
+                        self._changed.wait(self._pause())
                     self._news = False
 
     @contextmanager
@@ -231,10 +238,16 @@ class EngineLoop:
         self._news = True
         self._changed.notify_all()
 
+    def _pause(self) -> float | None:
+        """Seconds until there may be something to do that nobody tells of; None where there is nothing."""
+        if self._work is not None and self._work.idle_until > time.monotonic():
+            return _LOOK_FOR_GROUPS_SECONDS
+        return _LOOK_AGAIN_SECONDS if self._online or self._work else None
+
     def _ready_work(self) -> _Work | None:
         """The job's stream, where its thread keeps up and its model may be loaded now."""
         work = self._work
-        if work is None or work.abandoned or work.out.qsize() >= _AHEAD:
+        if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
             return None
         displaced = self._engines.displaced_by(work.reference_id)
         settled = all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced)
@@ -248,9 +261,14 @@ class EngineLoop:
             self._drop(work)
             return
         if work.passes is None:
-            work.passes = work.engine.passes(work.sequences, work.skip, before=work.before)
+            work.passes = work.engine.flow(work.groups, before=work.before)
+        is_online = time.monotonic() - self._asked_at < _ONLINE_SECONDS
+        work.engine.pass_seconds = _PASS_SECONDS if is_online else None
         with self._doing("pass"):
             landed = next(work.passes, None)
+        if landed == []:
+            work.idle_until = time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
+            return
         work.out.put(landed)
         if landed is None:
             self._drop(work)

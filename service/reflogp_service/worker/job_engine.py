@@ -5,7 +5,8 @@ Knows keys of what is being computed, so that the service can say what a dead wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,13 @@ class JobEngine:
             found |= {at: self._poison[key] for at, key in enumerate(keys) if key in self._poison}
         return found
 
-    def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """As Engine.stream."""
-        keys = _keys(sequences)
-        suspects = [at for at, key in enumerate(keys) if key in self._suspects and at not in skip]
-        for group in _halves(suspects):
-            yield from self._group(sequences, keys, set(range(len(sequences))) - set(group))
-        yield from self._group(sequences, keys, {*skip, *suspects})
+    def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
+        """As Engine.flow. Nothing else is under way while suspects are computed."""
+        coming = _Coming(groups, self._suspects)
+        while not coming.is_end:
+            yield from self._part(coming)
+            for half in _halves(coming.take_suspects()):
+                yield from self._part([half])
 
     def provenance(self) -> dict[str, Any]:
         return self._engine.provenance()
@@ -75,22 +76,79 @@ class JobEngine:
     def close(self) -> None:
         """Nothing: the engine is the loop's."""
 
-    def _group(self, sequences: list[Sequence], keys: list[str], skip: Collection[int]) -> Iterator[tuple[int, Outcome]]:
-        if len(skip) == len(sequences):
-            return
+    def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
+        """What the loop makes of some groups; the keys that the device is at are announced."""
+        begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
 
-        def before(indices: list[int]) -> None:
-            flying.update(keys[at] for at in indices)
+        def sequences() -> Iterator[list[Sequence]]:
+            count = 0
+            for group in groups:
+                begun.update(enumerate(group, count))
+                count += len(group)
+                yield [entry.sequence for entry in group]
+
+        def before(numbers: list[int]) -> None:
+            flying.update(begun[number].key for number in numbers)
             self._announce(sorted(flying))
 
-        for landed in self._loop.passes(self._reference_id, sequences, skip, before, self._check):
-            flying.difference_update(keys[at] for at, _ in landed)
-            yield from landed
+        for landed in self._loop.flow(self._reference_id, sequences(), before, self._check):
+            done = [(begun.pop(number), outcome) for number, outcome in landed]
+            flying.difference_update(entry.key for entry, _ in done)
+            yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])
 
 
-def _halves(suspects: list[int]) -> Iterator[list[int]]:
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A sequence, its number in the job's flow, and its key."""
+
+    number: int
+    sequence: Sequence
+    key: str
+
+
+class _Coming(Iterator[list[_Numbered]]):
+    """Groups as they come, without their suspects. Pauses behind a group that has some: then they are there to be taken."""
+
+    def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:
+        self.is_end = False
+        self._groups = iter(groups)
+        self._suspects = suspects
+        self._held: list[_Numbered] = []
+        self._rest: list[_Numbered] = []
+        self._count = 0
+
+    def __next__(self) -> list[_Numbered]:
+        if self._held:
+            raise StopIteration
+        if self._rest:
+            rest, self._rest = self._rest, []
+            return rest
+        sequences = next(self._groups, None)
+        if sequences is None:
+            self.is_end = True
+            raise StopIteration
+        if not sequences:
+            return []
+        group = [
+            _Numbered(number, sequence, key)
+            for number, (sequence, key) in enumerate(zip(sequences, _keys(sequences), strict=True), self._count)
+        ]
+        self._count += len(group)
+        self._held = [entry for entry in group if entry.key in self._suspects]
+        if not self._held:
+            return group
+        self._rest = [entry for entry in group if entry.key not in self._suspects]
+        raise StopIteration
+
+    def take_suspects(self) -> list[_Numbered]:
+        """The suspects that the present pause is for."""
+        held, self._held = self._held, []
+        return held
+
+
+def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
     """Groups that together are `suspects`: half of them, half of the rest, …, so that each death halves what is suspected."""
     while suspects:
         middle = (len(suspects) + 1) // 2

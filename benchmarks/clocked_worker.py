@@ -1,0 +1,25 @@
+"""A Ray worker with a clocked engine; in a module of its own, so that the worker's process can import it. See pipeline.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline import clocked
+
+from reflogp_service.on_ray.worker import ScoringWorker
+
+
+class ClockedWorker(ScoringWorker):
+    """Loads the clock in the place of a model."""
+
+    def prepare(self, probe: str | None) -> dict[str, Any]:
+        self._choice = _Clock()  # type: ignore[assignment]
+        return super().prepare(probe)
+
+
+class _Clock:
+    def gpus(self) -> int:
+        return 0
+
+    def make(self, *_: Any) -> Any:
+        return clocked()

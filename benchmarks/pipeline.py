@@ -1,0 +1,298 @@
+"""How long a device waits for the host, measured with a device that is a clock.
+
+    python benchmarks/pipeline.py [--seconds 1.5 0.15] [--pairs 6000] [--sides score job ray] [--online] [--json]
+
+The engine is the torch engine, with its packing and its preparing ahead, but a pass is not computed: it takes the device so
+many seconds for 65,536 tokens, asynchronously, as on a GPU (1.5 s is about a model of 7B parameters on one H100, 0.15 s one of
+0.5B). Everything else is real: reading, tokenising, keys, lookups, shards, commits. A side's `idle_share` is the part of the
+time between the first pass's start and the last one's end in which the device had nothing to do.
+
+With --online, requests of 16 sequences of 200 tokens are asked one after the other while the job runs, with pauses of 0.2 s:
+seconds until the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from sides import make_tokenizer, quiet, read_pairs
+
+from reflogp_service.data.bounds import ReadBounds
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.rooted import digest_below
+from reflogp_service.data.row_process import RowLimits
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.data.tokenizer_files import TokenizerCache
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine.flow import Flying, Unit
+from reflogp_service.engines import EngineChoice
+from reflogp_service.here import Here
+from reflogp_service.scoring import score_dataset
+from reflogp_service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
+from reflogp_service.worker.engines import Engines
+from reflogp_service.worker.job import JobPlace, Progress, run_job
+from reflogp_service.worker.orders import JobOrder
+from reflogp_store import LogprobStore, describe_reference
+
+_ANSWER_SECONDS = 60.0
+#: Tokens of a pass, of which the time is given.
+PASS_TOKENS = 65_536
+#: Where clocked engines write the passes that they began: a line of "start end tokens", monotonic seconds, for each.
+LOG, SECONDS = "REFLOGP_CLOCKED_LOG", "REFLOGP_CLOCKED_SECONDS"
+
+
+class ClockedEngine(TorchEngine):
+    """The torch engine on a device that computes nothing, and takes its time for it."""
+
+    def __init__(self, seconds: float, log: Path) -> None:
+        self.device = torch.device("cpu")
+        self.token_budget = PASS_TOKENS
+        self.self_check = SimpleNamespace(path="packed")  # type: ignore[assignment]
+        self._loaded = SimpleNamespace(vocab_size=1 << 20, max_positions=None, rope_limit=None)  # type: ignore[assignment]
+        self.pass_seconds, self._tokens_per_second = None, math.inf
+        self._seconds, self._log, self._free_at = seconds, log, 0.0
+
+    def _launch(self, unit: Unit, temperature: float) -> Flying | None:
+        begins = max(time.monotonic(), self._free_at)
+        self._free_at = begins + self._seconds * unit.tokens / PASS_TOKENS
+        with self._log.open("a") as file:
+            print(begins, self._free_at, unit.tokens, file=file)
+        values = torch.full((sum(len(where) for _, where in unit.members),), -1.0)
+        return Flying(unit, values, _Mark(begins), _Mark(self._free_at))
+
+    def flops(self, sequence: Sequence) -> float:
+        return 0.0
+
+    def peak_flops_per_second(self) -> float:
+        return 1.0
+
+    def provenance(self) -> dict[str, Any]:
+        return {"engine": "clock"}
+
+
+class _Mark:
+    """A moment of the clocked device, as device.Mark."""
+
+    def __init__(self, moment: float) -> None:
+        self.moment = moment
+
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self.moment
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.moment - time.monotonic()))
+
+    def seconds_since(self, earlier: _Mark) -> float:
+        return self.moment - earlier.moment
+
+
+def clocked(*_: Any) -> ClockedEngine:
+    """What makes the engine; settings come from the environment, which reaches workers."""
+    return ClockedEngine(float(os.environ[SECONDS]), Path(os.environ[LOG]))
+
+
+class World:
+    """A model's folder (of a tokenizer and a tiny model), a dataset of distinct pairs, and an empty store for each run."""
+
+    def __init__(self, folder: Path, file: Path, pairs: int) -> None:
+        self.folder = folder
+        rows = read_pairs(file, pairs)
+        self.model = folder / "model"
+        make_tokenizer(rows).save_pretrained(self.model)
+        _save_model(self.model)
+        self.data = folder / "pairs.jsonl"
+        self.data.write_text("".join(json.dumps(_numbered(rows[n % len(rows)], n)) + "\n" for n in range(pairs)))
+        self.reference = describe_reference(str(self.model), "float32")
+
+    def store(self) -> LogprobStore:
+        return LogprobStore(tempfile.mkdtemp(dir=self.folder))
+
+    def dataset(self) -> TokenizedDataset:
+        return TokenizedDataset(RowSource(str(self.data)), lambda: load_tokenizer(str(self.model)))
+
+
+def _numbered(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """A row whose prompt no other row's begins like."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {**row, "prompt": f"{number}: {prompt}"}
+    return {**row, "prompt": [{**prompt[0], "content": f"{number}: {prompt[0]['content']}"}, *prompt[1:]]}
+
+
+def _save_model(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=32_000)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def score(world: World, online: bool) -> dict[str, Any]:
+    """What `reflogp score` does."""
+    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Here(clocked)))
+
+
+def job(world: World, online: bool) -> dict[str, Any]:
+    """What a service's worker does with a job, in this process; with `online`, beside requests."""
+    store = world.store()
+    state = Path(tempfile.mkdtemp(dir=world.folder))
+    limits = (ReadBounds(sys.maxsize, sys.maxsize, sys.maxsize), RowLimits())
+    place = JobPlace(store, state / "tokens", 1 << 30, 30.0, *limits)
+    answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
+
+    def answered(answer: Answer) -> None:
+        event, kept = answers[answer.request.id]
+        kept.append(answer)
+        event.set()
+
+    engines = Engines(clocked, 1, None, lambda ids: None, lambda name: None)
+    loop = EngineLoop(engines, lambda ids: None, answered, 0.005)
+    reference_id = world.reference.reference_id
+    order = _order(world, state, reference_id)
+    tokenizers = TokenizerCache(1)
+    store.create_table(world.reference)
+    running = threading.Thread(target=loop.run, daemon=True)
+    running.start()
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        found.update(
+            run_job(
+                order,
+                place,
+                world.reference,
+                lambda: tokenizers.find(str(world.model), False),
+                loop,
+                lambda: Progress(lambda progress, committed: None, lambda: None),
+                lambda keys: None,
+                lambda: None,
+            )
+        )
+
+    at_work = threading.Thread(target=work)
+    at_work.start()
+    waits: list[float] = []
+    draw = np.random.default_rng(0)
+    while online and at_work.is_alive():
+        if not Path(os.environ[LOG]).exists():
+            time.sleep(0.05)
+            continue
+        sequences = [Sequence(*draw.integers(0, 30_000, (2, 100))) for _ in range(16)]
+        request = OnlineRequest(str(len(waits)), reference_id, sequences, 1.0, False, None)
+        answers[request.id] = (threading.Event(), [])
+        began = time.monotonic()
+        loop.ask(request)
+        if not answers[request.id][0].wait(_ANSWER_SECONDS):
+            raise SystemExit("an online request got no answer")
+        waits.append(time.monotonic() - began)
+        time.sleep(0.2)
+    at_work.join()
+    loop.close()
+    running.join()
+    if waits:
+        found["online"] = {f"p{p}_s": float(np.percentile(waits, p)) for p in (50, 99)} | {"requests": len(waits)}
+    return found
+
+
+def _order(world: World, state: Path, reference_id: str) -> JobOrder:
+    return JobOrder(
+        job="job",
+        reference_id=reference_id,
+        file=str(world.data),
+        root=None,
+        digest=digest_below(world.folder, [world.data.name])[1],
+        format=None,
+        split="train",
+        max_length=None,
+        truncation_mode="keep_start",
+        ld_alpha=None,
+        result=str(state / "result.parquet"),
+        report=str(state / "report.html"),
+        suspects=[],
+        poison={},
+    )
+
+
+def ray(world: World, online: bool) -> dict[str, Any]:
+    """What `reflogp score --ray` does with one worker."""
+    from clocked_worker import ClockedWorker
+    from ray.cluster_utils import Cluster
+
+    import reflogp_service.on_ray.scorer as scorer
+    from reflogp_service.on_ray.cluster import connected
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    scorer.ScoringWorker = ClockedWorker  # type: ignore[misc]
+    try:
+        with connected(cluster.address):
+            on_ray = scorer.OnRay(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
+            try:
+                return asdict(score_dataset(world.dataset(), world.store(), world.reference, on_ray))
+            finally:
+                on_ray.close()
+    finally:
+        cluster.shutdown()
+
+
+SIDES = {"score": score, "job": job, "ray": ray}
+
+
+def idle_share(log: Path) -> dict[str, float]:
+    """What the device did, from its log."""
+    passes = sorted(tuple(map(float, line.split())) for line in log.read_text().splitlines())
+    whole = passes[-1][1] - passes[0][0]
+    busy = sum(end - begin for begin, end, _ in passes)
+    return {
+        "passes": len(passes),
+        "tokens": sum(tokens for *_, tokens in passes),
+        "seconds": whole,
+        "idle_share": 1 - busy / whole,
+    }
+
+
+def main() -> None:
+    options = parse()
+    quiet()
+    results: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "pairs": options.pairs}
+    with tempfile.TemporaryDirectory() as scratch:
+        world = World(Path(scratch), Path(options.data), options.pairs)
+        for seconds in options.seconds:
+            for name in options.sides:
+                log = Path(tempfile.mkdtemp(dir=scratch)) / "passes"
+                os.environ[LOG], os.environ[SECONDS] = str(log), str(seconds)
+                summary = SIDES[name](world, options.online and name == "job")
+                found = {**idle_share(log), "run_seconds": summary["seconds"], "scored": summary["scored"]}
+                found |= {"online": summary["online"]} if "online" in summary else {}
+                results.setdefault(f"{seconds:g} s a pass", {})[name] = found
+                print(f"{seconds:g} s, {name}: {found}", file=sys.stderr, flush=True)
+    print(json.dumps(results) if options.json else json.dumps(results, indent=1))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    wider = os.environ.get("REFLOGP_TEST_DATA")
+    parser.add_argument("--data", default=f"{wider}/ultrafeedback_1k.jsonl.gz" if wider else None, required=wider is None)
+    parser.add_argument("--pairs", type=int, default=6000)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[1.5, 0.15], help="of 65,536 tokens")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--online", action="store_true", help="ask online requests beside the job")
+    parser.add_argument("--json", action="store_true", help="one line")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
