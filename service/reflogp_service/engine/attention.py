@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch._dynamo import config as dynamo_config
@@ -21,6 +22,7 @@ from torch.fx.experimental import _config as fx_config
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from reflogp_service.engine import cpu_attention
+from reflogp_service.engine.device import to_device
 from reflogp_service.engine.packing import Pack
 
 NAME = "reflogp_packed"
@@ -61,12 +63,16 @@ class KernelFailedError(RuntimeError):
 
 
 class PackLayout:
-    """A pack's branches as tensors on a device, made once per pack and used by every layer.
+    """A pack as tensors on a device, uploaded at once, before its pass, and used by every layer.
 
     Args:
         pack: the pack.
         device: where the tensors go.
         refused: names of kernels that no layer may use, because they failed for this model.
+
+    Attributes:
+        token_ids, positions: of the pack, int64 (tokens,).
+        parents, targets: places of the tokens that predict, and the token ids they predict, int64 (predictions,).
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = ()) -> None:
@@ -78,13 +84,24 @@ class PackLayout:
         self.kernels: set[str] = set()
         self.declined: dict[str, str] = {}
         self._paths = [branch.path for branch in pack.branches]
+        self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
+        self._every_place = np.concatenate(self._paths)
+        queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
+        # Without sharing every token is its own key, and nobody needs the places.
+        places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
+        targets = pack.token_ids[pack.predicted]
+        arrays = [pack.token_ids, pack.positions, pack.parents, targets, queries, self._offsets, places]
+        uploaded = to_device(arrays, device)
+        self.token_ids, self.positions, self.parents, self.targets, self._queries, self._keys, self._places = uploaded
         self._pack = pack
         self._cache: dict[str, Any] = {}
 
     def path(self, branch: int) -> torch.Tensor:
         """Places of the branch's keys, int64."""
-        made: torch.Tensor = self._once(f"path {branch}", lambda: torch.from_numpy(self._paths[branch]).to(self.device))
-        return made
+        if not len(self._places):
+            start, stop, _ = self.spans[branch]
+            return torch.arange(start, stop, device=self.device)
+        return self._places[self._offsets[branch] : self._offsets[branch + 1]]
 
     def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
         """Which keys each of a branch's queries sees, bool (queries, keys); None where plain causality says it."""
@@ -108,20 +125,18 @@ class PackLayout:
         """(keys' places or None where every token is its own key, cu_seqlens of queries, of keys, longest of each)."""
 
         def make() -> Any:
-            queries = torch.tensor([0, *(stop for _, stop, _ in self.spans)], dtype=torch.int32, device=self.device)
-            lengths = [len(path) for path in self._paths]
-            keys = torch.tensor([0, *lengths], device=self.device).cumsum(0).to(torch.int32)
-            gather = None
-            if any(shared for _, _, shared in self.spans):
-                gather = self._places().to(self.device)
-            return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(lengths)
+            queries, keys = self._queries.to(torch.int32), self._keys.to(torch.int32)
+            gather = self._places if len(self._places) else None
+            return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(map(len, self._paths))
 
         made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(int64 (branches, 3): start, stop and keys before; int64: every branch's keys' places, one branch after another)."""
-        made: tuple[torch.Tensor, torch.Tensor] = self._once("tree", lambda: (torch.tensor(self.spans), self._places()))
+        made: tuple[torch.Tensor, torch.Tensor] = self._once(
+            "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
+        )
         return made
 
     def block_mask(self, window: int | None) -> Any:
@@ -134,10 +149,10 @@ class PackLayout:
 
         def make() -> Any:
             tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
-            last = torch.zeros(tokens, dtype=torch.int64)
+            last = np.zeros(tokens, np.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
-                last[torch.from_numpy(path)] = stop  # later branches come later, so the last writer is right
-            ends, positions = last.to(self.device), torch.from_numpy(self._pack.positions).to(self.device)
+                last[path] = stop  # later branches come later, so the last writer is right
+            [ends], positions = to_device([last], self.device), self.positions
             width = None if window is None else _scalar(window, self.device)
 
             def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -167,10 +182,6 @@ class PackLayout:
             )
 
         return self._once(f"block mask {window}", make)
-
-    def _places(self) -> torch.Tensor:
-        """int64: the places of every branch's keys, one branch after another."""
-        return torch.cat([torch.from_numpy(path) for path in self._paths])
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:

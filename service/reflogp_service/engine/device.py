@@ -1,12 +1,14 @@
-"""One device and its stream: the current device while a pass runs, and copies off it that an event can be waited for."""
+"""One device and its stream: the current device while a pass runs, uploads that nobody waits for, and copies off it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -22,6 +24,17 @@ def on_device(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         yield
+
+
+def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    """Some int64 arrays of one dimension on a device, uploaded as one. The host goes on while a CUDA device copies.
+
+    A copy from pageable memory would make the host wait for everything that the stream has to do before it.
+    """
+    host = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        host = host.pin_memory(device)
+    return list(torch.split(host.to(device, non_blocking=True), [len(array) for array in arrays]))
 
 
 class Mark:

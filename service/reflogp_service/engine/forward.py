@@ -34,20 +34,16 @@ def forward_pack(
         UnsupportedAttentionError: a layer cannot be packed.
         KernelFailedError: an attention kernel raised.
     """
-    states = pack_states(model, pack, PackLayout(pack, device, refused))
-    parents = torch.from_numpy(pack.parents).to(device)
-    targets = torch.from_numpy(pack.token_ids[pack.predicted]).to(device)
-    return head.logps(states, parents, targets, temperature)
+    layout = PackLayout(pack, device, refused)
+    return head.logps(pack_states(model, layout), layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()
-def pack_states(model: Any, pack: Pack, layout: PackLayout) -> torch.Tensor:
+def pack_states(model: Any, layout: PackLayout) -> torch.Tensor:
     """Last hidden states of a pack's tokens, (tokens, hidden size)."""
     with packed(layout):
         states: torch.Tensor = model.base_model(
-            input_ids=torch.from_numpy(pack.token_ids)[None].to(layout.device),
-            position_ids=torch.from_numpy(pack.positions)[None].to(layout.device),
-            use_cache=False,
+            input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False
         ).last_hidden_state[0]
     return states
 

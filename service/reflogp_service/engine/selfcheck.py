@@ -231,7 +231,7 @@ def _packed(
     model.set_attn_implementation(PACKED)
     [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
     layout = PackLayout(pack, device, refused)
-    pack_states(model, pack, layout)
+    pack_states(model, layout)
     layers = int(model.config.get_text_config().num_hidden_layers)
     if layout.layers_seen != layers:
         raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
