@@ -6,9 +6,8 @@ Knows when to commit. Does not know where misses come from. Made by the command 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,21 +53,19 @@ class Here:
         sequences = [miss.sequence for miss in misses]
         problems = self._engine.problems(sequences)
         done: list[tuple[Miss, Logps]] = []
-        committed_at = time.monotonic()
+        began = committed_at = time.monotonic()
         try:
-            stream = self._engine.stream(sequences, skip=problems)
-            while (item := self._timed_next(stream)) is not None:
-                index, logps = item
+            for index, logps in self._engine.stream(sequences, skip=problems):
                 if isinstance(logps, str):
                     problems[index] = logps
                     continue
                 done.append((misses[index], logps))
-                self._work.flops += self._engine.flops(sequences[index])
                 told.scored(misses[index])
                 if len(done) >= self.batch or time.monotonic() - committed_at > self._commit_seconds:
                     self._commit(done, told)
                     done, committed_at = [], time.monotonic()
         finally:
+            self._work.seconds += time.monotonic() - began  # commits in between too: a device computes its next pass meanwhile
             self._commit(done, told)
         for index, problem in problems.items():
             told.failed(misses[index], problem)
@@ -79,6 +76,7 @@ class Here:
     def work(self) -> Work:
         """As Scorer.work."""
         if self._engine is not None and self._work.seconds > 0:
+            self._work.operations = self._engine.operations()
             self._work.peak = self._engine.peak_flops_per_second()
         return self._work
 
@@ -86,13 +84,6 @@ class Here:
         """End the engine, where one was made."""
         if self._engine is not None:
             self._engine.close()
-
-    def _timed_next(self, stream: Iterator[Any]) -> Any:
-        start = time.monotonic()
-        try:
-            return next(stream, None)
-        finally:
-            self._work.seconds += time.monotonic() - start
 
     def _commit(self, done: list[tuple[Miss, Logps]], told: Told) -> None:
         if not done:

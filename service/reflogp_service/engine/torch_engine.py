@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from reflogp_service.engine.forward import attention_of, forward_pack, forward_p
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import NOT_FINITE, Logps, Outcome, Sequence, in_order, problem_of
@@ -84,6 +85,7 @@ class TorchEngine:
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
         self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
         self._flops = ForwardFlops(self._loaded.model)
+        self._operations = Operations()
         if compile_layers is None:
             compile_layers = worth_compiling(self._loaded.model, self.device)
         self._own_attention = self._loaded.model.config._attn_implementation
@@ -161,7 +163,7 @@ class TorchEngine:
                     launched = self._launch(unit, temperature)
                 except EngineError:
                     if flying is not None:  # what was computed before is not lost
-                        yield flying.land(left)
+                        yield self._land(flying, left)
                     raise
                 if launched is None and len(unit.members) == 1:
                     [(alone, _)] = unit.members
@@ -173,20 +175,26 @@ class TorchEngine:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
                     break  # prepare what is left anew, in smaller packs
                 if flying is not None:
-                    yield flying.land(left)
+                    yield self._land(flying, left)
                 flying = launched
                 done.update(at for at, _ in unit.members)
             if flying is not None:
-                yield flying.land(left)
+                yield self._land(flying, left)
             left = [index for at, index in enumerate(left) if at not in done]
 
-    def flops(self, sequence: Sequence) -> float:
-        """Floating point operations of one plain forward over this sequence, head only where it predicts."""
-        return self._flops(sequence)
+    def operations(self) -> Operations:
+        """Operations of all passes so far, counted when their values are here. The check at load is not counted."""
+        return self._operations
 
-    def peak_flops_per_second(self) -> float:
-        """Matrix product rate of this device in this dtype, measured once."""
-        return matmul_flops_per_second(self.device, self._loaded.product_dtype)
+    def peak_flops_per_second(self) -> float | None:
+        """Rate of a product of random matrices on this device in this dtype, measured once; None where memory is too short."""
+        try:
+            with on_device(self.device):
+                return matmul_flops_per_second(self.device, self._loaded.product_dtype)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def close(self) -> None:
         """Nothing: it started nothing, and its memory goes with the object."""
@@ -217,13 +225,13 @@ class TorchEngine:
                 (plain if sequence.attention_mask is None else masked).append(index)
         for chosen in (*groups, plain, masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
-                yield _Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
+                yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[_Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
         if self.self_check.path == "packed" and not is_masked:
             for pack in packs(sequences, self.token_budget):
-                yield _Unit(pack, pack.members, len(pack))
+                yield _Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences))
             return
         budget = 1 if self.self_check.path == "single" else self.token_budget
         for batch in padded_batches(sequences, budget):
@@ -233,7 +241,7 @@ class TorchEngine:
                 members.append((index, np.arange(start, stop)))
                 start = stop
             chosen = [sequences[index] for index in batch]
-            yield _Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
+            yield _Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
 
     def _launch(self, unit: _Unit, temperature: float) -> _Flying | None:
         """Start a pass; None when memory ran out."""
@@ -257,14 +265,20 @@ class TorchEngine:
             torch.cuda.empty_cache()
         return None
 
+    def _land(self, flying: _Flying, indices: list[int]) -> list[tuple[int, Outcome]]:
+        landed = flying.land(indices)
+        self._operations += flying.unit.operations
+        return landed
+
 
 @dataclass(frozen=True)
 class _Unit:
-    """One pass: a pack or a padded batch, where each member's values will be, and its size in tokens."""
+    """One pass: a pack or a padded batch, where each member's values will be, its size in tokens, and its operations."""
 
     work: Pack | list[Sequence]
     members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
     tokens: int
+    operations: Operations
 
 
 @dataclass(frozen=True)

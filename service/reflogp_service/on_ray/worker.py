@@ -80,7 +80,7 @@ class ScoringWorker:
             again: some of it may be stored already, by a worker that was lost; that is not computed again.
 
         Returns:
-            problems (index -> why there are no values), snapshot (that has the others; None where there are none), flops,
+            problems (index -> why there are no values), snapshot (that has the others; None where there are none), operations,
             seconds.
 
         Raises what the engine and the store raise; what was computed is committed.
@@ -97,14 +97,13 @@ class ScoringWorker:
             needed = np.array([len(sequence.completion_ids) for sequence in unit.sequences])
             skip |= set(np.flatnonzero(stored >= needed).tolist())
         done: list[tuple[int, Logps]] = []
-        flops = 0.0
+        before = self._engine.operations()
         try:
             for index, logps in self._engine.stream(unit.sequences, skip=skip):
                 if isinstance(logps, str):
                     problems[index] = logps
                     continue
                 done.append((index, logps))
-                flops += self._engine.flops(unit.sequences[index])
         finally:
             if done:
                 indices = [index for index, _ in done]
@@ -115,7 +114,8 @@ class ScoringWorker:
                     [logps for _, logps in done],
                     self._provenance,
                 )
-        return {"problems": problems, "snapshot": snapshot, "flops": flops, "seconds": time.monotonic() - started}
+        operations = self._engine.operations() - before
+        return {"problems": problems, "snapshot": snapshot, "operations": operations, "seconds": time.monotonic() - started}
 
     def peak(self) -> float | None:
         """As Engine.peak_flops_per_second."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
@@ -125,9 +126,9 @@ class VllmEngine:
         for start in range(0, len(wanted), _WINDOW):
             yield from self._window(sequences, wanted[start : start + _WINDOW], before)
 
-    def flops(self, sequence: Sequence) -> float:
-        """0: nothing is counted where no rate of the device is known."""
-        return 0.0
+    def operations(self) -> Operations:
+        """0 of both: the model's layers and the device are vLLM's, so nothing is counted."""
+        return Operations()
 
     def peak_flops_per_second(self) -> float | None:
         """None: the device is vLLM's."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import PassEngine
 from reflogp_service.worker.engines import Engines
 from reflogp_store import ReflogpError
@@ -74,15 +75,28 @@ class Answer:
 
 @dataclass
 class _Work:
-    """A job's stream of passes."""
+    """A job's stream of passes, each with its operations."""
 
     reference_id: str
     sequences: list[Sequence]
     skip: Collection[int]
     before: Callable[[list[int]], None]
-    out: queue.SimpleQueue[Landed | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    out: queue.SimpleQueue[tuple[Landed, Operations] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
-    passes: Iterator[Landed] | None = None
+    passes: Iterator[tuple[Landed, Operations]] | None = None
+
+    def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
+        """The passes, for the thread that owns the engine; online requests may use it in between."""
+        passes = engine.passes(self.sequences, self.skip, before=self.before)
+        while True:
+            so_far = engine.operations()
+            landed = next(passes, None)
+            if landed is None:
+                break
+            yield landed, engine.operations() - so_far
+        if self.sequences:
+            engine.peak_flops_per_second()  # measured here once, where nothing else runs on the device; the job asks for it
+
     abandoned: bool = False
 
 
@@ -141,8 +155,8 @@ class EngineLoop:
         skip: Collection[int],
         before: Callable[[list[int]], None],
         check: Callable[[], None],
-    ) -> Iterator[Landed]:
-        """A job's passes, computed in turns; called by the job's thread.
+    ) -> Iterator[tuple[Landed, Operations]]:
+        """A job's passes and the operations of each, computed in turns; called by the job's thread.
 
         Args:
             before: told each pass's indices before it is computed, in the engine's thread.
@@ -162,7 +176,7 @@ class EngineLoop:
         assert work.engine is not None
         return work.engine
 
-    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[Landed]:
+    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
             self._work = work
             self._tell()
@@ -248,7 +262,7 @@ class EngineLoop:
             self._drop(work)
             return
         if work.passes is None:
-            work.passes = work.engine.passes(work.sequences, work.skip, before=work.before)
+            work.passes = work.begin(work.engine)
         with self._doing("pass"):
             landed = next(work.passes, None)
         work.out.put(landed)
