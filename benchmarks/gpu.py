@@ -29,6 +29,7 @@ from sides import SHAPES, Ours, Padded, Pairs, Trl, make_model, make_tokenizer, 
 
 from reflogp_service.engine.flops import matmul_flops_per_second  # noqa: E402
 from reflogp_service.engine.head import Logits, log_sum_exp  # noqa: E402
+from reflogp_service.engine.operations import Operations  # noqa: E402
 
 TRL_BATCHES = (1, 2, 4, 8, 16)
 #: Rows of the head's comparison, and the vocabulary of current models.
@@ -98,6 +99,7 @@ def measure_side(make: Callable[[], Any], pairs: Pairs, rounds: int, found: dict
         side = make()
         name = side.name
         side.seconds(pairs.spread(16))  # kernels are chosen and compiled
+        before = side.engine.operations() if isinstance(side, Ours) else Operations()
         seconds = [side.seconds(pairs) for _ in range(rounds)]
     except (RuntimeError, ImportError, ValueError) as error:
         found["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -106,8 +108,9 @@ def measure_side(make: Callable[[], Any], pairs: Pairs, rounds: int, found: dict
     found["tokens_per_second"][name] = pairs.tokens / middle
     found["peak_bytes"][name] = torch.cuda.max_memory_allocated()
     if isinstance(side, Ours):
-        flops = sum(side.engine.flops(sequence) for sequence in pairs.sequences())
-        found["model_flops_utilization"] = flops / middle / side.engine.peak_flops_per_second()
+        operations, peak = side.engine.operations() - before, side.engine.peak_flops_per_second()
+        found["model_flops_utilization"] = operations.computed / rounds / middle / peak if peak else None
+        found["sharing_gain"] = operations.sharing_gain
         found["self_check"] = side.engine.self_check.as_dict()
         found["token_budget"] = side.engine.token_budget
 

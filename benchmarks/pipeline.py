@@ -39,6 +39,7 @@ from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.data.tokenizer_files import TokenizerCache
 from reflogp_service.engine import Sequence, TorchEngine
 from reflogp_service.engine.flow import Flying, Unit
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import EngineChoice
 from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
@@ -63,6 +64,7 @@ class ClockedEngine(TorchEngine):
         self.token_budget = PASS_TOKENS
         self.self_check = SimpleNamespace(path="packed")  # type: ignore[assignment]
         self._loaded = SimpleNamespace(vocab_size=1 << 20, max_positions=None, rope_limit=None)  # type: ignore[assignment]
+        self._operations, self._flops = Operations(), SimpleNamespace(packed=lambda pack, sequences: Operations())  # type: ignore
         self.pass_seconds, self._tokens_per_second = None, math.inf
         self._seconds, self._log, self._free_at = seconds, log, 0.0
 
@@ -73,9 +75,6 @@ class ClockedEngine(TorchEngine):
             print(begins, self._free_at, unit.tokens, file=file)
         values = torch.full((sum(len(where) for _, where in unit.members),), -1.0)
         return Flying(unit, values, _Mark(begins), _Mark(self._free_at))
-
-    def flops(self, sequence: Sequence) -> float:
-        return 0.0
 
     def peak_flops_per_second(self) -> float:
         return 1.0

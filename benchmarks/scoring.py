@@ -96,19 +96,21 @@ def default_data() -> list[tuple[Path, int]]:
 def measure(pairs: Pairs, sides: list[Any], ours: Ours, options: argparse.Namespace, device: str) -> dict[str, Any]:
     sample = pairs.spread(options.trl_rows)
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
-    peaks, utilization = [], []
-    flops = sum(ours.engine.flops(sequence) for sequence in pairs.sequences())
+    peaks, utilization, gains = [], [], []
     for round_ in range(options.rounds):
         for side in sides:
             of_side = pairs if side is ours else sample
             if round_ == 0 and side is ours:
                 side.seconds(sample)  # shapes that torch.compile has not seen
+            before = ours.engine.operations()
             seconds = side.seconds(of_side)
             rates[side.name].append(of_side.tokens / seconds)
             if side is ours:
                 matmul_flops_per_second.cache_clear()
                 peaks.append(matmul_flops_per_second(ours.engine.device, torch.bfloat16))
-                utilization.append(flops / seconds / peaks[-1])
+                operations = ours.engine.operations() - before
+                utilization.append(operations.computed / seconds / peaks[-1])
+                gains.append(operations.sharing_gain)
             print(f"  {pairs.name} round {round_ + 1}: {side.name}: {rates[side.name][-1]:,.0f} tokens/s", flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     trl = {name: rate for name, rate in medians.items() if name.startswith("TRL")}
@@ -125,6 +127,7 @@ def measure(pairs: Pairs, sides: list[Any], ours: Ours, options: argparse.Namesp
         "ratio_to_padded": medians[ours.name] / medians[Padded.name],
         "ratio_to_vllm": medians[ours.name] / medians[Vllm.name] if Vllm.name in medians else None,
         "model_flops_utilization": statistics.median(utilization),
+        "sharing_gain": statistics.median(gains),
         "matmul_tflops": statistics.median(peaks) / 1e12,
     }
 
@@ -135,15 +138,15 @@ def report(about: dict[str, Any], results: list[dict[str, Any]], folder: Path) -
     (folder / f"{name}.json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
     sides = list(results[0]["tokens_per_second"])
     lines = [f"{about['model']}; {about['machine']}; medians of {about['rounds']} rounds; tokens of the data a second", ""]
-    lines += ["| data | " + " | ".join(sides) + " | × TRL at 8 | × best TRL | × padded | × vLLM | MFU |"]
-    lines += ["|" + " --- |" * (len(sides) + 6)]
+    lines += ["| data | " + " | ".join(sides) + " | × TRL at 8 | × best TRL | × padded | × vLLM | MFU | sharing gain |"]
+    lines += ["|" + " --- |" * (len(sides) + 7)]
     for found in results:
         rates = " | ".join(f"{found['tokens_per_second'][side]:,.0f}" for side in sides)
         vllm = f"{found['ratio_to_vllm']:.1f}" if found["ratio_to_vllm"] else "—"
         lines.append(
             f"| {found['data']}, {found['rows']} pairs | {rates} | {found['ratio_to_trl_batch_8']:.1f} | "
             f"{found['ratio_to_best_trl']:.1f} | {found['ratio_to_padded']:.1f} | {vllm} | "
-            f"{found['model_flops_utilization']:.2f} |"
+            f"{found['model_flops_utilization']:.2f} | {found['sharing_gain']:.1f} |"
         )
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

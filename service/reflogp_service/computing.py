@@ -78,7 +78,6 @@ class Computing:
 
     Attributes:
         seconds: in which something was computed.
-        flops: useful operations.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Computing:
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
         self.seconds = 0.0
-        self.flops = 0.0
         self._engine = engine
         self._commits = Commits(table)
         self._provenance = provenance
@@ -137,15 +135,18 @@ class Computing:
         error: BaseException | None = None
         try:
             with closing(self._engine.flow(self._groups)) as flow:
+                since = time.monotonic()
                 while not self._stopped.is_set():
-                    began = time.monotonic()
                     landed = next(flow, None)
                     if landed is None:
                         break
                     if not landed:
                         self._groups.wait(_LOOK_SECONDS)
+                        since = time.monotonic()
                         continue
-                    self.seconds += time.monotonic() - began
+                    now = time.monotonic()
+                    self.seconds += now - since  # also where a commit held this thread up: the device goes on meanwhile
+                    since = now
                     self._passes.put([(*self._groups.computed(number), outcome) for number, outcome in landed])
         except BaseException as caught:
             error = caught
@@ -194,7 +195,6 @@ class Computing:
             if not self._done:
                 self._since = time.monotonic()
             self._done.append((miss, outcome))
-            self.flops += self._engine.flops(miss.sequence)
             self._tell(Scored(miss))
             if len(self._done) >= self._commit_sequences:
                 self._commit()

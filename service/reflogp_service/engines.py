@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engine.operations import Operations
 from reflogp_store import FileChangedError, OtherContentError, Reference, UsageError
 from reflogp_store.checkpoint import Checkpoint
 from reflogp_store.reference import OpenModel, autocast_dtype, open_model
@@ -39,8 +40,8 @@ class Engine(Protocol):
     def provenance(self) -> dict[str, Any]:
         """How this engine makes values; stored beside them."""
 
-    def flops(self, sequence: Sequence) -> float:
-        """Floating point operations of one plain forward over this sequence, head only where it predicts."""
+    def operations(self) -> Operations:
+        """Operations of everything scored so far; both counts stay 0 where this engine cannot count them."""
 
     def peak_flops_per_second(self) -> float | None:
         """Matrix product rate of the device, or None where this engine cannot measure it."""

@@ -78,7 +78,7 @@ class Here:
     def work(self) -> Work:
         """As Scorer.work."""
         if self._engine is not None and self._computing is not None:
-            self._work.seconds, self._work.flops = self._computing.seconds, self._computing.flops
+            self._work.seconds, self._work.operations = self._computing.seconds, self._engine.operations()
             if self._work.seconds > 0:
                 self._work.peak = self._engine.peak_flops_per_second()
         return self._work

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.sequences import Sequence
 from reflogp_store import LogprobTable
 
@@ -48,14 +49,14 @@ class Work:
 
     Attributes:
         seconds: in which something was computed.
-        flops: useful operations.
+        operations: what the scored sequences took.
         peak: operations a second that all devices together reach; None where nothing ran or an engine cannot tell.
         provenance: how values were made; None where nothing ran.
         workers: engines that were at it; the most at a time.
     """
 
     seconds: float = 0.0
-    flops: float = 0.0
+    operations: Operations = field(default_factory=Operations)
     peak: float | None = None
     provenance: dict[str, Any] | None = field(default=None)
     workers: int = 0

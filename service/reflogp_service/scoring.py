@@ -71,8 +71,11 @@ class ScoreSummary:
         tokens: prompt and completion tokens of the scored ones.
         seconds: wall time of the run; `scoring_seconds` is the part in which something was computed.
         tokens_per_second: tokens over scoring_seconds.
-        model_flops_utilization: useful arithmetic over the matrix product's rate of all devices; None where nothing ran, or the
-            engine cannot tell.
+        model_flops_utilization: operations computed per scoring second, over the rate of a product of random matrices on all
+            devices: at most 1. What is shared counts once, padding not at all (engine/operations.py). None where nothing ran,
+            or the engine cannot tell.
+        sharing_gain: operations of a forward pass over each scored sequence on its own, over those computed: at least 1. None
+            as above.
         workers: engines that computed, the most at a time; 0 where nothing ran.
         reference_id, snapshot, store: where the values are.
         provenance: how they were made; None where nothing ran.
@@ -93,6 +96,7 @@ class ScoreSummary:
     scoring_seconds: float = 0.0
     tokens_per_second: float = 0.0
     model_flops_utilization: float | None = None
+    sharing_gain: float | None = None
     workers: int = 0
     reference_id: str = ""
     snapshot: int = 0
@@ -277,7 +281,8 @@ class _Run:
         if work.seconds > 0:
             summary.tokens_per_second = summary.tokens / work.seconds
             if work.peak is not None:
-                summary.model_flops_utilization = work.flops / work.seconds / work.peak
+                summary.model_flops_utilization = work.operations.computed / work.seconds / work.peak
+        summary.sharing_gain = work.operations.sharing_gain
 
     def scored(self, miss: Miss) -> None:
         """As Told.scored."""

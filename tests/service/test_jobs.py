@@ -75,6 +75,9 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     first = client.report(job.id)["outliers"][0]
     assert first["prompt"] and first["completions"]
     assert job.summary["snapshot"] <= table.snapshot_number()
+    assert 0 < job.summary["model_flops_utilization"] <= 1 and job.summary["sharing_gain"] > 1
+    page = httpx.get(f"{client.url}/jobs/{job.id}").text
+    assert f"<dd>{job.summary['sharing_gain']:.1f}×</dd>" in page
 
 
 def test_the_same_job_twice_is_one_job(client, service, tmp_path):

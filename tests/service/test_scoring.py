@@ -10,7 +10,7 @@ from reflogp_service.engine import TorchEngine
 from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_store import LogprobStore, describe_reference, sequence_keys
-from tests.conftest import plain_token_logps, write_rows
+from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.service.watching import Watching
 
 
@@ -135,6 +135,20 @@ def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch,
     at = snapshot(reference_folder, tmp_path)
     assert len(at) == 20
     assert len(at.rows_of) <= 4
+
+
+def test_utilization_is_at_most_1_however_much_is_shared(score, tmp_path, tokenizer):
+    """A prompt of 800 tokens with 50 completions: computed one by one it would be 45 times as much, and pass any device."""
+    size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+    folder = save_llama(tmp_path / "wide", tokenizer, **size)
+    prompt = [1 + at % 100 for at in range(800)]
+    rows = [{"prompt_ids": prompt, "chosen_ids": [at, 1], "rejected_ids": [at, 2]} for at in range(25)]
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: TorchEngine(str(folder), "float32"))
+    assert 40 < summary.sharing_gain < 50
+    assert 0 < summary.model_flops_utilization <= 1
+    assert summary.model_flops_utilization * summary.sharing_gain > 1, "what it would be if what is shared were counted"
+    again = score(tmp_path / "t.jsonl", must_not_load)
+    assert again.model_flops_utilization is None and again.sharing_gain is None
 
 
 def test_an_interrupt_keeps_what_was_computed(score, pairs_file, reference_folder):

@@ -194,5 +194,6 @@ def _print(summary: Any, as_json: bool) -> None:
         out.print(
             f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s"
             + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
+            + (f", sharing gain {summary.sharing_gain:.1f}×" if summary.sharing_gain else "")
         )
     out.print(f"reference {summary.reference_id}, snapshot {summary.snapshot} of {summary.store} ({summary.seconds:.1f} s)")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from reflogp_service.engine.device import Mark
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.packing import Pack
 from reflogp_service.engine.sequences import NOT_FINITE, Outcome, Sequence
 
@@ -23,11 +24,12 @@ _LOOK_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Unit:
-    """One pass: a pack or a padded batch, where each member's values will be, and its size in tokens."""
+    """One pass: a pack or a padded batch, where each member's values will be, its size in tokens, and its operations."""
 
     work: Pack | list[Sequence]
     members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
     tokens: int
+    operations: Operations
 
 
 @dataclass(frozen=True)

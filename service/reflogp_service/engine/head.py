@@ -6,6 +6,7 @@ passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 #: Rows and columns of logits held at once where a CPU computes them here: few enough to stay in cache until they are summed,
 #: enough for the product to be fast (measured: a fifth faster than rows of a whole vocabulary).
 _CPU_BLOCK = (1024, 4096)
+#: Numbers of the output embedding that are cast at once on CUDA where its dtype is not the product's: 256 MiB in float32.
+_CAST_NUMBERS = 1 << 26
+#: Rows and columns that one tile of a CUDA product covers; chunks are multiples of it, so that no tile is computed in part.
+_TILE = 128
 #: Rows of logits that are summed at once on a CPU: few enough that their float32 copy stays in cache.
 _SUM_ROWS = 16
 
@@ -80,29 +85,29 @@ class Head:
         Returns:
             float32 (n,).
         """
-        in_blocks = states.device.type == "cpu" and self.logits is not None
-        rows = _CPU_BLOCK[0] if in_blocks else max(1, _WHOLE_LOGITS[states.device.type] // self._weight.shape[0])
-        out = torch.empty(len(targets), dtype=torch.float32, device=states.device)
-        for start in range(0, len(targets), rows):
-            chunk = slice(start, start + rows)
-            out[chunk] = self._chunk(states[at[chunk]], targets[chunk], temperature)
-        return out
-
-    def _chunk(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        hidden = states[at]
         if self.logits is None:
-            hidden = hidden.to(self._weight.dtype)
-            with autocasting(hidden.device, self._rounded):
-                logits = self._own_logits(hidden).float() / temperature
-            return torch.gather(logits, 1, targets[:, None])[:, 0] - torch.logsumexp(logits, 1)
+            return self._logps_by_model(hidden, targets, temperature)
         with autocasting(hidden.device, None):  # every dtype below is chosen, and autocast would choose others
             return self._logps_of_products(hidden, targets, temperature)
+
+    def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        hidden = hidden.to(self._weight.dtype)
+        out = hidden.new_empty(len(targets), dtype=torch.float32)
+        for rows in _slices(len(targets), _rows_at_once(hidden.device, self._weight.shape[0])):
+            with autocasting(hidden.device, self._rounded):
+                logits = self._own_logits(hidden[rows]).float() / temperature
+            out[rows] = torch.gather(logits, 1, targets[rows, None])[:, 0] - torch.logsumexp(logits, 1)
+        return out
 
     def _logps_of_products(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
         assert self.logits is not None
         total, rounded = self._sum_and_target(hidden, targets, temperature)
         if self._rounded is not None:
             return torch.clamp(rounded - total, max=0.0)
-        exact = (hidden.float() * self._weight[targets].float()).sum(1)
+        exact = torch.empty_like(total)
+        for rows in _slices(len(targets), _rows_at_once(hidden.device, self._weight.shape[0])):
+            exact[rows] = (hidden[rows].float() * self._weight[targets[rows]].float()).sum(1)
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
         exact = self.logits(exact) / temperature
@@ -116,24 +121,36 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log sum exp of all logits, the target's logit as the product rounds it), both float32 (n,)."""
+        """(log sum exp of all logits, the target's logit as the product rounds it), both float32 (n,).
+
+        Blocks of the vocabulary are the outer loop: where the weight is not in the product's dtype, a block is cast once.
+        """
         assert self.logits is not None
         # Mamba keeps its residual stream, and so these states, in float32.
         dtype = torch.float32 if self._float32 else self._rounded or hidden.dtype
-        vocabulary = self._weight.shape[0]
-        columns = _CPU_BLOCK[1] if hidden.device.type == "cpu" else vocabulary
-        sums, rounded = [], torch.zeros(len(targets), dtype=dtype, device=hidden.device)
-        for start in range(0, vocabulary, columns):
-            block = slice(start, start + columns)
+        as_they_are = self._factors.dtype == dtype or _is_widened(hidden, self._factors, dtype)
+        blocks = list(_slices(self._weight.shape[0], self._columns_at_once(as_they_are)))
+        sums = hidden.new_empty(len(blocks), len(targets), dtype=torch.float32)
+        rounded = hidden.new_zeros(len(targets), dtype=dtype)
+        for number, block in enumerate(blocks):
+            factors = self._factors[block] if as_they_are else self._factors[block].to(dtype)
             bias = None if self._bias is None else self._bias[block].to(dtype)
-            product = F.linear(hidden.to(dtype), self._factors[block].to(dtype), bias)
-            sums.append(self.log_sum_exp(product, self.logits, 1.0 / temperature))
-            at = targets - start
-            inside = (at >= 0) & (at < product.shape[1])
-            here = torch.gather(product, 1, at.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
-            rounded = torch.where(inside, here, rounded)
-        total = sums[0] if len(sums) == 1 else torch.logsumexp(torch.stack(sums), 0)
+            for rows in _slices(len(targets), _rows_at_once(hidden.device, len(factors))):
+                product = _product(hidden[rows], factors, bias, dtype)
+                sums[number, rows] = self.log_sum_exp(product, self.logits, 1.0 / temperature)
+                at = targets[rows] - block.start
+                inside = (at >= 0) & (at < product.shape[1])
+                here = torch.gather(product, 1, at.clamp(0, product.shape[1] - 1)[:, None])[:, 0]
+                rounded[rows] = torch.where(inside, here, rounded[rows])
+        total = sums[0] if len(blocks) == 1 else torch.logsumexp(sums, 0)
         return total, self.logits(rounded.float()) / temperature
+
+    def _columns_at_once(self, as_they_are: bool) -> int:
+        """Columns of logits that are computed at once: on CUDA all, unless the weight must be cast for them."""
+        vocabulary, hidden_size = self._weight.shape
+        if self._weight.device.type == "cpu":
+            return _CPU_BLOCK[1]
+        return vocabulary if as_they_are else _in_tiles(_CAST_NUMBERS // hidden_size)
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
@@ -170,6 +187,39 @@ class Head:
             return logits
         finally:
             self._model._modules[name] = backbone
+
+
+def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """hidden @ factors.T + bias in `dtype`, (rows, columns)."""
+    if not _is_widened(hidden, factors, dtype):
+        return F.linear(hidden.to(dtype), factors, bias)
+    product = torch.mm(hidden, factors.T, out_dtype=dtype)
+    return product if bias is None else product.add_(bias)
+
+
+def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether one product reads both sides in 16 bits, and sums and answers in float32: torch has it on CUDA alone (since 2.8).
+
+    Products of two such numbers are exact in float32, so the result is that of float32 factors, at the rate of 16 bits.
+    """
+    narrow = hidden.dtype == factors.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    return narrow and dtype == torch.float32 and hidden.device.type == "cuda"
+
+
+def _rows_at_once(device: torch.device, columns: int) -> int:
+    """Rows of so many columns that are computed at once."""
+    rows = _WHOLE_LOGITS[device.type] // columns
+    return min(_CPU_BLOCK[0], max(1, rows)) if device.type == "cpu" else _in_tiles(rows)
+
+
+def _in_tiles(count: int) -> int:
+    """The largest multiple of a tile up to `count`, one tile at least."""
+    return max(1, count // _TILE) * _TILE
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    """0 … count in slices of `size`, the last of what is left."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:

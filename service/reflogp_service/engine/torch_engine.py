@@ -10,6 +10,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from reflogp_service.engine.forward import attention_of, forward_pack, forward_p
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
@@ -90,6 +92,7 @@ class TorchEngine:
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
         self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
         self._flops = ForwardFlops(self._loaded.model)
+        self._operations = Operations()
         if compile_layers is None:
             compile_layers = worth_compiling(self._loaded.model, self.device)
         self.pass_seconds: float | None = None
@@ -212,13 +215,19 @@ class TorchEngine:
             if flying is not None:
                 yield self._landed(flying, waiting)
 
-    def flops(self, sequence: Sequence) -> float:
-        """Floating point operations of one plain forward over this sequence, head only where it predicts."""
-        return self._flops(sequence)
+    def operations(self) -> Operations:
+        """Operations of all passes so far, counted when their values are here. The check at load is not counted."""
+        return self._operations
 
-    def peak_flops_per_second(self) -> float:
-        """Matrix product rate of this device in this dtype, measured once."""
-        return matmul_flops_per_second(self.device, self._loaded.product_dtype)
+    def peak_flops_per_second(self) -> float | None:
+        """Rate of a product of random matrices on this device in this dtype, measured once; None where memory is too short."""
+        try:
+            with on_device(self.device):
+                return matmul_flops_per_second(self.device, self._loaded.product_dtype)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     def close(self) -> None:
         """Nothing: it started nothing, and its memory goes with the object."""
@@ -239,6 +248,7 @@ class TorchEngine:
     def _landed(self, flying: Flying, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
         """A pass's values; its sequences wait no more."""
         landed = flying.land()
+        self._operations += flying.unit.operations
         self._tokens_per_second = flying.tokens_per_second()
         for place, _ in landed:
             del waiting[place]
@@ -264,7 +274,7 @@ class TorchEngine:
 
     def _units_of(self, places: list[int], waiting: dict[int, Sequence]) -> Iterator[Unit]:
         for unit in self._units([waiting[place] for place in places]):
-            yield Unit(unit.work, tuple((places[at], where) for at, where in unit.members), unit.tokens)
+            yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
 
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Passes over all of `sequences` within the present budget: those beyond the rope limit alone, masked ones padded."""
@@ -279,13 +289,13 @@ class TorchEngine:
                 (plain if sequence.attention_mask is None else masked).append(index)
         for chosen in (*groups, plain, masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
-                yield Unit(unit.work, tuple((chosen[at], where) for at, where in unit.members), unit.tokens)
+                yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
         if self.self_check.path == "packed" and not is_masked:
             for pack in packs(sequences, self._pass_limit()):
-                yield Unit(pack, pack.members, len(pack))
+                yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences))
             return
         budget = 1 if self.self_check.path == "single" else self._pass_limit()
         for batch in padded_batches(sequences, budget):
@@ -295,7 +305,7 @@ class TorchEngine:
                 members.append((index, np.arange(start, stop)))
                 start = stop
             chosen = [sequences[index] for index in batch]
-            yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)))
+            yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
 
     def _launch(self, unit: Unit, temperature: float) -> Flying | None:
         """Start a pass; None when memory ran out."""

@@ -212,7 +212,7 @@ class OnRay:
     def _landed(self, worker: _Worker, answer: dict[str, Any], told: Told) -> None:
         unit, _ = worker.flying.popleft()
         self._note_idle()
-        self._work.flops += answer["flops"]
+        self._work.operations += answer["operations"]
         rate = len(unit.misses) / max(answer["seconds"], 1e-3)
         self._per_second = rate if self._per_second is None else self._per_second + _NEWEST * (rate - self._per_second)
         problems = answer["problems"]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
-from reflogp_service.computing import Committed, Computing, Ended, Event, Failed, Scored
+from reflogp_service.computing import Committed, Computing, Ended, Event, Failed
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import Engine, EngineChoice
 from reflogp_service.misses import Miss
 from reflogp_service.on_ray.cluster import this_node
@@ -52,6 +53,7 @@ class ScoringWorker:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._landed_at = 0.0
+        self._counted = Operations()
 
     def place(self) -> str:
         """The node that it is on, in words."""
@@ -90,8 +92,8 @@ class ScoringWorker:
             again: some of it may be stored already, by a worker that was lost; that is not computed again.
 
         Returns:
-            problems (index -> why there are no values), snapshot (that has the others; None where there are none), flops,
-            seconds.
+            problems (index -> why there are no values), snapshot (that has the others; None where there are none), operations
+            and seconds (since the unit before was done, where that was later than the call).
 
         Raises what the engine and the store raise; what was computed is committed.
         """
@@ -123,7 +125,8 @@ class ScoringWorker:
                 raise self._error
             seconds = time.monotonic() - max(started, self._landed_at)
             self._landed_at = time.monotonic()
-        return {"problems": asked.problems, "snapshot": asked.snapshot, "flops": asked.flops, "seconds": seconds}
+            operations, self._counted = self._engine.operations() - self._counted, self._engine.operations()
+        return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations, "seconds": seconds}
 
     def peak(self) -> float | None:
         """As Engine.peak_flops_per_second."""
@@ -132,8 +135,6 @@ class ScoringWorker:
     def _happened(self, event: Event) -> None:
         with self._changed:
             match event:
-                case Scored(miss):
-                    self._asked[miss].flops += self._engine.flops(miss.sequence)
                 case Failed(miss, problem):
                     asked = self._asked.pop(miss)
                     asked.problems[miss.rows[0]] = problem
@@ -156,10 +157,8 @@ class _Asked:
         problems: index -> why there are no values.
         snapshot: that has the others.
         left: sequences that have neither values in the store nor a problem yet.
-        flops: as `score` returns it.
     """
 
     problems: dict[int, str]
     snapshot: int | None
     left: int
-    flops: float = field(default=0.0)

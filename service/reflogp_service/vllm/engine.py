@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
@@ -145,9 +146,9 @@ class VllmEngine:
                 del sequences[number]
             yield landed
 
-    def flops(self, sequence: Sequence) -> float:
-        """0: nothing is counted where no rate of the device is known."""
-        return 0.0
+    def operations(self) -> Operations:
+        """0 of both: the model's layers and the device are vLLM's, so nothing is counted."""
+        return Operations()
 
     def peak_flops_per_second(self) -> float | None:
         """None: the device is vLLM's."""

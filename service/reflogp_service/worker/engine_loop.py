@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import PassEngine
 from reflogp_service.worker.engines import Engines
 from reflogp_store import ReflogpError
@@ -79,16 +80,30 @@ class Answer:
 
 @dataclass
 class _Work:
-    """A job's flow of passes."""
+    """A job's flow of passes, each with its operations."""
 
     reference_id: str
     groups: Iterable[list[Sequence]]
     before: Callable[[list[int]], None]
-    out: queue.SimpleQueue[Landed | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    out: queue.SimpleQueue[tuple[Landed, Operations] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
     idle_until: float = 0.0
-    passes: Generator[Landed] | None = None
+    passes: Iterator[tuple[Landed, Operations]] | None = None
     abandoned: bool = False
+
+    def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
+        """The passes, for the thread that owns the engine; online requests may use it in between."""
+        passes = engine.flow(self.groups, before=self.before)
+        is_used = False
+        while True:
+            so_far = engine.operations()
+            landed = next(passes, None)
+            if landed is None:
+                break
+            is_used |= bool(landed)
+            yield landed, engine.operations() - so_far
+        if is_used:
+            engine.peak_flops_per_second()  # measured here once, where nothing else runs on the device; the job asks for it
 
 
 class EngineLoop:
@@ -147,8 +162,10 @@ class EngineLoop:
         groups: Iterable[list[Sequence]],
         before: Callable[[list[int]], None],
         check: Callable[[], None],
-    ) -> Iterator[Landed]:
-        """A job's passes, computed in turns; called by a thread of the job. As PassEngine.flow, but without empty items.
+    ) -> Iterator[tuple[Landed, Operations]]:
+        """A job's passes and the operations of each, computed in turns; called by a thread of the job.
+
+        As PassEngine.flow, but without empty items.
 
         Args:
             groups: taken without waiting, in a thread of the engine; an empty one where there is none at the moment.
@@ -169,7 +186,7 @@ class EngineLoop:
         assert work.engine is not None
         return work.engine
 
-    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[Landed]:
+    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
             self._work = work
             self._tell()
@@ -261,12 +278,12 @@ class EngineLoop:
             self._drop(work)
             return
         if work.passes is None:
-            work.passes = work.engine.flow(work.groups, before=work.before)
+            work.passes = work.begin(work.engine)
         is_online = time.monotonic() - self._asked_at < _ONLINE_SECONDS
         work.engine.pass_seconds = _PASS_SECONDS if is_online else None
         with self._doing("pass"):
             landed = next(work.passes, None)
-        if landed == []:
+        if landed is not None and not landed[0]:
             work.idle_until = time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
             return
         work.out.put(landed)

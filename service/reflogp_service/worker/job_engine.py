@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from reflogp_service.engine import Outcome, Sequence
+from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import PassEngine
 from reflogp_service.worker.engine_loop import EngineLoop
 from reflogp_store import sequence_keys
@@ -47,6 +48,7 @@ class JobEngine:
         self._poison = poison
         self._announce = announce
         self._check = check
+        self._operations = Operations()
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
         """As Engine.problems, and the known poison."""
@@ -67,8 +69,9 @@ class JobEngine:
     def provenance(self) -> dict[str, Any]:
         return self._engine.provenance()
 
-    def flops(self, sequence: Sequence) -> float:
-        return self._engine.flops(sequence)
+    def operations(self) -> Operations:
+        """As Engine.operations, of this job's passes alone."""
+        return self._operations
 
     def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
@@ -92,7 +95,8 @@ class JobEngine:
             flying.update(begun[number].key for number in numbers)
             self._announce(sorted(flying))
 
-        for landed in self._loop.flow(self._reference_id, sequences(), before, self._check):
+        for landed, operations in self._loop.flow(self._reference_id, sequences(), before, self._check):
+            self._operations += operations
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             flying.difference_update(entry.key for entry, _ in done)
             yield [(entry.number, outcome) for entry, outcome in done]
