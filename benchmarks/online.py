@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import cpu_and_cores, write_results
-from sides import SHAPES, make_model, make_tokenizer, read_pairs
+from shapes import SHAPES
+from sides import make_model, make_tokenizer, read_pairs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

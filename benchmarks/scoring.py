@@ -20,21 +20,21 @@ from typing import Any
 
 import torch
 from machine import cpu_and_cores, file_name
+from pairs import Pairs
+from shapes import SHAPES
 from sides import (
-    SHAPES,
     Ours,
     OursWithServer,
     OursWithVllm,
     Padded,
-    Pairs,
     Trl,
-    Vllm,
     make_model,
     make_tokenizer,
     quiet,
     read_pairs,
     tokenize,
 )
+from vllm_process import Vllm
 
 from reflogp_service.engine.flops import matmul_flops_per_second
 

@@ -30,7 +30,8 @@ import psutil
 import torch
 from machine import cpu_and_cores, write_results
 from scoring import SHIPPED
-from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs, tokenize
+from shapes import SHAPES
+from sides import make_model, make_tokenizer, quiet, read_pairs, tokenize
 
 from reflogp_client import AsyncClient, Client, Job
 from reflogp_service.data.tokenize import load_tokenizer

@@ -1,6 +1,6 @@
-"""What is compared: our engine, TRL's own precomputation, a plain padded transformers loop, vLLM. One function each.
+"""What scoring.py compares: our engines, TRL's own precomputation, a plain padded transformers loop.
 
-Every side gets the same model folder and the same pairs, and answers with its seconds. Used by scoring.py and gpu.py.
+Every side gets the same model folder and the same pairs, and answers with its seconds.
 """
 
 from __future__ import annotations
@@ -8,58 +8,24 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from pairs import Pairs
+from shapes import random_model
+from transformers import AutoModelForCausalLM
+from vllm_process import VLLM_PYTHON
 
 from reflogp_client.cli.console import quiet_libraries
 from reflogp_client.cli.demo_model import train_tokenizer
 from reflogp_service.data.encode import tokenize_examples
 from reflogp_service.data.shape import examples_of
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine import TorchEngine
 from reflogp_service.engines import Engine, EngineChoice
 from reflogp_store import describe_reference
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-VLLM_PYTHON = REPOSITORY / ".venv-vllm" / "bin" / "python"
-
-#: Shapes of Qwen2 models: hidden, intermediate, layers, heads, key heads.
-SHAPES = {
-    "tiny": (128, 384, 4, 4, 2),
-    "20M": (384, 1024, 6, 6, 2),
-    "0.1B": (768, 2048, 12, 12, 4),
-    "0.5B": (896, 4864, 24, 14, 2),
-    "1.5B": (1536, 8960, 28, 12, 2),
-    "7B": (3584, 18944, 28, 28, 4),
-}
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Preference pairs as token ids: rows of (prompt, chosen, rejected)."""
-
-    name: str
-    rows: list[tuple[list[int], list[int], list[int]]]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of both sequences of every pair, nothing shared and nothing padded."""
-        return sum(2 * len(p) + len(c) + len(r) for p, c, r in self.rows)
-
-    def sequences(self) -> list[Sequence]:
-        return [Sequence(p, side) for p, c, r in self.rows for side in (c, r)]
-
-    def spread(self, count: int) -> Pairs:
-        """`count` rows at even distances, so that their lengths are those of the whole."""
-        step = max(1, len(self.rows) // count)
-        return Pairs(self.name, self.rows[::step][:count])
 
 
 def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:
@@ -81,25 +47,9 @@ def make_tokenizer(rows: list[dict[str, Any]], vocab_size: int = 32_000) -> Any:
     return train_tokenizer(texts, vocab_size)
 
 
-def make_model(folder: Path, shape: str, vocab_size: int = 32_000, device: str = "cpu") -> int:
+def make_model(folder: Path, shape: str, vocab_size: int = 32_000) -> int:
     """A Qwen2 of this shape with random weights in bfloat16, as a checkpoint; returns its number of parameters."""
-    hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=shape != "7B",
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = random_model(shape, vocab_size, "cpu")
     model.save_pretrained(folder)
     return int(model.num_parameters())
 
@@ -233,41 +183,3 @@ class Padded:
             logps = torch.log_softmax(logits.float(), -1).gather(2, ids[:, 1:, None])[..., 0]
             (logps * mask[:, 1:]).sum(1).cpu()
         return synchronized(self._device) - start
-
-
-class Vllm:
-    """vLLM with prompt_logprobs=0 in its own environment (`make setup-vllm`), one process for all its runs."""
-
-    name = "vLLM, prompt_logprobs=0"
-
-    def __init__(self, model: Path) -> None:
-        self._process = subprocess.Popen(
-            [str(VLLM_PYTHON), str(REPOSITORY / "benchmarks" / "vllm_side.py"), str(model)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=sys.stderr if "--verbose" in sys.argv else subprocess.DEVNULL,
-            text=True,
-        )
-        self._answer()
-
-    @staticmethod
-    def there() -> bool:
-        return VLLM_PYTHON.is_file()
-
-    def seconds(self, pairs: Pairs) -> float:
-        assert self._process.stdin is not None
-        prompts = [[*map(int, s.prompt_ids), *map(int, s.completion_ids)] for s in pairs.sequences()]
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"reflogp"'):
-                return json.loads(line)
-        raise RuntimeError("vLLM ended; run with --verbose to see why")

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from machine import cpu_and_cores, write_results
+from pairs import Pairs
 from scoring import SHIPPED
-from sides import SHAPES, VLLM_PYTHON, Pairs, make_model, make_tokenizer, quiet, read_pairs, tokenize
+from shapes import SHAPES
+from sides import make_model, make_tokenizer, quiet, read_pairs, tokenize
 from transformers import AutoModelForCausalLM
+from vllm_process import VLLM_PYTHON
 
 from reflogp_service.engines import EngineChoice
 from reflogp_store import describe_reference

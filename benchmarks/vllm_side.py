@@ -12,7 +12,15 @@ from vllm import LLM, SamplingParams, TokensPrompt  # reads the environment when
 
 
 def main() -> None:
-    llm = LLM(model=sys.argv[1], dtype="bfloat16", max_model_len=8192, skip_tokenizer_init=True, enable_prefix_caching=True)
+    weights = "dummy" if "--random-weights" in sys.argv else "auto"
+    llm = LLM(
+        model=sys.argv[1],
+        dtype="bfloat16",
+        max_model_len=8192,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=True,
+        load_format=weights,
+    )
     settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     print('{"reflogp": "ready"}', flush=True)
     for line in sys.stdin:

@@ -20,7 +20,8 @@ from typing import Any
 
 from machine import cpu_and_cores, write_results
 from scoring import SHIPPED
-from sides import SHAPES, make_model, make_tokenizer, quiet, read_pairs
+from shapes import SHAPES
+from sides import make_model, make_tokenizer, quiet, read_pairs
 
 #: Of the command line, in a process of its own, with one thread.
 _REFLOGP = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]

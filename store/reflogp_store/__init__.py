@@ -1,10 +1,15 @@
 """The cache of reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
 
-Needs numpy, pyarrow and deltalake only. Imports no other reflogp package.
+Needs numpy, pyarrow and deltalake only, and deltalake only where a table is opened: engines, joins and keys run without it.
+Imports no other reflogp package.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from reflogp_store.checkpoint import read_checkpoint, resolve_model
-from reflogp_store.compaction import compact, vacuum
 from reflogp_store.errors import (
     CheckpointError,
     DamagedStoreError,
@@ -20,14 +25,17 @@ from reflogp_store.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from reflogp_store.exchange import export_table, import_folder
 from reflogp_store.joins import Join, join_logps
 from reflogp_store.keys import example_hash, sequence_keys
 from reflogp_store.reference import Reference, describe_reference
-from reflogp_store.repair import repair, verify
-from reflogp_store.snapshot import Snapshot
-from reflogp_store.store import LogprobStore
-from reflogp_store.table import LogprobTable
+
+if TYPE_CHECKING:
+    from reflogp_store.compaction import compact, vacuum
+    from reflogp_store.damage import repair, verify
+    from reflogp_store.exchange import export_table, import_folder
+    from reflogp_store.snapshot import Snapshot
+    from reflogp_store.store import LogprobStore
+    from reflogp_store.table import LogprobTable
 
 __all__ = [
     "CheckpointError",
@@ -61,3 +69,25 @@ __all__ = [
     "vacuum",
     "verify",
 ]
+
+#: What needs deltalake -> the module that has it, imported when it is first asked for.
+_WITH_DELTALAKE = {
+    "LogprobStore": "store",
+    "LogprobTable": "table",
+    "Snapshot": "snapshot",
+    "compact": "compaction",
+    "export_table": "exchange",
+    "import_folder": "exchange",
+    "repair": "damage",
+    "vacuum": "compaction",
+    "verify": "damage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_WITH_DELTALAKE`."""
+    if name not in _WITH_DELTALAKE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)
+    globals()[name] = found
+    return found

@@ -155,6 +155,8 @@ def parse(line: str) -> None:
             pass  # OpenRLHF's own command, beside ours
         case ["python", "-m", module, *_]:
             assert find_spec(module), f"there is no module {module}"
+        case ["python", script]:
+            assert (REPOSITORY / script).is_file(), f"there is no {script}"
         case ["docker", *arguments]:
             _check_docker(arguments)
         case ["export", assignment, *_]:

@@ -85,6 +85,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt-oss (sinks, sliding window 8)": lambda: tf.GptOssForCausalLM(
         tf.GptOssConfig(**_GQA, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
     ),
+    "DeepSeek-V3 (latent attention)": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(
+            **_SIZES,
+            num_key_value_heads=4,
+            q_lora_rank=48,
+            kv_lora_rank=32,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            first_k_dense_replace=3,  # no experts: attention alone
+        )
+    ),
     "Mamba": lambda: tf.MambaForCausalLM(
         tf.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, state_size=8, pad_token_id=0)
     ),

@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
-from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import add_fused_lm_head
 
 from reflogp_service.engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
@@ -69,6 +67,22 @@ def measure(name: str) -> Fidelity:
     return Fidelity(engine.self_check.path, worst, rms(half, exact), trl)
 
 
+def spread_among_neighbours(engine: TorchEngine) -> float:
+    """Largest difference between one sequence's values in 20 random packs: alone, with others, with ones that share its prompt.
+
+    The engine's model has VOCAB tokens, and its token budget is below a thousand, so that the packs differ.
+    """
+    source = random.Random(5)
+    prompt, completion = [source.randrange(3, VOCAB) for _ in range(30)], [source.randrange(3, VOCAB) for _ in range(25)]
+    values = []
+    for seed in range(20):
+        others = some_pairs(count=seed, seed=seed)
+        others += [Sequence(prompt, completion[:cut] + [source.randrange(3, VOCAB)] * 9) for cut in range(0, seed, 3)]
+        source.shuffle(others)
+        values.append(engine.score([*others, Sequence(prompt, completion)])[-1])
+    return float(np.ptp(np.stack(values), axis=0).max())
+
+
 def rms(values: list, exact: list) -> float:
     """Root mean square difference over all tokens."""
     return float(np.sqrt(np.mean(np.concatenate([v - e for v, e in zip(values, exact, strict=True)]) ** 2)))
@@ -80,6 +94,9 @@ def trl_token_logps(folder, sequences: list[Sequence], autocast: torch.dtype | N
     Args:
         autocast: float32 weights under torch.autocast with this dtype; None for bfloat16 weights without.
     """
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+    from trl.trainer.utils import add_fused_lm_head
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if autocast else torch.bfloat16).eval()
     add_fused_lm_head(model)
     pairs = [sequences[i : i + 2] for i in range(0, len(sequences), 2)]

@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.engine.attention import installed_kernels
+from reflogp_service.engine.load import in_memory
 from reflogp_service.errors import EngineError, InvalidSequencesError
 from reflogp_store import CheckpointError, UsageError
 from tests.conftest import plain_token_logps
@@ -95,6 +97,23 @@ def test_a_value_does_not_depend_on_the_token_budget(reference_folder):
     for alone, some, all_at_once in zip(*results, strict=True):
         assert np.abs(alone - some).max() <= 1e-4
         assert np.abs(alone - all_at_once).max() <= 1e-4
+
+
+def test_a_model_in_memory_gives_the_values_of_its_checkpoint(reference_folder):
+    sequences = random_sequences(20)
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    engine = TorchEngine(in_memory(model))  # neither the default dtype nor the default device
+    assert engine.self_check.path == "packed" and not any(p.requires_grad for p in model.parameters())
+    expected = TorchEngine(str(reference_folder), "float32").score(sequences)
+    for ours, from_files in zip(engine.score(sequences), expected, strict=True):
+        assert np.abs(ours - from_files).max() <= 1e-5
+
+
+def test_a_refused_kernel_is_not_used(reference_folder):
+    kernels = installed_kernels("cpu")
+    engine = TorchEngine(str(reference_folder), "bfloat16", "cpu", refused_kernels=kernels[:-1])
+    assert engine.self_check.kernels == ["by_branch"]
+    assert engine.self_check.rejected == dict.fromkeys(kernels[:-1], "refused by the caller")
 
 
 def test_log_probs_are_never_above_zero(tmp_path):

@@ -1,6 +1,5 @@
 """Fidelity for every family, and independence of a value from its neighbours. The numbers are docs/fidelity.md's."""
 
-import random
 import warnings
 
 import numpy as np
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from reflogp_service.engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
-from tests.service.fidelity import measure, some_pairs
+from tests.service.fidelity import measure, some_pairs, spread_among_neighbours
 
 #: Two bfloat16 passes of one model round differently, so their errors against float32 differ by chance. Five percent is
 #: several times what other seeds show.
@@ -48,18 +47,8 @@ def test_a_model_that_cannot_be_packed_is_scored_padded_and_says_so(name, dtype,
     ],
 )
 def test_a_value_does_not_depend_on_its_neighbours(name, dtype, spread, tmp_path):
-    """One sequence in 20 random packs: alone, with others, with others that share its prompt."""
     build(name).save_pretrained(tmp_path)
-    engine = TorchEngine(str(tmp_path), dtype, token_budget=600)
-    source = random.Random(5)
-    prompt, completion = [source.randrange(3, VOCAB) for _ in range(30)], [source.randrange(3, VOCAB) for _ in range(25)]
-    values = []
-    for seed in range(20):
-        others = some_pairs(count=seed, seed=seed)
-        others += [Sequence(prompt, completion[:cut] + [source.randrange(3, VOCAB)] * 9) for cut in range(0, seed, 3)]
-        source.shuffle(others)
-        values.append(engine.score([*others, Sequence(prompt, completion)])[-1])
-    assert float(np.ptp(np.stack(values), axis=0).max()) <= spread
+    assert spread_among_neighbours(TorchEngine(str(tmp_path), dtype, token_budget=600)) <= spread
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_path):

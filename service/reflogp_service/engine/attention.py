@@ -284,8 +284,10 @@ def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLa
     return by_branch
 
 
-def installed_kernels() -> list[str]:
-    """Names of the kernels that `choose_kernel` can take for some layer on a CUDA device, the fastest first."""
+def installed_kernels(device_type: str = "cuda") -> list[str]:
+    """Names of the kernels that `choose_kernel` can take for some layer on a "cuda" or "cpu" device, the fastest first."""
+    if device_type == "cpu":
+        return [*([] if cpu_attention.problem(64, 64) else [cpu_blocks.__name__]), by_branch.__name__]
     optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
     return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
 

@@ -140,20 +140,37 @@ def load_model(
         )
     if checkpoint.adapter is not None:
         loaded = _with_adapter(loaded, checkpoint.adapter)
-    loaded = (loaded if quantized else loaded.to(where)).eval()
-    for parameter in loaded.parameters():
-        parameter.requires_grad_(False)
+    loaded = _frozen(loaded if quantized else loaded.to(where))
     if where.type == "cpu":
         _take_out_of_files(loaded)
-    text_config = loaded.config.get_text_config()
+    return _described(loaded, where, torch_dtype, getattr(torch, products) if products else None)
+
+
+def in_memory(model: Any) -> LoadedModel:
+    """Make a causal language model of transformers that is in memory already ready to score.
+
+    It is put in evaluation mode and its parameters take no gradients any more. All of it must be on one device, in one dtype.
+    """
+    first = next(model.parameters())
+    return _described(_frozen(model), first.device, first.dtype, None)
+
+
+def _frozen(model: Any) -> Any:
+    for parameter in model.eval().parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None) -> LoadedModel:
+    text_config = model.config.get_text_config()
     return LoadedModel(
-        model=loaded,
-        device=where,
-        dtype=torch_dtype,
-        vocab_size=int(loaded.get_output_embeddings().weight.shape[0]),
+        model=model,
+        device=device,
+        dtype=dtype,
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         max_positions=getattr(text_config, "max_position_embeddings", None),
         rope_limit=_rope_limit(text_config),
-        autocast=getattr(torch, products) if products else None,
+        autocast=autocast,
     )
 
 

@@ -6,6 +6,7 @@ Knows forward passes and tolerances. Called once by the torch engine, before it 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ class SelfCheck:
         rejected: path, or attention kernel -> why it was not taken.
         kernels: attention kernels that ran in the check, as every pack will use them.
         compiled: decoder layers and log-sum-exp run compiled.
-        refused_kernels: attention kernels that raised or disagreed; no pass may use them.
+        refused_kernels: attention kernels that raised or disagreed, or that the caller refused; no pass may use them.
     """
 
     path: Path
@@ -56,27 +57,27 @@ class SelfCheck:
         return asdict(self)
 
 
-def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
+def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
     """Choose the fastest path that agrees with a plain pass, leave the model set to it, and warn unless it is packed.
 
     Args:
         head: its output layer.
         loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
         compile_layers: try packed with compiled layers first.
+        refused: attention kernels that may not be used.
     """
     with loaded.computing():
-        return _check(head, loaded, compile_layers)
+        return _check(head, loaded, compile_layers, list(refused))
 
 
-def _check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
+def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
     model, device = loaded.model, loaded.device
     limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
     own_attention = model.config._attn_implementation
     sequences = _sequences(loaded.vocab_size, min(limits, default=None))
     plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
     tolerance = tolerance_of(loaded.product_dtype, plain)
-    rejected: dict[str, str] = {}
-    refused: list[str] = []
+    rejected = dict.fromkeys(refused, "refused by the caller")
     found: tuple[Path, float] = ("single", 0.0)
     kernels = [str(own_attention)]
     while found[0] == "single":

@@ -24,7 +24,7 @@ from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp_service.engine.flow import Flying, Prepared, Unit
 from reflogp_service.engine.forward import attention_of, forward_pack, forward_padded, padded_batches
 from reflogp_service.engine.head import Head
-from reflogp_service.engine.load import forget_longest_pass, load_model
+from reflogp_service.engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.packing import Pack, packs
@@ -47,7 +47,8 @@ class TorchEngine:
     with a warning (`self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint that was read; safetensors weights.
+        model: model folder, hub id, or a checkpoint that was read; safetensors weights. Or a model in memory (load.in_memory),
+            which has its own dtype and device: those of the arguments are not looked at.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. "bfloat16-autocast" and "float16-autocast":
             float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA when there), "cpu", "cuda", "cuda:1", …
@@ -55,6 +56,7 @@ class TorchEngine:
             nothing is lost.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
+        refused_kernels: attention kernels that may not be used, by name (attention.installed_kernels).
         revision: of a hub id.
         trust_remote_code: run modelling code that the checkpoint brings.
 
@@ -73,19 +75,22 @@ class TorchEngine:
 
     def __init__(
         self,
-        model: str | Checkpoint,
+        model: str | Checkpoint | LoadedModel,
         dtype: str = "bfloat16",
         device: str = "auto",
         token_budget: int | Literal["auto"] = "auto",
         *,
         lm_head_dtype: str | None = None,
         compile_layers: bool | None = None,
+        refused_kernels: Collection[str] = (),
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
-        self._loaded = load_model(model, dtype, device, revision, trust_remote_code)
+        self._loaded = (
+            model if isinstance(model, LoadedModel) else load_model(model, dtype, device, revision, trust_remote_code)
+        )
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
@@ -99,7 +104,7 @@ class TorchEngine:
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
         with on_device(self.device):
-            self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers)
+            self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
         self.token_budget = (
             auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
         )
