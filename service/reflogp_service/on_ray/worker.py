@@ -5,6 +5,7 @@ Knows one reference and one store. Does not know what else is in line. Made by `
 
 from __future__ import annotations
 
+import os
 import time
 from importlib.metadata import version
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reflogp_service.allocator import growing_segments
 from reflogp_service.commits import Commits
 from reflogp_service.engine.sequences import Logps
 from reflogp_service.engines import Engine, EngineChoice
@@ -59,6 +61,7 @@ class ScoringWorker:
         """
         if probe is not None:
             require_seen(probe)
+        os.environ.update(growing_segments(os.environ))  # torch reads it when it first uses the GPU
         if not self._choice.gpus():
             torch.set_num_threads(1)  # what it asked Ray for
         wanted = self._reference

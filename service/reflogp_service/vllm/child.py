@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, BinaryIO, cast
 
+from reflogp_service.allocator import without_growing_segments
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError
 from reflogp_service.vllm.engine import PASSES
@@ -150,6 +151,7 @@ class _Running:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env=without_growing_segments(os.environ),
                 start_new_session=True,  # Ctrl-C at a terminal is for the caller, which commits before it ends
             )
         except OSError as error:
