@@ -18,6 +18,7 @@ from reflogp_service.engine.attention import KernelFailedError, PackLayout, by_b
 from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import LoadedModel
+from reflogp_service.engine.out_of_memory import is_out_of_memory
 from reflogp_service.engine.packing import packs
 from reflogp_service.engine.sequences import Sequence
 
@@ -63,6 +64,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
         head: its output layer.
         loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
         compile_layers: try packed with compiled layers first.
+
+    An error that says that memory ran out is passed on: no other path needs less for so few tokens.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers)
@@ -89,6 +92,8 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
                 continue
             rejected["packed"] = str(error)
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
+            if is_out_of_memory(error):
+                raise
             rejected["packed"] = _first_line(error)
         else:
             rejected |= layout.declined
@@ -108,6 +113,8 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool) -> SelfCheck:
         try:
             difference, problem = _compare(_padded(model, head, sequences, device), plain, tolerance)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             difference, problem = float("nan"), _first_line(error)
         if problem is None:
             found = ("padded", difference)
