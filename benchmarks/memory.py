@@ -21,7 +21,7 @@ from scoring import SHIPPED
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
 from reflogp_client import Client
-from reflogp_service.server.available_memory import total_memory
+from reflogp_service.available_memory import total_memory
 from reflogp_service.server.request_memory import default_request_memory
 from reflogp_service.server.settings import ServerSettings
 from reflogp_store import LogprobStore

@@ -33,6 +33,7 @@ LONGEST = (
     "service/test_score",
     "service/test_bounds",
     "store/test_stress",
+    "service/test_loading",
 )
 
 

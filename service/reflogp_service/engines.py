@@ -47,7 +47,7 @@ class Engine(Protocol):
         """Matrix product rate of the device, or None where this engine cannot measure it."""
 
     def close(self) -> None:
-        """End what the engine started: processes, threads, connections. Nothing is asked of it afterwards."""
+        """End what the engine started and let go of the model. No values are asked of it afterwards."""
 
 
 class PassEngine(Engine, Protocol):

@@ -9,6 +9,7 @@ ReflogpError (reflogp_store.errors)
 │   ├── LedgerDamagedError      some of its pages are damaged
 │   └── LedgerTakenError        it is another service's, or is not there any more
 └── EngineError              the engine cannot load a model or score with it
+    ├── OutOfMemoryError     the device's memory does not hold the model or a pass
     └── InvalidSequencesError   some sequences cannot be scored; the others were
 """
 
@@ -49,6 +50,10 @@ class LedgerTakenError(LedgerError):
 
 class EngineError(ReflogpError):
     """The engine cannot load a model, or cannot score with it."""
+
+
+class OutOfMemoryError(EngineError):
+    """A device's memory does not hold a model, or ran out; the message says what was asked for and what to do."""
 
 
 class InvalidSequencesError(EngineError):

@@ -32,6 +32,26 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a safetensors header describes it.
+
+    Attributes:
+        dtype: as the format names it: "F32", "BF16", "U8", ….
+        shape: lengths of its dimensions.
+        nbytes: in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether loading converts it to the model's dtype."""
+        return self.dtype.startswith(("F", "BF"))
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder with `config.json` and safetensors weights, found whole; and the adapter on it, where there is one."""
 
@@ -53,6 +73,13 @@ class Checkpoint:
         index = self.folder / _INDEX
         read = [self.folder / "config.json", *([index] if index.is_file() else [])]
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The weights' tensors by name, from the files' headers; an adapter's are not among them.
+
+        Raises CheckpointError where a header cannot be read.
+        """
+        return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
         """Return True if config, index and adapter config, read again, say what is in here."""
@@ -172,16 +199,26 @@ def _named_in(index: bytes) -> list[str]:
 
 def _check_whole(file: Path) -> None:
     """Compare the file's size with what its header promises (github.com/huggingface/safetensors, 'Format')."""
+    expected, _ = _header(file)
     size = file.stat().st_size
+    if size != expected:
+        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, but its header promises {expected}")
+
+
+def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
+    """(bytes that the whole file has, its tensors by name)."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))
             if header_bytes > _MAX_HEADER_BYTES:
                 raise CheckpointError(f"{file} is not a safetensors file")
             header = json.loads(handle.read(header_bytes))
-        data_bytes = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        header.pop("__metadata__", None)
+        tensors, end = {}, 0
+        for name, about in header.items():
+            start, stop = about["data_offsets"]
+            tensors[name] = StoredTensor(str(about["dtype"]), tuple(about["shape"]), stop - start)
+            end = max(end, stop)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{file} is truncated or not a safetensors file: its header cannot be read") from error
-    expected = 8 + header_bytes + data_bytes
-    if size != expected:
-        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, but its header promises {expected}")
+    return 8 + header_bytes + end, tensors

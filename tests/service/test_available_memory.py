@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reflogp_service.server.available_memory import total_memory
+from reflogp_service.available_memory import free_memory, total_memory
 
 V1 = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n35 31 0:32 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "29 23 0:26 {top} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -49,6 +49,49 @@ def test_the_smallest_limit_around_the_process_counts(tmp_path, name):
     assert total_memory(tmp_path) == (expected or psutil.virtual_memory().total)
 
 
+@pytest.mark.parametrize(
+    ("mounts", "groups", "files"),
+    [
+        (
+            V2,
+            "0::/a\n",
+            {
+                "memory.max": "9000000",
+                "memory.current": "8000000",
+                "memory.stat": "inactive_file 2000000\nactive_file 500000\n",
+            },
+        ),
+        (
+            V1,
+            "4:memory:/a\n",
+            {
+                "memory.limit_in_bytes": "9000000",
+                "memory.usage_in_bytes": "8000000",
+                "memory.stat": "active_file 7\ntotal_inactive_file 2000000\ntotal_active_file 500000\n",
+            },
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_what_a_limit_leaves_is_free_and_so_is_the_groups_page_cache(tmp_path, mounts, groups, files):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mountinfo").write_text(mounts.format(top="/"))
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    group = tmp_path / "sys/fs/cgroup" / ("a" if mounts is V2 else "memory/a")
+    group.mkdir(parents=True)
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert free_memory(tmp_path) == 3_500_000
+    (group / "memory.stat").write_text("")
+    assert free_memory(tmp_path) == 1_000_000
+    next(file for file in group.iterdir() if "limit" in file.name or "max" in file.name).write_text("7000000")
+    assert free_memory(tmp_path) == 0
+
+
+def test_without_a_limit_the_machines_memory_is_free(tmp_path):
+    assert 0 < free_memory(tmp_path) <= psutil.virtual_memory().total
+
+
 def test_a_real_group_with_a_limit():
     group = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
     name = "memory.limit_in_bytes" if group.name == "memory" else "memory.max"
@@ -62,7 +105,7 @@ def test_a_real_group_with_a_limit():
         pytest.skip(f"this user may not make a cgroup: {error}")
     program = (
         f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        "from reflogp_service.server.available_memory import total_memory\n"
+        "from reflogp_service.available_memory import total_memory\n"
         "print(total_memory())"
     )
     try:

@@ -174,11 +174,11 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
             left.clear()
             kind(folder / name, content)
 
-    auto_class = load._auto_class
+    model_class = load._model_class
 
     def with_moments(*arguments):
         at("between hash and load")
-        found = auto_class(*arguments)
+        found = model_class(*arguments)
 
         class Loader:
             @staticmethod
@@ -189,7 +189,7 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
 
         return Loader
 
-    monkeypatch.setattr(load, "_auto_class", with_moments)
+    monkeypatch.setattr(load, "_model_class", with_moments)
     reference = describe_reference(str(folder), "float32")
     at("before the load")
     try:
@@ -208,14 +208,14 @@ def test_touching_a_file_while_it_is_loaded_stops_nothing(checkpoints, tmp_path,
     """A backup that links to a file, or new permissions, change its times; the content is what counts."""
     original, expected, _ = checkpoints["model.safetensors"]
     folder = Path(shutil.copytree(original, tmp_path / "model"))
-    auto_class, touched = load._auto_class, []
+    model_class, touched = load._model_class, []
 
     def touching(*arguments):
         if not touched:
             touched.append(os.link(folder / "model.safetensors", tmp_path / "backup"))
-        return auto_class(*arguments)
+        return model_class(*arguments)
 
-    monkeypatch.setattr(load, "_auto_class", touching)
+    monkeypatch.setattr(load, "_model_class", touching)
     engine = EngineChoice(device="cpu").make(str(folder), describe_reference(str(folder), "float32"))
     np.testing.assert_allclose(engine.score([SEQUENCE])[0], expected, atol=2e-4)
     assert touched

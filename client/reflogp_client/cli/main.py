@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from typer import rich_utils
 from reflogp_client.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
 from reflogp_client.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, err, out
 from reflogp_client.errors import NotAllowedError, RequestRefusedError
+from reflogp_service.allocator import growing_segments
 from reflogp_store import ReflogpError, UsageError
 from reflogp_store.safe_text import LineFormatter, visible
 
@@ -90,6 +92,7 @@ def _run() -> int:
 
 def main() -> None:
     """Entry point of the `reflogp` command."""
+    os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
         logging.lastResort.setFormatter(LineFormatter())  # what a library logs quotes data, too

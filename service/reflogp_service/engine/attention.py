@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from reflogp_service.engine import cpu_attention
 from reflogp_service.engine.device import to_device
+from reflogp_service.engine.out_of_memory import is_out_of_memory
 from reflogp_service.engine.packing import Pack
 
 NAME = "reflogp_packed"
@@ -33,15 +34,6 @@ _MAX_SCORES = 1 << 26
 _FLEX_BLOCK = 128
 #: Largest head size of FlashAttention's kernels, and what a head size must be a multiple of (flash-attn, README).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
-#: How allocators and libraries say that memory ran out, where they raise a plain RuntimeError.
-_OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -290,11 +282,6 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
         return [*([] if cpu_attention.problem(64, 64) else [cpu_blocks.__name__]), by_branch.__name__]
     optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
     return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, Triton or a CUDA library says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:

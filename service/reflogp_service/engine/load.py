@@ -1,19 +1,26 @@
 """A frozen causal language model out of a checkpoint folder: safetensors only, evaluation mode, no gradients.
 
-Knows transformers' loading. Does not know sequences. Called by the torch engine.
+Weights go from the file to their device, a few tensors at a time. Knows transformers' loading. Does not know sequences. Called
+by the torch engine.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from reflogp_service.engine.out_of_memory import is_out_of_memory, memory_errors
+from reflogp_service.engine.room import is_quantized, require_room
 from reflogp_service.errors import EngineError
+from reflogp_store import ReflogpError
 from reflogp_store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
 from reflogp_store.reference import autocast_dtype, resolve_dtype
 
@@ -77,8 +84,8 @@ def choose_device(device: str) -> torch.device:
         raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def _with_adapter(model: Any, adapter: Adapter) -> Any:
-    """The model with the adapter's layers in place, in the model's dtype.
+def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
+    """The model with the adapter's layers in place, in the model's dtype, read to its device.
 
     The adapter is applied, not merged: merging would round its small products into the weights.
     """
@@ -87,7 +94,10 @@ def _with_adapter(model: Any, adapter: Adapter) -> Any:
     except ImportError as error:
         raise EngineError(f"{adapter.folder} is an adapter: pip install peft") from error
     try:
-        wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False)
+        with memory_errors(device, f"the adapter {adapter.folder} was loaded"):
+            wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
+    except EngineError:
+        raise
     except Exception as error:  # adapters of other shapes, unknown methods, …
         raise EngineError(f"{adapter.folder}: the adapter does not fit: {str(error).splitlines()[0]}") from error
     if wrapped.active_peft_config.is_prompt_learning:
@@ -109,6 +119,7 @@ def load_model(
 
     Raises:
         UsageError, CheckpointError: as `read_checkpoint`.
+        OutOfMemoryError: the device has no room for it, which is found before the weights are read, or its memory ran out.
         EngineError: transformers cannot build the model, or weights for it are missing from the files.
     """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model, revision))
@@ -116,22 +127,27 @@ def load_model(
     products = autocast_dtype(name)
     torch_dtype = torch.float32 if products else getattr(torch, name)
     where = choose_device(device)
-    quantized = "quantization_config" in checkpoint.config  # such weights are placed while they are loaded, not moved
+    quantized = is_quantized(checkpoint)
     devices = [where] if where.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # building a model draws random numbers; the caller's must not move
-        try:
-            loaded, info = _auto_class(checkpoint.folder, trust_remote_code).from_pretrained(
-                checkpoint.folder,
+    with (
+        torch.random.fork_rng(devices),  # building a model draws random numbers; the caller's must not move
+        memory_errors(where, f"{checkpoint.folder} was loaded"),
+        _unloadable(checkpoint.folder),
+    ):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        require_room(checkpoint, config, name, where)
+        with _weights(checkpoint) as weights:
+            model_class = _model_class(config, trust_remote_code)
+            loaded, info = model_class.from_pretrained(
+                checkpoint.folder if quantized else None,  # quantizers want to see the files
+                config=config.get_text_config() if _is_of_its_text(model_class, config) else config,
+                state_dict=None if quantized else weights,
                 dtype=torch_dtype,
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                **({"device_map": {"": str(where)}} if quantized else {}),
+                device_map={"": str(where)},
             )
-        except Exception as error:  # whatever a config or a kernel package can raise
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise EngineError(f"{checkpoint.folder}: the model cannot be loaded: {first}") from error
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys") or ())
     if absent:
         raise EngineError(
@@ -139,9 +155,9 @@ def load_model(
             f"({', '.join(absent[:3])}); they would be random"
         )
     if checkpoint.adapter is not None:
-        loaded = _with_adapter(loaded, checkpoint.adapter)
-    loaded = _frozen(loaded if quantized else loaded.to(where))
-    if where.type == "cpu":
+        loaded = _with_adapter(loaded, checkpoint.adapter, where)
+    loaded = _frozen(loaded)
+    if where.type == "cpu" and quantized:
         _take_out_of_files(loaded)
     return _described(loaded, where, torch_dtype, getattr(torch, products) if products else None)
 
@@ -174,12 +190,48 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
     )
 
 
-def _take_out_of_files(model: Any) -> None:
-    """Copy weights into memory of their own.
+@contextmanager
+def _unloadable(folder: Path) -> Iterator[None]:
+    """Turn whatever a config, a kernel package or transformers can raise into EngineError; out-of-memory stays what it is."""
+    try:
+        yield
+    except ReflogpError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EngineError(f"{folder}: the model cannot be loaded: {first}") from error
 
-    safetensors maps a file into memory, and weights that need no conversion stay there: whoever writes to the file later would
-    change the loaded model.
+
+class _Weight:
+    """A tensor of an open file where transformers expects a tensor or a safetensors slice: read when it is indexed with `...`.
+
+    It is read into memory of its own. transformers maps files into memory instead: all that was read stays there until the
+    last weight is loaded, whoever writes to the file later changes the model, and a file that is cut short ends the process.
     """
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        read: torch.Tensor = self._file.get_tensor(self._name)
+        return read[index]
+
+
+@contextmanager
+def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
+    """Every tensor of a checkpoint's files by name; to be read within the block."""
+    with ExitStack() as stack:
+        found: dict[str, _Weight] = {}
+        for path in checkpoint.weight_files:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))
+            found |= {name: _Weight(file, name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        yield found
+
+
+def _take_out_of_files(model: Any) -> None:
+    """Copy weights into memory of their own: those of quantized checkpoints may lie in files that are mapped into memory."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
@@ -205,9 +257,16 @@ def _rope_limit(config: Any) -> int | None:
     return None
 
 
-def _auto_class(folder: Path, trust_remote_code: bool) -> Any:
-    """What builds the model: a vision-language checkpoint scores text too, and is no causal LM to transformers."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class that builds the model: a vision-language checkpoint scores text too, and is no causal LM to transformers."""
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
-    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    with torch.device("meta"):
+        return type(auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code))
+
+
+def _is_of_its_text(model_class: Any, config: Any) -> bool:
+    """Whether a class is built from the part of a config that is about text, as transformers' auto classes do it."""
+    text_config = config.sub_configs.get("text_config")
+    return text_config is not None and getattr(model_class, "config_class", None) == text_config

@@ -19,6 +19,7 @@ from reflogp_service.engine.attention import KernelFailedError, PackLayout, by_b
 from reflogp_service.engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import LoadedModel
+from reflogp_service.engine.out_of_memory import is_out_of_memory
 from reflogp_service.engine.packing import packs
 from reflogp_service.engine.sequences import Sequence
 
@@ -65,6 +66,8 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
         loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
         compile_layers: try packed with compiled layers first.
         refused: attention kernels that may not be used.
+
+    An error that says that memory ran out is passed on: no other path needs less for so few tokens.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -90,6 +93,8 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
                 continue
             rejected["packed"] = str(error)
         except Exception as error:  # an architecture can refuse in any way; each means "not this path"
+            if is_out_of_memory(error):
+                raise
             rejected["packed"] = _first_line(error)
         else:
             rejected |= layout.declined
@@ -109,6 +114,8 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
         try:
             difference, problem = _compare(_padded(model, head, sequences, device), plain, tolerance)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             difference, problem = float("nan"), _first_line(error)
         if problem is None:
             found = ("padded", difference)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import transformers
 
-from reflogp_service.engine.attention import is_out_of_memory
 from reflogp_service.engine.compiled import worth_compiling
 from reflogp_service.engine.device import Mark, copy_to_host, on_device
 from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
@@ -27,6 +26,7 @@ from reflogp_service.engine.head import Head
 from reflogp_service.engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp_service.engine.memory import auto_token_budget
 from reflogp_service.engine.operations import Operations
+from reflogp_service.engine.out_of_memory import is_out_of_memory, memory_errors
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
 from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
@@ -37,6 +37,9 @@ from reflogp_store.checkpoint import Checkpoint
 _WINDOW = 8_192
 #: Passes are not made shorter than this, however slow the device is: the products would be too small to be fast.
 _LEAST_PASS_TOKENS = 1_024
+#: Passes in a row that must fit before a budget that was halved is doubled: what took the memory may be gone, and one pass that
+#: is lost in so many costs little where it is not.
+_GOOD_PASSES = 100
 
 
 class TorchEngine:
@@ -52,8 +55,8 @@ class TorchEngine:
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. "bfloat16-autocast" and "float16-autocast":
             float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA when there), "cpu", "cuda", "cuda:1", …
-        token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved, for good, and
-            nothing is lost.
+        token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved and
+            nothing is lost; after many passes that fit it grows again, up to what it was at first.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
         refused_kernels: attention kernels that may not be used, by name (attention.installed_kernels).
@@ -66,6 +69,7 @@ class TorchEngine:
 
     Raises:
         UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
+        OutOfMemoryError: the device has no room for it.
         EngineError: the model cannot be loaded.
 
     Example:
@@ -95,7 +99,6 @@ class TorchEngine:
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
             raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
-        self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
@@ -103,11 +106,13 @@ class TorchEngine:
         self.pass_seconds: float | None = None
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
-        with on_device(self.device):
+        with memory_errors(self.device, "the model was tried"), on_device(self.device):
+            self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
-        self.token_budget = (
-            auto_token_budget(self._loaded.model, self.device, self._loaded.dtype) if token_budget == "auto" else token_budget
-        )
+            if token_budget == "auto":
+                token_budget = auto_token_budget(self._loaded.model, self.device, self._loaded.dtype)
+        self.token_budget = self._first_budget = token_budget
+        self._good_passes = 0
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
         """token_logps of each sequence: float32 arrays of len(completion_ids), in order.
@@ -210,15 +215,25 @@ class TorchEngine:
                 if flying is not None:
                     yield self._landed(flying, waiting)
                 flying = launched
-                if launched is None and len(places) == 1:
+                if launched is not None:
+                    self._count_good_pass()
+                elif len(places) == 1:
                     del waiting[places[0]]
                     problem = f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
                     yield [(places[0], problem)]
-                elif launched is None:
+                else:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
+                    self._good_passes = 0
                     again.appendleft(unit)
             if flying is not None:
                 yield self._landed(flying, waiting)
+
+    def _count_good_pass(self) -> None:
+        """Double a budget that was halved, after enough passes that fit; the next packs are made by it."""
+        self._good_passes += 1
+        if self._good_passes >= _GOOD_PASSES:
+            self._good_passes = 0
+            self.token_budget = min(2 * self.token_budget, self._first_budget)
 
     def operations(self) -> Operations:
         """Operations of all passes so far, counted when their values are here. The check at load is not counted."""
@@ -229,13 +244,19 @@ class TorchEngine:
         try:
             with on_device(self.device):
                 return matmul_flops_per_second(self.device, self._loaded.product_dtype)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
     def close(self) -> None:
-        """Nothing: it started nothing, and its memory goes with the object."""
+        """Let go of the weights, so that whoever still holds the engine, a job or a stopped stream, does not hold them.
+
+        What it knows of the model (problems, flops, provenance) can be asked for afterwards; values cannot.
+        """
+        if self._loaded.model is not None:
+            self._loaded = replace(self._loaded, model=None)
+            del self._head
 
     def provenance(self) -> dict[str, Any]:
         """How this engine makes values; stored beside them."""

@@ -5,6 +5,7 @@ Knows one reference and one store. Does not know what else is in line. Made by `
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reflogp_service.allocator import growing_segments
 from reflogp_service.computing import Committed, Computing, Ended, Event, Failed
 from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import Engine, EngineChoice
@@ -71,6 +73,7 @@ class ScoringWorker:
         """
         if probe is not None:
             require_seen(probe)
+        os.environ.update(growing_segments(os.environ))  # torch reads it when it first uses the GPU
         if not self._choice.gpus():
             torch.set_num_threads(1)  # what it asked Ray for
         wanted = self._reference

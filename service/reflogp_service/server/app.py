@@ -15,9 +15,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from reflogp_service.available_memory import total_memory
 from reflogp_service.server import problems
 from reflogp_service.server.auth import Sessions
-from reflogp_service.server.available_memory import total_memory
 from reflogp_service.server.connections import ActiveRequests
 from reflogp_service.server.context import Context
 from reflogp_service.server.dataset_room import DatasetRoom

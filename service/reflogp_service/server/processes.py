@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import psutil
 
+from reflogp_service.allocator import growing_segments
 from reflogp_service.worker.frames import Frame, receive_frame
 
 #: How a worker is started, and the longest frame head that is read at once.
@@ -101,7 +103,8 @@ async def start_here() -> WorkerProcess:
 async def start_process() -> asyncio.subprocess.Process:
     """The process itself, with pipes."""
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER)
+    environment = {**os.environ, **growing_segments(os.environ)}
+    return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER, env=environment)
 
 
 def memory_of(pid: int) -> int:

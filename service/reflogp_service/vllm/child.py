@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, BinaryIO, cast
 
-from reflogp_service.errors import EngineError
+from reflogp_service.allocator import without_growing_segments
+from reflogp_service.errors import EngineError, OutOfMemoryError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError
 from reflogp_service.vllm.engine import PASSES
 from reflogp_service.vllm.options import Loading
@@ -150,6 +151,7 @@ class _Running:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                env=without_growing_segments(os.environ),
                 start_new_session=True,  # Ctrl-C at a terminal is for the caller, which commits before it ends
             )
         except OSError as error:
@@ -222,7 +224,8 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
     # Processes of vLLM print what stopped them before the one above them says that they ended.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
-    return EngineError(f"vLLM cannot load the model: {reason}{detail}; REFLOGP_VLLM_LOG=1 shows its log")
+    kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
+    return kind(f"vLLM cannot load the model: {reason}{detail}; REFLOGP_VLLM_LOG=1 shows its log")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from reflogp_service.engines import PassEngine
-from reflogp_service.errors import EngineError
+from reflogp_service.errors import OutOfMemoryError
 
 
 class Engines:
@@ -50,13 +50,9 @@ class Engines:
             self._admit(reference_id)
             for victim in self.displaced_by(reference_id):
                 self._unload(victim)
-            try:
-                engine = self._make(reference_id)
-            except (EngineError, torch.OutOfMemoryError, MemoryError) as error:
-                others = [other for other in self._loaded if other != self._pinned]
-                if not others or (isinstance(error, EngineError) and "memory" not in str(error)):
-                    raise
-                for other in others:
+            engine = self._made_in_the_room(reference_id)
+            if engine is None:
+                for other in self._movable():
                     self._unload(other)
                 engine = self._make(reference_id)
             self._loaded_at[reference_id] = time.monotonic()
@@ -71,13 +67,28 @@ class Engines:
         if reference_id in self._loaded:
             return []
         too_many = len(self._loaded) + 1 - self._capacity
-        return [other for other in self._loaded if other != self._pinned][: max(0, too_many)]
+        return self._movable()[: max(0, too_many)]
 
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
         """Whether an engine has been here, or unused, for long enough to be unloaded for another one."""
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
+
+    def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
+        """An engine beside the others; None where memory ran out and some of them can make room.
+
+        The error ends with this call, and with it what its traceback holds of the model that did not fit.
+        """
+        try:
+            return self._make(reference_id)
+        except OutOfMemoryError:
+            if not self._movable():
+                raise
+            return None
+
+    def _movable(self) -> list[str]:
+        return [other for other in self._loaded if other != self._pinned]
 
     def _unload(self, reference_id: str) -> None:
         self._loaded.pop(reference_id).close()

@@ -12,6 +12,8 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
+#: Where a group (version 2, version 1) says what it and the groups in it have taken, and how its page cache is named.
+_USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
 
 
 def total_memory(root: Path = Path("/")) -> int:
@@ -20,11 +22,23 @@ def total_memory(root: Path = Path("/")) -> int:
     Args:
         root: the file system in which /proc and the cgroup file systems are looked for.
     """
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
+    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _limits(root))])
 
 
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """The memory limits of this process's cgroup and of every group around it, in bytes."""
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may still take: the machine's, or what a control group's limit leaves.
+
+    The page cache counts as free, since the kernel drops it when memory is asked for.
+
+    Args:
+        root: as of `total_memory`.
+    """
+    left = [limit - used for folder, limit in _limits(root) if (used := _used(folder)) is not None]
+    return max(0, min([int(psutil.virtual_memory().available), *left]))
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """(folder, limit in bytes) of this process's cgroup and of every group around it, where they have limits."""
     groups = _own_groups(root)
     for kind, mounted_group, mount_point in _memory_mounts(root):
         folder = root / mount_point.lstrip("/")
@@ -33,7 +47,19 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         inside = group.relative_to(mounted_group) if group.is_relative_to(mounted_group) else PurePosixPath(".")
         for place in [inside, *inside.parents]:
             for name in _LIMIT_FILES[kind]:
-                yield from _limit(folder / place / name)
+                for limit in _limit(folder / place / name):
+                    yield folder / place, limit
+
+
+def _used(group: Path) -> int | None:
+    """Bytes that a group has taken, without its page cache; None where its files do not say."""
+    for usage, prefix in _USAGE_FILES:
+        taken = list(_limit(group / usage))
+        if taken:
+            counts = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
+            cached = (counts.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file"))
+            return taken[0] - sum(int(number) for number in cached if number.isdigit())
+    return None
 
 
 def _own_groups(root: Path) -> dict[str, str]:
@@ -64,7 +90,7 @@ def _plain(text: str) -> str:
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """A limit where the file holds one; "max" and 0 mean none."""
+    """A number of bytes where the file holds one; "max" and 0 mean no limit."""
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)
