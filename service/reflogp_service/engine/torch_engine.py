@@ -196,6 +196,8 @@ class TorchEngine:
                     unit = again.popleft() if again else prepared.take(flying)
                 except StopIteration:
                     break
+                except MemoryError as error:
+                    raise EngineError("the host's memory ran out while a pass was prepared") from error
                 if unit is None:
                     yield [] if flying is None else self._landed(flying, waiting)
                     flying = None
@@ -273,7 +275,10 @@ class TorchEngine:
 
     def _landed(self, flying: Flying, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
         """A pass's values; its sequences wait no more."""
-        landed = flying.land()
+        try:
+            landed = flying.land()
+        except RuntimeError as error:  # CUDA says here what went wrong while the pass ran
+            raise EngineError(f"the pass did not end: {str(error).splitlines()[0]}") from error
         self._operations += flying.unit.operations
         self._tokens_per_second = flying.tokens_per_second()
         for place, _ in landed:

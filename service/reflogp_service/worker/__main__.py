@@ -30,7 +30,7 @@ from reflogp_service.engine import Sequence
 from reflogp_service.engine.load import choose_device
 from reflogp_service.engines import EngineChoice, PassEngine, opened_as
 from reflogp_service.freed_memory import give_freed_memory_back
-from reflogp_service.worker.engine_loop import Answer, DisplacedError, EngineLoop, OnlineRequest
+from reflogp_service.worker.engine_loop import Answer, DeviceLostError, DisplacedError, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
 from reflogp_service.worker.frames import encode, read_frame
 from reflogp_service.worker.job import JobPlace, JobStoppedError, Progress, run_job
@@ -119,6 +119,11 @@ class Worker:
             self._jobs.put(None)
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
+    def keep_what_is_computed(self) -> None:
+        """Give the job that was told of a lost device a moment to commit."""
+        if self._job is not None:
+            self._job_thread.join(_LAST_SECONDS)
+
     def _close_after_job(self) -> None:
         self._job_thread.join(_LAST_SECONDS)
         self.loop.close()
@@ -183,6 +188,8 @@ class Worker:
             message: dict[str, Any] = {"op": "job", "job": order.job}
             try:
                 message |= {"end": "done", "summary": self._do(order)}
+            except DeviceLostError:
+                return
             except JobStoppedError:
                 message |= {"end": "stopped", "why": self._stop}
             except DisplacedError:
@@ -285,6 +292,7 @@ def main() -> None:
     except Exception as error:  # the service says it on, and starts another worker or gives it up
         known = isinstance(error, ReflogpError)
         text = shortened(str(error) if known else f"{type(error).__name__}: {error}")
+        worker.keep_what_is_computed()
         worker.send({"op": "dying", "error": text})
         logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
         os._exit(1)

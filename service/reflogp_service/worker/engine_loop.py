@@ -39,6 +39,10 @@ _LOOK_FOR_GROUPS_SECONDS = 0.005
 Landed = list[tuple[int, Outcome]]
 
 
+class DeviceLostError(Exception):
+    """A pass failed, so that the worker ends; the job goes on in another one."""
+
+
 class DisplacedError(Exception):
     """A job's model had to make room for another one; the job goes on later."""
 
@@ -130,7 +134,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._online: deque[OnlineRequest] = deque()
         self._work: _Work | None = None
-        self._closing = False
+        self._closing = self._is_lost = False
         self._news = False
         self._serving = False
         self._overlapped = -_OVERLAP_SECONDS
@@ -174,6 +178,7 @@ class EngineLoop:
 
         Raises:
             DisplacedError: another reference needs the room; begin anew later.
+            DeviceLostError: a pass failed.
             EngineError and its kin: the model cannot be loaded.
         """
         return self._follow(_Work(reference_id, groups, before), check)
@@ -188,6 +193,8 @@ class EngineLoop:
 
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
+            if self._is_lost:
+                raise DeviceLostError
             self._work = work
             self._tell()
         try:
@@ -219,7 +226,20 @@ class EngineLoop:
         self._engine(reference_id)
 
     def run(self) -> None:
-        """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on."""
+        """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on.
+
+        A job is told first, with DeviceLostError, so that it can commit what was computed.
+        """
+        try:
+            self._take_turns()
+        except BaseException:
+            with self._changed:
+                self._is_lost = True
+                if self._work is not None:
+                    self._work.out.put(DeviceLostError())
+            raise
+
+    def _take_turns(self) -> None:
         jobs_turn = False
         while not self._closing:
             work = self._ready_work()
