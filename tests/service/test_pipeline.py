@@ -1,0 +1,277 @@
+"""Reading, computing and committing side by side: what fails in one of them, and what is kept."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from reflogp_service.ahead import Ahead
+from reflogp_service.data.read import RowSource, batched
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.engine import Sequence, TorchEngine
+from reflogp_service.errors import DatasetError, EngineError
+from reflogp_service.here import Here
+from reflogp_service.scoring import score_dataset
+from reflogp_store import LogprobStore, LogprobTable, StoreUnavailableError, describe_reference
+from tests.conftest import plain_token_logps, write_rows
+from tests.service.serving import token_rows
+from tests.service.watching import Watching
+
+ROWS = 60
+
+
+def random_sequences(count: int, seed: int = 0) -> list[Sequence]:
+    draw = np.random.default_rng(seed)
+    return [Sequence(*(draw.integers(1, 90, int(draw.integers(1, 30))) for _ in range(2))) for _ in range(count)]
+
+
+def names() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("reflogp-")}
+
+
+class Failing(TokenizedDataset):
+    """A dataset whose reading fails behind its first windows."""
+
+    at = None
+
+    def __iter__(self):
+        for number, window in enumerate(super().__iter__()):
+            if number == self.at:
+                raise DatasetError("the disk is gone")
+            yield window
+
+
+class Slow(TorchEngine):
+    """An engine that fails, or is interrupted, at a pass."""
+
+    at, error = None, None
+
+    def _launch(self, unit, temperature):
+        self.at = None if self.at is None else self.at - 1
+        if self.at == 0:
+            raise self.error
+        return super()._launch(unit, temperature)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("stage", ["read", "engine", "commit", "watcher"])
+def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, reference_folder, tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(ROWS, seed=at))
+    reference = describe_reference(str(reference_folder), "float32")
+    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
+    engine = Slow(str(reference_folder), "float32", token_budget=200)
+    appends = []
+    error = {
+        "read": DatasetError("the disk is gone"),
+        "engine": EngineError("CUDA error: an illegal memory access was encountered"),
+        "commit": StoreUnavailableError("the disk is full"),
+        "watcher": KeyboardInterrupt(),
+    }[stage]
+    append = LogprobTable.append
+
+    def failing_append(table, rows):
+        appends.append(len(rows))
+        if stage == "commit" and len(appends) == at:
+            raise error
+        return append(table, rows)
+
+    monkeypatch.setattr(LogprobTable, "append", failing_append)
+    dataset = Failing(RowSource(str(file)), lambda: None)
+    watching = Watching()
+    if stage == "read":
+        dataset.at = at
+    if stage == "engine":
+        engine.at, engine.error = at, error
+    if stage == "watcher":
+
+        def interrupt(sequences, tokens, before=watching.advance):
+            before(sequences, tokens)
+            if watching.done >= 10 * at:
+                raise error
+
+        watching.advance = interrupt
+    store = LogprobStore(tmp_path / "store")
+    scorer = Here(lambda: engine, commit_sequences=16)
+    with pytest.raises(type(error), match=str(error) or None):
+        score_dataset(dataset, store, reference, scorer, watcher=watching)
+    assert not {name for name in names() if name != "reflogp-pack"}, "a thread goes on"
+    stored = store.table(reference.reference_id).totals()[1]
+    if stage != "commit":
+        assert stored >= watching.done, "what was told as scored is stored"
+    monkeypatch.setattr(LogprobTable, "append", append)
+    whole = TokenizedDataset(RowSource(str(file)), lambda: None)
+    again = score_dataset(whole, store, reference, Here(lambda: TorchEngine(str(reference_folder), "float32")))
+    assert (again.hits, again.scored) == (stored, 2 * ROWS - stored)
+
+
+def test_the_first_error_is_the_one_that_is_raised(reference_folder, tmp_path, monkeypatch):
+    """An engine that fails, while the commit of what it computed before fails too."""
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(ROWS, seed=1))
+    engine = Slow(str(reference_folder), "float32", token_budget=200)
+    engine.at, engine.error = 4, EngineError("the device is lost")
+
+    def append(table, rows):
+        raise StoreUnavailableError("the disk is full")
+
+    monkeypatch.setattr(LogprobTable, "append", append)
+    dataset = TokenizedDataset(RowSource(str(file)), lambda: None)
+    with pytest.raises(EngineError, match="the device is lost"):
+        score_dataset(
+            dataset,
+            LogprobStore(tmp_path / "store"),
+            describe_reference(str(reference_folder), "float32"),
+            Here(lambda: engine),
+        )
+
+
+def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tmp_path, monkeypatch):
+    """An engine that stands still stops the reading; when it goes on, so does the reading."""
+    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
+    monkeypatch.setattr("reflogp_service.here.COMMIT_SEQUENCES", 16)
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=3))
+    read, gate = [], threading.Event()
+
+    class Counted(TokenizedDataset):
+        def __iter__(self):
+            for window in super().__iter__():
+                read.append(window.last_row + 1)
+                yield window
+
+    class Waiting(TorchEngine):
+        def _launch(self, unit, temperature):
+            gate.wait(60)
+            return super()._launch(unit, temperature)
+
+    reference = describe_reference(str(reference_folder), "float32")
+    engine = Waiting(str(reference_folder), "float32", token_budget=2000)
+    found = []
+    run = threading.Thread(
+        target=lambda: found.append(
+            score_dataset(
+                Counted(RowSource(str(file)), lambda: None), LogprobStore(tmp_path / "store"), reference, Here(lambda: engine)
+            )
+        )
+    )
+    run.start()
+    before = -1
+    while not read or read[-1] != before:
+        before = read[-1] if read else -1
+        time.sleep(1)
+    gate.set()
+    run.join(120)
+    # two windows wait, one is being made, one is at hand; two groups wait for the engine or are with it, of 16 sequences
+    assert before <= 8 * (2 + 1 + 1 + 2 + 2)
+    assert found[0].scored == 800
+
+
+def groups_with_gaps(sequences, sizes):
+    at = 0
+    for size in sizes:
+        yield sequences[at : at + size]
+        at += size
+
+
+@pytest.fixture(scope="module")
+def plain(reference_folder):
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    return lambda sequence: plain_token_logps(model, list(sequence.prompt_ids), list(sequence.completion_ids))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_that_come_and_do_not_come(seed, reference_folder, plain):
+    """Any groups, with pauses, too little memory, and passes that become short: each value comes once, and is right."""
+    draw = np.random.default_rng(seed)
+    sequences = random_sequences(40, seed)
+    sizes = []
+    while sum(sizes) < len(sequences):
+        sizes.append(min(int(draw.choice([0, 0, 1, 5, 17])), len(sequences) - sum(sizes)))
+    most = int(draw.integers(60, 200))
+
+    class Small(TorchEngine):
+        def _launch(self, unit, temperature):
+            return None if unit.tokens > most else super()._launch(unit, temperature)
+
+    engine = Small(str(reference_folder), "float32", token_budget=int(draw.choice([100, 500])))
+    begun, values, empty = [], {}, 0
+    for number, landed in enumerate(engine.flow(groups_with_gaps(sequences, sizes), before=begun.extend)):
+        engine.pass_seconds = [None, 1e-9][number % 2]
+        empty += not landed
+        for place, logps in landed:
+            assert place not in values and place in begun
+            values[place] = logps
+    assert values.keys() == set(range(40)) and empty <= sizes.count(0)
+    for place, logps in values.items():
+        assert np.abs(logps - plain(sequences[place])).max() <= 1e-4
+
+
+def test_passes_are_short_while_they_shall_be(reference_folder):
+    engine = TorchEngine(str(reference_folder), "float32", token_budget=4000)
+    sequences = random_sequences(600)
+
+    def passes(seconds):
+        engine.pass_seconds = seconds
+        return [sum(len(sequences[at]) for at, _ in landed) for landed in engine.passes(sequences)]
+
+    long = passes(None)
+    short = passes(1e-9)  # so short that the least counts
+    assert max(long) > 3000 and max(short) <= 1024
+    assert sum(long) == sum(short)
+
+
+def test_what_sequences_were_scored_with_is_let_go(reference_folder, tmp_path):
+    """A flow holds the sequences of groups that are under way, not those that are done."""
+    engine = TorchEngine(str(reference_folder), "float32", token_budget=500)
+    waiting = {}
+    units = engine._units_of_groups
+    engine._units_of_groups = lambda groups, own: units(groups, waiting.setdefault("now", own))
+    most = 0
+    for _ in engine.flow(random_sequences(20, seed) for seed in range(30)):
+        most = max(most, len(waiting["now"]))
+    assert most <= 60 and not waiting["now"]
+
+
+def test_items_are_made_ahead_and_no_further():
+    made = []
+
+    def items():
+        for number in range(20):
+            made.append(number)
+            yield number
+
+    with Ahead(items(), 3, "reflogp-test") as ahead:
+        iterator = iter(ahead)
+        assert next(iterator) == 0
+        time.sleep(0.3)
+        assert made == [0, 1, 2, 3, 4]
+        assert list(iterator) == list(range(1, 20))
+    assert "reflogp-test" not in names()
+
+
+def test_what_goes_wrong_ahead_is_raised_behind_what_was_made():
+    def items():
+        yield 1
+        raise DatasetError("broken")
+
+    with Ahead(items(), 3, "reflogp-test") as ahead:
+        iterator = iter(ahead)
+        assert next(iterator) == 1
+        with pytest.raises(DatasetError, match="broken"):
+            next(iterator)
+
+
+def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
+    closed = []
+
+    def items():
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(threading.current_thread().name)
+
+    with Ahead(items(), 2, "reflogp-test") as ahead:
+        assert next(iter(ahead)) == 1
+    assert closed == ["reflogp-test"]
