@@ -78,8 +78,8 @@ class Snapshot:
         self._index_rows = index_rows
         self._table_uri = table_uri
         self._shards = [Shard(filesystem, path) for path in self.rows_of]
-        self._layers: list[Layer] | None = None
-        self._indexed = 0  # shards that the layers cover, from the front
+        # The index, and the shards that it covers, from the front. Threads that load it at a time each set the whole pair.
+        self._index: tuple[list[Layer], int] = ([], 0)
 
     def __len__(self) -> int:
         """Rows. A key whose completion was scored further later counts once per row until compaction."""
@@ -93,7 +93,7 @@ class Snapshot:
             number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows, self._table_uri
         )
         later._shards[: len(self._shards)] = self._shards
-        later._layers, later._indexed = self._layers, self._indexed
+        later._index = self._index
         later.damaged = dict(self.damaged)
         return later
 
@@ -165,9 +165,10 @@ class Snapshot:
         return places
 
     def _load_index(self) -> list[Layer]:
-        if self._layers is None or self._indexed < len(self._shards):
-            new = range(self._indexed, len(self._shards))
-            layers = list(self._layers or [])
+        layers, indexed = self._index
+        if indexed < len(self._shards):
+            new = range(indexed, len(self._shards))
+            layers = list(layers)
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
             if read:
                 layers.append(Layer.merged(read))
@@ -175,8 +176,8 @@ class Snapshot:
             if len(layers) > _MAX_LAYERS:
                 layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
-            self._layers, self._indexed = layers, len(self._shards)
-        return self._layers
+            self._index = (layers, len(self._shards))
+        return layers
 
     def _layer_of(self, number: int) -> Layer | None:
         try:

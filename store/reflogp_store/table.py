@@ -8,14 +8,17 @@ Compaction, repair and the rest are in modules of their own, on top of `replace`
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +44,8 @@ from reflogp_store.schema import FORMAT, SCHEMA, one_array
 from reflogp_store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp_store.snapshot import INDEX_ROWS, Snapshot
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 #: Seconds for which a commit that other writers beat is tried again.
 _PATIENCE = 900.0
 #: Longest pause between two tries, in seconds, for the first so many of them.
@@ -65,6 +70,17 @@ class Appended:
     already_there: int
 
 
+def _in_turn(method: F) -> F:
+    """A method of LogprobTable that one thread at a time may be in."""
+
+    @functools.wraps(method)
+    def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
+        with table._turn:
+            return method(table, *args, **keywords)
+
+    return cast(F, waiting)
+
+
 class LogprobTable:
     """The log-probs of one reference model.
 
@@ -73,6 +89,8 @@ class LogprobTable:
         reference: what the table holds.
         options: delta-rs storage options.
         index_rows: rows up to which a snapshot keeps its index in memory.
+
+    Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
 
     Where the newest part of the log is damaged, what its other entries say is served with a StoreDamageWarning, and nothing is
     written.
@@ -92,6 +110,7 @@ class LogprobTable:
         self._salvaged: log.Replayed | None = None
         self._opened = self._open()
         self._latest: Snapshot | None = None
+        self._turn = threading.RLock()
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
@@ -112,6 +131,7 @@ class LogprobTable:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {uri} cannot be written: {storage.sentence(error)}") from error
 
+    @_in_turn
     def snapshot(self, number: int | None = None) -> Snapshot:
         """A snapshot: the latest, or the one of that number.
 
@@ -140,6 +160,7 @@ class LogprobTable:
             )
         return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows, self.uri)
 
+    @_in_turn
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
 
@@ -182,6 +203,7 @@ class LogprobTable:
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise AssertionError("tries end with an error of their own")
 
+    @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Commit shards in the place of others that hold the same rows, or of damaged ones.
 

@@ -199,12 +199,12 @@ def test_lookups_without_an_index_give_the_same(table):
         if compacted:
             compact(table, shard_bytes=200_000)
         indexed, scanned = table.snapshot(), scanning.snapshot()
-        assert scanned._layers is None
+        assert scanned._index == ([], 0)
         assert (indexed.stored_lengths(keys) == scanned.stored_lengths(keys)).all()
         assert np.array_equal(indexed.prefix_sums(keys, lengths), scanned.prefix_sums(keys, lengths), equal_nan=True)
         few = keys.slice(40, 3)
         assert (indexed.stored_lengths(few) == scanned.stored_lengths(few)).all()
-        assert scanned._layers is None
+        assert scanned._index == ([], 0)
     assert scanning.append(some_rows(16_000, 2000, values=10, seed=9)[1]).written == 1000
 
 
