@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -23,7 +22,6 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,6 @@ from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.data.tokenizer_files import TokenizerCache
 from reflogp_service.engine import Sequence, TorchEngine
 from reflogp_service.engine.flow import Flying, Unit
-from reflogp_service.engine.operations import Operations
 from reflogp_service.engines import EngineChoice
 from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
@@ -59,13 +56,8 @@ LOG, SECONDS = "REFLOGP_CLOCKED_LOG", "REFLOGP_CLOCKED_SECONDS"
 class ClockedEngine(TorchEngine):
     """The torch engine on a device that computes nothing, and takes its time for it."""
 
-    def __init__(self, seconds: float, log: Path) -> None:
-        self.device = torch.device("cpu")
-        self.token_budget = PASS_TOKENS
-        self.self_check = SimpleNamespace(path="packed")  # type: ignore[assignment]
-        self._loaded = SimpleNamespace(vocab_size=1 << 20, max_positions=None, rope_limit=None)  # type: ignore[assignment]
-        self._operations, self._flops = Operations(), SimpleNamespace(packed=lambda pack, sequences: Operations())  # type: ignore
-        self.pass_seconds, self._tokens_per_second = None, math.inf
+    def __init__(self, model: str, seconds: float, log: Path) -> None:
+        super().__init__(model, "float32", "cpu", PASS_TOKENS, compile_layers=False)
         self._seconds, self._log, self._free_at = seconds, log, 0.0
 
     def _launch(self, unit: Unit, temperature: float) -> Flying | None:
@@ -75,9 +67,6 @@ class ClockedEngine(TorchEngine):
             print(begins, self._free_at, unit.tokens, file=file)
         values = torch.full((sum(len(where) for _, where in unit.members),), -1.0)
         return Flying(unit, values, _Mark(begins), _Mark(self._free_at))
-
-    def peak_flops_per_second(self) -> float:
-        return 1.0
 
     def provenance(self) -> dict[str, Any]:
         return {"engine": "clock"}
@@ -99,9 +88,9 @@ class _Mark:
         return self.moment - earlier.moment
 
 
-def clocked(*_: Any) -> ClockedEngine:
-    """What makes the engine; settings come from the environment, which reaches workers."""
-    return ClockedEngine(float(os.environ[SECONDS]), Path(os.environ[LOG]))
+def clocked(model: str) -> ClockedEngine:
+    """The engine; what else it needs comes from the environment, which reaches workers."""
+    return ClockedEngine(model, float(os.environ[SECONDS]), Path(os.environ[LOG]))
 
 
 class World:
@@ -135,13 +124,14 @@ def _numbered(row: dict[str, Any], number: int) -> dict[str, Any]:
 def _save_model(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=32_000)
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(**size, vocab_size=32_000, max_position_embeddings=1 << 17)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def score(world: World, online: bool) -> dict[str, Any]:
     """What `reflogp score` does."""
-    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Here(clocked)))
+    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Here(lambda: clocked(str(world.model)))))
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
@@ -157,7 +147,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
         kept.append(answer)
         event.set()
 
-    engines = Engines(clocked, 1, None, lambda ids: None, lambda name: None)
+    engines = Engines(lambda _: clocked(str(world.model)), 1, None, lambda ids: None, lambda name: None)
     loop = EngineLoop(engines, lambda ids: None, answered, 0.005)
     reference_id = world.reference.reference_id
     order = _order(world, state, reference_id)
