@@ -29,6 +29,8 @@ from reflogp_store import LogprobTable
 
 #: Groups that wait for the engine, and passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
 _GROUPS, _PASSES = 1, 32
+#: Seconds that `stop` waits for the pass that is computed.
+_LAST_SECONDS = 20.0
 #: Seconds between two looks for a group, where the engine has none.
 _LOOK_SECONDS = 0.005
 
@@ -125,11 +127,17 @@ class Computing:
         self._groups.close()
 
     def stop(self) -> None:
-        """Compute no further pass; commit what is computed; return when that is done."""
+        """Compute no further pass; commit what is computed; return when that is done.
+
+        A pass that does not end is not waited for: vLLM may be asked for minutes.
+        """
         self._stopped.set()
         self._groups.close()
-        for thread in self._threads:
-            thread.join()
+        engine, commits = self._threads
+        engine.join(_LAST_SECONDS)
+        if engine.is_alive():
+            self._passes.put(Ended(None))
+        commits.join()
 
     def _compute(self) -> None:
         error: BaseException | None = None

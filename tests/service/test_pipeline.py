@@ -1,5 +1,6 @@
 """Reading, computing and committing side by side: what fails in one of them, and what is kept."""
 
+import signal
 import threading
 import time
 
@@ -125,6 +126,35 @@ def test_the_first_error_is_the_one_that_is_raised(reference_folder, tmp_path, m
             describe_reference(str(reference_folder), "float32"),
             Here(lambda: engine),
         )
+
+
+def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, monkeypatch):
+    """What was computed before it is committed."""
+    monkeypatch.setattr("reflogp_service.computing._LAST_SECONDS", 1.0)
+    gate = threading.Event()
+
+    class Hanging(TorchEngine):
+        passes = 0
+
+        def _launch(self, unit, temperature):
+            self.passes += 1
+            if self.passes == 5:
+                threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+                gate.wait(60)
+            return super()._launch(unit, temperature)
+
+    watching, engine = Watching(), Hanging(str(reference_folder), "float32", token_budget=200)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(ROWS, seed=7))
+    reference, store = describe_reference(str(reference_folder), "float32"), LogprobStore(tmp_path / "store")
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: None)
+        score_dataset(dataset, store, reference, Here(lambda: engine), watcher=watching)
+    signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 30
+    assert store.table(reference.reference_id).totals()[1] >= watching.done > 0
+    gate.set()
 
 
 def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tmp_path, monkeypatch):
