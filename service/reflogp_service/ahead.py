@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -40,8 +40,22 @@ class Ahead(Generic[T]):
         self.close()
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the items; raise what making one raised, after those before it."""
-        while (made := self._made.get()) is not None:
+        return self.items(lambda: None)
+
+    def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
+        """Yield the items; raise what making one raised, after those before it.
+
+        Args:
+            meanwhile: called several times a second while the next item is awaited.
+        """
+        while True:
+            try:
+                made = self._made.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                meanwhile()
+                continue
+            if made is None:
+                return
             if isinstance(made, BaseException):
                 raise made
             yield made[0]

@@ -63,6 +63,10 @@ class Here:
             self._tell(told, _LOOK_SECONDS)
         self._tell(told)
 
+    def tell(self, told: Told) -> None:
+        """As Scorer.tell."""
+        self._tell(told)
+
     def finish(self, told: Told) -> None:
         """As Scorer.finish."""
         if self._computing is not None:

@@ -89,6 +89,9 @@ class Scorer(Protocol):
             ReflogpError: it cannot go on. What was computed is committed.
         """
 
+    def tell(self, told: Told) -> None:
+        """Tell what has happened, without waiting; called while there are no misses to hand on. Raises as `score`."""
+
     def finish(self, told: Told) -> None:
         """Return when all misses are told. Raises as `score`."""
 

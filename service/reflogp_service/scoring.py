@@ -28,6 +28,8 @@ from reflogp_store.windows import Windows, check_truncation, windows
 
 #: Windows of rows that are read, tokenised and looked up while others are scored.
 _WINDOWS_AHEAD = 2
+#: Sequences that failed whose keys are remembered.
+_FAILED_KEYS = 10_000
 #: Row numbers that a summary names in full; the rest is counted.
 NAMED_ROWS = 100
 
@@ -148,10 +150,11 @@ def score_dataset(
     looked_up = _looked_up(dataset, before, max_length, truncation_mode)
     with Ahead(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
         try:
-            for window in windows_ahead:
+            for window in windows_ahead.items(lambda: scorer.tell(run)):
                 run.take(window)
             run.finish()
         except BaseException:
+            dataset.stop()
             scorer.stop()
             raise
     summary.seconds = time.monotonic() - started
@@ -225,6 +228,7 @@ class _Run:
         self._handed: dict[bytes, Miss] = {}  # the scorer has them, or `_now` is older than their values
         self._fresh: list[Miss] = []  # committed since `_now`
         self._bad: set[int] = set()
+        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> tokens of the completion that had no values, and why
 
     def take(self, window: _Window) -> None:
         """Count a window's rows and hand its misses on."""
@@ -293,6 +297,8 @@ class _Run:
     def failed(self, miss: Miss, problem: str) -> None:
         """As Told.failed."""
         self._summary.failed += 1
+        if len(self._failed) < _FAILED_KEYS:
+            self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
         self._forget(miss)
         for row in miss.rows:
             self._bad_row(row, problem)
@@ -306,6 +312,12 @@ class _Run:
 
     def _wait(self, key: bytes, view: Any, at: int, row: int) -> None:
         needed = int(view.needed[at])
+        tokens, problem = self._failed.get(key, (needed + 1, ""))
+        if tokens <= needed:  # it would fail again
+            self._summary.duplicates += 1
+            self._advance(1, 0)
+            self._bad_row(row, problem)
+            return
         collected = self._collected.get(key)
         known = collected or self._handed.get(key)
         enough = known is not None and len(known.sequence.completion_ids) >= needed

@@ -265,6 +265,7 @@ class LogprobTable:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
 
+    @_in_turn
     def snapshot_number(self) -> int:
         """Number of the latest snapshot."""
         self._refresh()
@@ -274,6 +275,7 @@ class LogprobTable:
         """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
         return self.numbered_shards()[1]
 
+    @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
         """The latest snapshot's number, and its shards as `shards` gives them."""
         self._refresh()
@@ -283,6 +285,7 @@ class LogprobTable:
         sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
         return int(self._delta.version()), sizes
 
+    @_in_turn
     def totals(self) -> tuple[int, int, int]:
         """(shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
         sizes = self.shards()
@@ -305,11 +308,13 @@ class LogprobTable:
         """Whether this table is served from the log's whole entries. Opened anew, it is not once the log was mended."""
         return self._salvaged is not None
 
+    @_in_turn
     def require_whole_log(self) -> None:
         """Raise DamagedStoreError when the log is damaged."""
         self._refresh()
         self._require_whole(None)
 
+    @_in_turn
     def delta(self) -> DeltaTable:
         """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
         self.require_whole_log()

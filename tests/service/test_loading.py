@@ -367,9 +367,9 @@ def test_an_exchanged_model_is_gone_before_the_next_one_loads(compile_layers, re
 
     engines = Engines(make, 1, None, lambda ids: None, lambda reference_id: None)
     pairs = some_pairs(20)
-    facts = held_facts(engines.get("a"), pairs)
-    stopped = held[0].passes(pairs)
+    stopped = engines.get("a").passes(pairs)
     next(stopped)
+    facts = held_facts(held[0], pairs)
     engines.get("b")
     assert models["a"]() is None and models["b"]() is not None
     held[0].close()  # once more
@@ -379,7 +379,7 @@ def test_an_exchanged_model_is_gone_before_the_next_one_loads(compile_layers, re
 
 def held_facts(engine: TorchEngine, sequences: list[Sequence]) -> tuple:
     """What a job asks of its engine between passes."""
-    return engine.problems(sequences), engine.flops(sequences[0]), engine.provenance(), engine.peak_flops_per_second()
+    return engine.problems(sequences), engine.operations(), engine.provenance(), engine.peak_flops_per_second()
 
 
 def test_a_model_that_finds_no_room_gets_that_of_others(reference_folder):

@@ -164,6 +164,8 @@ class OneEngine:
     def get(self, reference_id):
         return self._engine
 
+    peek = get
+
     def displaced_by(self, reference_id):
         return []
 
@@ -180,7 +182,7 @@ def test_a_job_counts_its_own_passes_and_not_those_of_online_requests(reference_
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        values = dict(job.stream(sequences))
+        values = dict(pair for landed in job.flow(iter([sequences])) for pair in landed)
         assert answered.wait(30)
     finally:
         loop.close()

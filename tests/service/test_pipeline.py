@@ -1,5 +1,7 @@
 """Reading, computing and committing side by side: what fails in one of them, and what is kept."""
 
+import dataclasses
+import itertools
 import signal
 import threading
 import time
@@ -13,9 +15,11 @@ from reflogp_service.ahead import Ahead
 from reflogp_service.data.read import RowSource, batched
 from reflogp_service.data.tokenized import TokenizedDataset
 from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.errors import DatasetError, EngineError
+from reflogp_service.errors import DatasetError, EngineError, OutOfMemoryError
 from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
+from reflogp_service.worker.engine_loop import DisplacedError, EngineLoop, OnlineRequest
+from reflogp_service.worker.engines import Engines
 from reflogp_store import LogprobStore, LogprobTable, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import token_rows
@@ -261,6 +265,72 @@ def test_what_sequences_were_scored_with_is_let_go(reference_folder, tmp_path):
     for _ in engine.flow(random_sequences(20, seed) for seed in range(30)):
         most = max(most, len(waiting["now"]))
     assert most <= 60 and not waiting["now"]
+
+
+def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folder, tmp_path, monkeypatch):
+    """Also where it comes again after it has failed: in a later window."""
+    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 4))
+    rows = token_rows(12, seed=5)
+    for at in (1, 6, 11):
+        rows[at] = {**rows[1], "chosen_ids": [3, 100_000]}
+    watching = Watching()
+    dataset = TokenizedDataset(RowSource(str(write_rows(tmp_path / "rows.jsonl", rows))), lambda: None)
+    summary = score_dataset(
+        dataset,
+        LogprobStore(tmp_path / "store"),
+        describe_reference(str(reference_folder), "float32"),
+        Here(lambda: TorchEngine(str(reference_folder), "float32")),
+        watcher=watching,
+    )
+    assert (summary.failed, summary.duplicates, summary.scored, summary.bad_rows) == (1, 4, 19, 3)
+    assert set(watching.bad) == {1, 6, 11} and all("vocabulary" in problem for problem in watching.bad.values())
+    assert watching.done == summary.sequences - summary.failed
+
+
+class Faulty(TorchEngine):
+    """A device that fails while a pass is computed: whatever is asked of it next says so."""
+
+    launches = 0
+
+    class Mark:
+        def has_passed(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be …")
+
+        wait = seconds_since = has_passed
+
+    def _launch(self, unit, temperature):
+        self.launches += 1
+        flying = super()._launch(unit, temperature)
+        return dataclasses.replace(flying, landed=self.Mark()) if self.launches == 3 else flying
+
+
+def test_a_device_that_is_lost_in_the_middle_is_one_sentence(reference_folder):
+    engine = Faulty(str(reference_folder), "float32", token_budget=300)
+    with pytest.raises(EngineError, match=r"CUDA error: an illegal memory access was encountered$"):
+        list(engine.stream(random_sequences(60)))
+
+
+def test_a_job_whose_model_makes_room_for_another_goes_on_later(reference_folder):
+    """Two models are allowed, and the second finds no memory beside the first."""
+    answers = []
+
+    def make(name):
+        if name == "b" and engines.peek("a") is not None:
+            raise OutOfMemoryError("no room")
+        return TorchEngine(str(reference_folder), "float32", token_budget=200)
+
+    engines = Engines(make, 2, None, lambda ids: None, lambda name: None)
+    loop = EngineLoop(engines, lambda ids: None, answers.append, 0.0)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    groups = itertools.chain([random_sequences(40)], itertools.repeat([]))
+    with pytest.raises(DisplacedError):
+        for number, _ in enumerate(loop.flow("a", groups, lambda numbers: None, lambda: None)):
+            if number == 2:
+                loop.ask(OnlineRequest("1", "b", random_sequences(2), 1.0, False, None))
+    loop.close()
+    thread.join(60)
+    assert [answer.error for answer in answers] == [None] and engines.peek("a") is None
 
 
 def test_items_are_made_ahead_and_no_further():

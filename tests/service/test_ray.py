@@ -60,7 +60,7 @@ def score(reference_folder, tmp_path):
             return score_dataset(
                 dataset, LogprobStore(tmp_path / store), reference, Here(lambda: choice.make(folder, reference))
             )
-        scorer = OnRay(folder, None, reference, choice, workers)
+        run.scorer = scorer = OnRay(folder, None, reference, choice, workers)
         try:
             return score_dataset(dataset, LogprobStore(tmp_path / store), reference, scorer, watcher=watcher, **options)
         finally:
@@ -228,7 +228,7 @@ def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(clu
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1500, seed=4))
 
     def kill():
-        if len(actors("ScoringWorker.score")) < 2:
+        if sum(worker.ready for worker in score.scorer._workers) < 2:
             return False  # a worker that has not begun is not lost, but placed elsewhere
         cluster.remove_node(cluster.second, allow_graceful=False)
         return True

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,10 @@ from reflogp_service.data.read import RowSource
 from reflogp_service.data.row_process import RowLimits
 from reflogp_service.data.shape import Format
 from reflogp_service.data.tokenize import TokenizedRows, tokenize_dataset
+
+
+class StoppedError(Exception):
+    """Nobody wants the rows any more."""
 
 
 class TokenizedDataset:
@@ -59,7 +64,18 @@ class TokenizedDataset:
         self._form = form
         self._kept = kept
         self._limits = limits
-        self._check = check
+        self._check_given = check
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End iterations, of other threads, with StoppedError: at once where they tokenise."""
+        self._stopped.set()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError
+        if self._check_given is not None:
+            self._check_given()
 
     def count(self) -> int:
         """Rows in all, readable or not."""

@@ -33,7 +33,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
     """
     host = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
-        host = host.pin_memory(device)
+        host = host.pin_memory()
     return list(torch.split(host.to(device, non_blocking=True), [len(array) for array in arrays]))
 
 

@@ -77,17 +77,21 @@ class ForwardFlops:
 def expert_count(config: Any) -> int | None:
     """Experts of each mixture layer; None for a dense model. Configs name it in several ways."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return next((count for name in names if (count := getattr(config, name, None))), None)
+    parts = (config, getattr(config, "ffn_config", None))
+    return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
     """Numbers of the decoder's weights that a token is multiplied with; towers for other input than text see none."""
     experts = expert_count(config)
-    share = (getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    chosen = (
+        getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
+    )
+    share = (chosen or 1) / experts if experts else 1.0
     decoder = model.get_decoder()
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(output)}
     return sum(
-        float(weight.numel()) * (share if ".experts." in name else 1.0)
+        float(weight.numel()) * (share if ".experts." in name or (weight.dim() == 3 and len(weight) == experts) else 1.0)
         for name, weight in decoder.named_parameters()
         if weight.dim() >= 2 and id(weight) not in tables
     )

@@ -69,17 +69,17 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractCont
 
 
 def choose_device(device: str) -> torch.device:
-    """ "auto" is the first CUDA device, else the CPU; anything else is torch's own name.
+    """ "auto" is CUDA, else the CPU; anything else is torch's own name. CUDA without a number is this thread's current device.
 
     Raises EngineError for a device that is not there.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return choose_device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
-        if torch.device(device).type not in ("cpu", "cuda"):
+        chosen = torch.empty(0, device=device).device  # with a number, which other threads need: each has its current device
+        if chosen.type not in ("cpu", "cuda"):
             raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
-        return torch.device(device)
+        return chosen
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
@@ -135,12 +135,12 @@ def load_model(
         _unloadable(checkpoint.folder),
     ):
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        require_room(checkpoint, config, name, where)
+        model_class, parameters = _model_class(config, trust_remote_code)
+        require_room(checkpoint, config, name, where, parameters)
         with _weights(checkpoint) as weights:
-            model_class = _model_class(config, trust_remote_code)
             loaded, info = model_class.from_pretrained(
                 checkpoint.folder if quantized else None,  # quantizers want to see the files
-                config=config.get_text_config() if _is_of_its_text(model_class, config) else config,
+                config=_text_config(config) if _is_of_its_text(model_class, config) else config,
                 state_dict=None if quantized else weights,
                 dtype=torch_dtype,
                 use_safetensors=True,
@@ -257,13 +257,26 @@ def _rope_limit(config: Any) -> int | None:
     return None
 
 
-def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class that builds the model: a vision-language checkpoint scores text too, and is no causal LM to transformers."""
+def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
+    """The class that builds the model, and the numbers that it holds, tied ones once.
+
+    A vision-language checkpoint scores text too, and is no causal LM to transformers.
+    """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
     auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     with torch.device("meta"):
-        return type(auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code))
+        model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    return type(model), sum(parameter.numel() for parameter in model.parameters())
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a config that is about text, with how the whole checkpoint is quantized."""
+    text = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        text.quantization_config = quantization
+    return text
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:

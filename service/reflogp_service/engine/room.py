@@ -26,7 +26,7 @@ _MOST_GPUS = 64
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device) -> None:
+def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None) -> None:
     """Raise OutOfMemoryError where a device has no room for a checkpoint.
 
     Args:
@@ -34,19 +34,20 @@ def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
         config: transformers' config of it.
         dtype: what the model computes in, as `reference.Dtype` names it.
         device: that would hold the model.
+        parameters: numbers that the model holds, where that is known: files may hold more than is loaded.
 
     The message says how many bytes are needed and free, and the command that works, where one does.
     """
-    weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device)
+    weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
     free = free_bytes(device)
     if weights + pass_bytes <= free:
         return
     ways = []
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
-        half = needed_bytes(checkpoint, config, "bfloat16", device)
+        half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
             ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values are another reference's)")
-    if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free)):
+    if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if weights + pass_bytes <= _total_bytes(device):
         ways.append("end what else uses this memory")
@@ -57,7 +58,9 @@ def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
     )
 
 
-def needed_bytes(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device) -> tuple[int, int]:
+def needed_bytes(
+    checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
+) -> tuple[int, int]:
     """(bytes of the weights on the device, bytes that loading and the smallest pass need beside them).
 
     Arguments are those of `require_room`.
@@ -74,6 +77,8 @@ def needed_bytes(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
     tables = [name for name, tensor in checkpoint.tensors().items() if tensor.shape == (vocabulary, hidden)]
     if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may hold a tied table twice
         weights -= sizes[tables[0]]
+    if parameters is not None and not kept:
+        weights = min(weights, parameters * target.itemsize)
     if checkpoint.adapter is not None:
         weights += checkpoint.adapter.weight_file.stat().st_size
     experts: Counter[str] = Counter()
@@ -89,20 +94,27 @@ def needed_bytes(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
     """Whether the files hold quantized weights, which keep their own dtypes."""
-    return "quantization_config" in checkpoint.config
+    return any("quantization_config" in part for part in (checkpoint.config, checkpoint.config.get("text_config") or {}))
 
 
-def _spread(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int) -> str | None:
+def _spread(
+    checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
+) -> str | None:
     """The command that spreads the model over as few GPUs like this one as hold it; None where no number of them does."""
     plain = dtype.removesuffix("-autocast")
-    weights, pass_bytes = needed_bytes(checkpoint, config, plain, device)
+    weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
     count = 2
     while count <= _MOST_GPUS and heads % count == 0:
         if weights / count + pass_bytes <= _VLLM_SHARE * free:
             there = torch.cuda.device_count()
             wanting = "" if there >= count else f" on a machine with {count} such GPUs (here: {there})"
-            return "--engine vllm --tensor-parallel " + str(count) + (f" --dtype {plain}" if plain != dtype else "") + wanting
+            return (
+                "--engine vllm --tensor-parallel "
+                + str(count)
+                + (f" --dtype {plain} (its values are another reference's)" if plain != dtype else "")
+                + wanting
+            )
         count *= 2
     return None
 

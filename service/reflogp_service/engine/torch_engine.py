@@ -196,8 +196,11 @@ class TorchEngine:
                     unit = again.popleft() if again else prepared.take(flying)
                 except StopIteration:
                     break
-                except MemoryError as error:
-                    raise EngineError("the host's memory ran out while a pass was prepared") from error
+                except (MemoryError, RuntimeError) as error:
+                    if flying is not None:
+                        yield self._landed(flying, waiting)
+                    what = str(error).splitlines()[0] if str(error) else "the host's memory ran out"
+                    raise EngineError(f"the next pass could not be prepared: {what}") from error
                 if unit is None:
                     yield [] if flying is None else self._landed(flying, waiting)
                     flying = None
@@ -254,7 +257,7 @@ class TorchEngine:
     def close(self) -> None:
         """Let go of the weights, so that whoever still holds the engine, a job or a stopped stream, does not hold them.
 
-        What it knows of the model (problems, flops, provenance) can be asked for afterwards; values cannot.
+        What it knows of the model (problems, operations, provenance) can be asked for afterwards; values cannot.
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
@@ -280,7 +283,8 @@ class TorchEngine:
         except RuntimeError as error:  # CUDA says here what went wrong while the pass ran
             raise EngineError(f"the pass did not end: {str(error).splitlines()[0]}") from error
         self._operations += flying.unit.operations
-        self._tokens_per_second = flying.tokens_per_second()
+        if flying.unit.tokens >= _LEAST_PASS_TOKENS:
+            self._tokens_per_second = flying.tokens_per_second()
         for place, _ in landed:
             del waiting[place]
         return landed
@@ -343,8 +347,8 @@ class TorchEngine:
         model, limit = self._loaded.model, self._loaded.rope_limit
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
             forget_longest_pass(model, limit)
-        began = Mark(self.device)
         try:
+            began = Mark(self.device)
             with on_device(self.device), self._loaded.computing():
                 if isinstance(unit.work, Pack):
                     refused = self.self_check.refused_kernels

@@ -123,7 +123,13 @@ class OnRay:
                 told.failed(miss, self._killers[miss.key])
         self._line.put(fresh)
         self._to_come = to_come
+        self.tell(told)
         self._advance(told, self.is_starved)
+
+    def tell(self, told: Told) -> None:
+        """As Scorer.tell; workers are given what they may have."""
+        if self._line or self._workers:
+            self._turn(told, 0.0)
 
     def finish(self, told: Told) -> None:
         """As Scorer.finish."""
@@ -152,13 +158,17 @@ class OnRay:
     def _advance(self, told: Told, enough: Callable[[], bool]) -> None:
         """Give and take until it is enough."""
         while not enough():
-            self._keep_up_workers()
-            self._give()
-            awaited = {reference: worker for worker in self._workers if (reference := worker.awaited()) is not None}
-            arrived, _ = ray.wait(list(awaited), timeout=_LOOK_SECONDS) if awaited else ([], [])
-            for reference in arrived:
-                self._arrived(awaited[reference], reference, told)
-            self._watch_places()
+            self._turn(told, _LOOK_SECONDS)
+
+    def _turn(self, told: Told, patience: float) -> None:
+        """Give what may be given, and take what arrives within so many seconds."""
+        self._keep_up_workers()
+        self._give()
+        awaited = {reference: worker for worker in self._workers if (reference := worker.awaited()) is not None}
+        arrived, _ = ray.wait(list(awaited), timeout=patience) if awaited else ([], [])
+        for reference in arrived:
+            self._arrived(awaited[reference], reference, told)
+        self._watch_places()
 
     def _keep_up_workers(self) -> None:
         while len(self._workers) < self._wanted and self._failed_starts < _FAILED_STARTS:

@@ -128,7 +128,8 @@ class ScoringWorker:
                 raise self._error
             seconds = time.monotonic() - max(started, self._landed_at)
             self._landed_at = time.monotonic()
-            operations, self._counted = self._engine.operations() - self._counted, self._engine.operations()
+            so_far = self._engine.operations()
+            operations, self._counted = so_far - self._counted, so_far
         return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations, "seconds": seconds}
 
     def peak(self) -> float | None:

@@ -59,6 +59,7 @@ class VllmProcess:
         self._loading = loading
         self._unchanged = unchanged
         self._running: _Running | None = None
+        self._is_closed = False
         self.revive()
 
     @property
@@ -81,7 +82,8 @@ class VllmProcess:
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """As Transport.ask."""
-        assert self._running is not None
+        if self._running is None:
+            raise EngineError("vLLM was ended")
         return self._running.ask(requests, salt)
 
     def provenance(self) -> dict[str, Any]:
@@ -93,18 +95,26 @@ class VllmProcess:
         """As Transport.revive; raises as the constructor."""
         if self._running is not None and not self._running.ended():
             return False
-        self.close()
+        if self._is_closed:
+            raise EngineError("vLLM was ended")
+        self._end()
         with contextlib.ExitStack() as undo:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
                 undo.callback(running.close)
+            if self._is_closed:  # while it was loading
+                raise EngineError("vLLM was ended")
             undo.pop_all()
         self._running = running
         self._about = running.about
         return True
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; it is not started again."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None

@@ -91,6 +91,7 @@ class _Work:
     before: Callable[[list[int]], None]
     out: queue.SimpleQueue[tuple[Landed, Operations] | BaseException | None] = field(default_factory=queue.SimpleQueue)
     engine: PassEngine | None = None
+    is_starved: bool = False
     idle_until: float = 0.0
     passes: Iterator[tuple[Landed, Operations]] | None = None
     abandoned: bool = False
@@ -169,8 +170,6 @@ class EngineLoop:
     ) -> Iterator[tuple[Landed, Operations]]:
         """A job's passes and the operations of each, computed in turns; called by a thread of the job.
 
-        As PassEngine.flow, but without empty items.
-
         Args:
             groups: taken without waiting, in a thread of the engine; an empty one where there is none at the moment.
             before: told each pass's numbers before it is computed, in the engine's thread.
@@ -195,6 +194,8 @@ class EngineLoop:
         with self._changed:
             if self._is_lost:
                 raise DeviceLostError
+            if self._work is not None:  # of a job that was given up while the loop was busy
+                self._work.out.put(DisplacedError())
             self._work = work
             self._tell()
         try:
@@ -291,21 +292,27 @@ class EngineLoop:
         return work if settled else None
 
     def _advance(self, work: _Work) -> None:
-        try:
-            work.engine = self._engine(work.reference_id)
-        except ReflogpError as error:
-            work.out.put(error)
+        if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
+            work.out.put(DisplacedError())  # another model found no room, and unloaded it
             self._drop(work)
             return
+        if not work.is_starved:  # to look for a group is no use of an engine
+            try:
+                work.engine = self._engine(work.reference_id)
+            except ReflogpError as error:
+                work.out.put(error)
+                self._drop(work)
+                return
+        assert work.engine is not None
         if work.passes is None:
             work.passes = work.begin(work.engine)
         is_online = time.monotonic() - self._asked_at < _ONLINE_SECONDS
         work.engine.pass_seconds = _PASS_SECONDS if is_online else None
         with self._doing("pass"):
             landed = next(work.passes, None)
-        if landed is not None and not landed[0]:
+        work.is_starved = landed is not None and not landed[0]
+        if work.is_starved:
             work.idle_until = time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
-            return
         work.out.put(landed)
         if landed is None:
             self._drop(work)
@@ -388,6 +395,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
+        engine.pass_seconds = None  # nobody waits behind this round but a job
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

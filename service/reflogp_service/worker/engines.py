@@ -62,6 +62,10 @@ class Engines:
         self._used_at[reference_id] = time.monotonic()
         return engine
 
+    def peek(self, reference_id: str) -> PassEngine | None:
+        """An engine where it is loaded; that is no use of it."""
+        return self._loaded.get(reference_id)
+
     def displaced_by(self, reference_id: str) -> list[str]:
         """Reference ids that loading this one would unload."""
         if reference_id in self._loaded:
@@ -92,6 +96,7 @@ class Engines:
 
     def _unload(self, reference_id: str) -> None:
         self._loaded.pop(reference_id).close()
+        self._on_change(list(self._loaded))
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

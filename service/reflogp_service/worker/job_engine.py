@@ -5,6 +5,7 @@ Knows keys of what is being computed, so that the service can say what a dead wo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class JobEngine:
         """What the loop makes of some groups; the keys that the device is at are announced."""
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
+        announcing = threading.Lock()
 
         def sequences() -> Iterator[list[Sequence]]:
             count = 0
@@ -92,13 +94,17 @@ class JobEngine:
                 yield [entry.sequence for entry in group]
 
         def before(numbers: list[int]) -> None:
-            flying.update(begun[number].key for number in numbers)
-            self._announce(sorted(flying))
+            with announcing:
+                flying.update(begun[number].key for number in numbers)
+                self._announce(sorted(flying))
 
         for landed, operations in self._loop.flow(self._reference_id, sequences(), before, self._check):
             self._operations += operations
             done = [(begun.pop(number), outcome) for number, outcome in landed]
-            flying.difference_update(entry.key for entry, _ in done)
+            with announcing:
+                flying.difference_update(entry.key for entry, _ in done)
+                if done and not flying:  # the job may be reading for long
+                    self._announce([])
             yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])
 
