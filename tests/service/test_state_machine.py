@@ -87,7 +87,7 @@ FINAL = ("done", "failed", "cancelled")
 REASONS = {
     "weights": r"chang|restart|reference|weights",
     "tokenizer": r"chang|token",
-    "dataset": r"chang",
+    "dataset": r"chang|being written to",
     "disk": r"space|disk|full|written|write|too large|store",
     "deaths": r"worker",
 }
