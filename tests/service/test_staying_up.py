@@ -131,7 +131,7 @@ def test_a_ledger_that_is_locked_for_long_ends_nothing(service, client, place):
 
 def test_a_full_disk_ends_nothing(service, client, place):
     """The kernel takes no byte more from the service; its worker can still write."""
-    job = post(service.url, token_rows(40, seed=3)).json()["id"]
+    job = post(service.url, token_rows(200, seed=3)).json()["id"]
     wait_for(client, job, lambda found: found.progress.scored > 0)
     process = psutil.Process(service.process.pid)
     before = process.rlimit(psutil.RLIMIT_FSIZE)
