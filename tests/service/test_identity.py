@@ -178,7 +178,7 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
 
     def with_moments(*arguments):
         at("between hash and load")
-        found = model_class(*arguments)
+        found, parameters = model_class(*arguments)
 
         class Loader:
             @staticmethod
@@ -187,7 +187,7 @@ def test_a_model_gives_the_values_of_its_id_or_an_error(checkpoints, name, kind,
                 at("while it is loaded")
                 return loaded
 
-        return Loader
+        return Loader, parameters
 
     monkeypatch.setattr(load, "_model_class", with_moments)
     reference = describe_reference(str(folder), "float32")

@@ -181,9 +181,10 @@ def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error(reference_folde
         @staticmethod
         def from_pretrained(*args, **options):
             os.truncate(tmp_path / "model.safetensors", 20_000)
-            return model_class(AutoConfig.from_pretrained(reference_folder), False).from_pretrained(*args, **options)
+            whole = AutoConfig.from_pretrained(reference_folder)
+            return model_class(whole, False)[0].from_pretrained(*args, **options)
 
-    monkeypatch.setattr(load, "_model_class", lambda *arguments: Cutting)
+    monkeypatch.setattr(load, "_model_class", lambda *arguments: (Cutting, 1))
     with pytest.raises(ReflogpError, match=r"model\.safetensors (was changed|is truncated)"):
         EngineChoice(device="cpu").make(str(tmp_path), reference)
 

@@ -598,6 +598,8 @@ class Sequence(RuleBasedStateMachine):
         self.continued()
         for reference, version in self.world.served.items():
             if self.world.weights[reference] != version:
+                for _, _, ids in self.lines:  # one that has not read its model yet
+                    ids.add(self.id_of(version))
                 self.world.swap_weights(reference, version, "rename")
         if not self.world.pid():
             self.started()
