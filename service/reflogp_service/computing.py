@@ -134,6 +134,8 @@ class Computing:
         self._stopped.set()
         self._groups.close()
         engine, commits = self._threads
+        if not commits.is_alive():  # the last event was told
+            return
         engine.join(_LAST_SECONDS)
         if engine.is_alive():
             self._passes.put(Ended(None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,24 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
     return results
 
 
-def windows(sequences: list[Sequence], chosen: list[int], size: int) -> Iterator[list[Sequence]]:
-    """The chosen sequences, so many at a time."""
-    for start in range(0, len(chosen), size):
-        yield [sequences[index] for index in chosen[start : start + size]]
+def passes_over(
+    sequences: list[Sequence],
+    skip: Collection[int],
+    size: int,
+    before: Callable[[list[int]], None] | None,
+    flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
+) -> Iterator[list[tuple[int, Outcome]]]:
+    """An engine's flow over sequences in hand, with indices among `sequences` in the place of the flow's numbers.
+
+    Args:
+        sequences: ones that the engine can score.
+        skip: indices to leave out.
+        size: sequences of a group.
+        before: told the indices of each pass before the engine begins it.
+        flow: gets the groups, and what is to be told the numbers of each pass.
+    """
+    wanted = [index for index in range(len(sequences)) if index not in skip]
+    groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
+    told = None if before is None else lambda numbers: before([wanted[number] for number in numbers])
+    for landed in flow(groups, told):
+        yield [(wanted[number], outcome) for number, outcome in landed]

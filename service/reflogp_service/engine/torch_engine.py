@@ -29,7 +29,7 @@ from reflogp_service.engine.operations import Operations
 from reflogp_service.engine.out_of_memory import is_out_of_memory, memory_errors
 from reflogp_service.engine.packing import Pack, packs
 from reflogp_service.engine.selfcheck import SelfCheck, check
-from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
+from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp_service.errors import EngineError
 from reflogp_store.checkpoint import Checkpoint
 
@@ -157,10 +157,7 @@ class TorchEngine:
             temperature: logits are divided by it.
             before: told the indices of each pass before the device gets it.
         """
-        wanted = [i for i in range(len(sequences)) if i not in skip]
-        told = None if before is None else lambda places: before([wanted[at] for at in places])
-        for landed in self.flow(windows(sequences, wanted, _WINDOW), temperature, told):
-            yield [(wanted[at], outcome) for at, outcome in landed]
+        return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
     def flow(
         self,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reflogp_service.engine.operations import Operations
-from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, problem_of, windows
+from reflogp_service.engine.sequences import Logps, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp_service.errors import EngineError
 from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
 from reflogp_service.vllm.prefix_cache import may_read_cache, sharing_order
@@ -123,10 +123,7 @@ class VllmEngine:
         Raises:
             EngineError: a temperature other than 1, which vLLM does not apply to given tokens; vLLM cannot be started again.
         """
-        wanted = [index for index in range(len(sequences)) if index not in skip]
-        told = None if before is None else lambda places: before([wanted[at] for at in places])
-        for landed in self.flow(windows(sequences, wanted, _WINDOW), temperature, told):
-            yield [(wanted[at], outcome) for at, outcome in landed]
+        return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
     def flow(
         self,
