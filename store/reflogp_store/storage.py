@@ -60,8 +60,16 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """An Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears whole or not at all."""
-    return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
+    """An Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears whole or not at all.
+
+    Raises UsageError for a scheme that delta-rs does not know, and what delta-rs raises.
+    """
+    try:
+        return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
+    except STORAGE_ERRORS as error:
+        if "Unknown scheme" in str(error):  # delta-rs names all of its own, some fifty
+            raise UsageError(f"store {uri}: no storage has that scheme; use a folder, or s3://, gs://, az://") from error
+        raise
 
 
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:

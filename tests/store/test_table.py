@@ -215,3 +215,8 @@ def test_a_reference_that_was_never_scored(table, tmp_path):
 
 def test_the_reference_comes_back_as_it_was(table, tmp_path):
     assert LogprobStore(tmp_path / "store").references() == [REFERENCE]
+
+
+def test_a_uri_of_no_storage_is_refused_with_what_there_is():
+    with pytest.raises(UsageError, match="no storage has that scheme; use a folder, or s3://, gs://, az://"):
+        LogprobStore("s4://team/logps").references()
