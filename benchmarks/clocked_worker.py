@@ -6,15 +6,15 @@ from typing import Any
 
 from pipeline import clocked
 
-from reflogp_service.on_ray.worker import ScoringWorker
+from reflogp_service.on_ray.workers import NodeWorker
 
 
-class ClockedWorker(ScoringWorker):
+class ClockedWorker(NodeWorker):
     """Loads the clock in the place of a model."""
 
-    def prepare(self, probe: str | None) -> dict[str, Any]:
+    def prepare(self) -> dict[str, Any]:
         self._choice = _Clock()  # type: ignore[assignment]
-        return super().prepare(probe)
+        return super().prepare()
 
 
 class _Clock:

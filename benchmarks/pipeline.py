@@ -42,6 +42,7 @@ from reflogp_service.here import Here
 from reflogp_service.scoring import score_dataset
 from reflogp_service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
+from reflogp_service.worker.helpers import Helpers
 from reflogp_service.worker.job import JobPlace, Progress, run_job
 from reflogp_service.worker.orders import JobOrder
 from reflogp_store import LogprobStore, describe_reference
@@ -165,6 +166,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
                 world.reference,
                 lambda: tokenizers.find(str(world.model), False),
                 loop,
+                Helpers(order.job, lambda message, content: None, False),
                 lambda: Progress(lambda progress, committed: None, lambda: None),
                 lambda keys: None,
                 lambda: None,
@@ -220,15 +222,16 @@ def ray(world: World, online: bool) -> dict[str, Any]:
     from clocked_worker import ClockedWorker
     from ray.cluster_utils import Cluster
 
-    import reflogp_service.on_ray.scorer as scorer
+    import reflogp_service.on_ray.workers as workers
     from reflogp_service.on_ray.cluster import connected
+    from reflogp_service.spread.scorer import Spread
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    scorer.ScoringWorker = ClockedWorker  # type: ignore[misc]
+    workers.NodeWorker = ClockedWorker  # type: ignore[misc]
     try:
         with connected(cluster.address):
-            on_ray = scorer.OnRay(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
+            on_ray = Spread(workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1))
             try:
                 return asdict(score_dataset(world.dataset(), world.store(), world.reference, on_ray))
             finally:

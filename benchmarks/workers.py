@@ -1,9 +1,9 @@
-"""Scoring on Ray with several workers against one worker without Ray: `make bench`.
+"""Scoring with several workers, in processes of this machine and on Ray, against one worker: `make bench`.
 
-Both sides score the same pairs into a new store each time and are rated by their scoring seconds, models loaded
-before. One worker is one process with one thread, as a Ray worker is on a CPU (with GPUs: one GPU). Rounds alternate.
+All sides score the same pairs into a new store each time and are rated by their scoring seconds, models loaded
+before. A worker is one process with one thread (with GPUs: one GPU). Rounds alternate.
 
-    python benchmarks/workers.py [--shape 20M] [--rows 300] [--rounds 3] [--workers 2] [--out benchmarks/results]
+    python benchmarks/workers.py [--shape 20M] [--rows 300] [--rounds 3] [--workers 2] [--no-ray] [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def main() -> None:
     options = parse()
     quiet()
-    sides = {"one worker, no Ray": [], f"Ray, {options.workers} workers": ["--ray", "--ray-workers", str(options.workers)]}
+    count = options.workers
+    sides = {
+        "one worker": [],
+        f"{count} devices": ["--devices", ",".join(["cpu"] * count)],
+        f"Ray, {count} workers": ["--ray", "--ray-workers", str(count)],
+    }
+    sides = {name: flags for name, flags in sides.items() if options.ray or "--ray" not in flags}
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as scratch:
         rows = read_pairs(Path(options.data), options.rows)
@@ -46,23 +52,26 @@ def main() -> None:
                 summaries[name].append(found)
                 rate = f"{found['tokens_per_second']:,.0f} tokens/s, {found['seconds']:.0f} s in all"
                 print(f"  round {round_ + 1}: {name}: {rate}", flush=True)
+    single = summaries["one worker"]
     medians = {name: statistics.median(found["tokens_per_second"] for found in runs) for name, runs in summaries.items()}
-    one, many = medians.values()
+    one = medians["one worker"]
     results = {
         "machine": cpu_and_cores(),
         "model": f"Qwen2 shape, {parameters / 1e6:.0f}M parameters, random weights, float32",
         "data": Path(options.data).name,
-        "sequences_scored": summaries["one worker, no Ray"][0]["scored"],
+        "sequences_scored": single[0]["scored"],
         "rounds": options.rounds,
         "tokens_per_second": medians,
         "runs": {name: [found["tokens_per_second"] for found in runs] for name, runs in summaries.items()},
         "seconds_in_all": {name: [found["seconds"] for found in runs] for name, runs in summaries.items()},
-        "ratio": many / one,
-        "ratios_of_rounds": [
-            there["tokens_per_second"] / here["tokens_per_second"] for here, there in zip(*summaries.values(), strict=True)
-        ],
+        "ratios": {name: rate / one for name, rate in medians.items()},
+        "ratios_of_rounds": {
+            name: [there["tokens_per_second"] / here["tokens_per_second"] for here, there in zip(single, runs, strict=True)]
+            for name, runs in summaries.items()
+        },
     }
-    print(f"{many:,.0f} against {one:,.0f} tokens/s: {many / one:.2f} times")
+    for name, rate in medians.items():
+        print(f"{name}: {rate:,.0f} tokens/s, {rate / one:.2f} times")
     write_results(options.out, "workers", results)
 
 
@@ -73,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="20M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--no-ray", dest="ray", action="store_false", help="without the side that needs Ray")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 

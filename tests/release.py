@@ -35,7 +35,7 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
         ["fastapi", "uvicorn", "ray", "vllm"],
     ),
     "service,trainer": (["from reflogp_client.cli.demo import demo"], ["ray", "vllm"]),
-    "service,ray": (["import reflogp_service.on_ray.scorer"], ["trl", "vllm"]),
+    "service,ray": (["import reflogp_service.on_ray.workers"], ["trl", "vllm"]),
 }
 
 

@@ -10,6 +10,7 @@ ReflogpError (reflogp_store.errors)
 │   └── LedgerTakenError        it is another service's, or is not there any more
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device's memory does not hold the model or a pass
+    ├── WorkerGoneError      one of a run's workers is gone
     └── InvalidSequencesError   some sequences cannot be scored; the others were
 """
 
@@ -54,6 +55,18 @@ class EngineError(ReflogpError):
 
 class OutOfMemoryError(EngineError):
     """A device's memory does not hold a model, or ran out; the message says what was asked for and what to do."""
+
+
+class WorkerGoneError(EngineError):
+    """One of a run's workers is gone; others go on.
+
+    Attributes:
+        blamed: what it was at may be the reason; False where it was called away.
+    """
+
+    def __init__(self, reason: str, blamed: bool = True) -> None:
+        super().__init__(reason)
+        self.blamed = blamed
 
 
 class InvalidSequencesError(EngineError):

@@ -26,6 +26,10 @@ class Here:
     Args:
         make_engine: called on the first miss, in the caller's thread; a run of hits loads no model.
         commit_sequences, commit_seconds: commit when either is reached.
+
+    Attributes:
+        batch: as Scorer.batch.
+        scored, done: misses that have values, and with them those that have none.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Here:
         commit_seconds: float = COMMIT_SECONDS,
     ) -> None:
         self.batch = min(commit_sequences, COMMIT_SEQUENCES)
+        self.scored = self.done = 0
         self._make_engine = make_engine
         self._commit_sequences = commit_sequences
         self._commit_seconds = commit_seconds
@@ -43,6 +48,11 @@ class Here:
         self._computing: Computing | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._work = Work()
+
+    @property
+    def seconds(self) -> float:
+        """In which something was computed."""
+        return 0.0 if self._computing is None else self._computing.seconds
 
     def open(self, table: LogprobTable) -> None:
         """As Scorer.open."""
@@ -57,6 +67,7 @@ class Here:
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
+            self.done += 1
             told.failed(misses[index], problem)
         group = [miss for index, miss in enumerate(misses) if index not in problems]
         while group and not computing.put(group):
@@ -122,8 +133,11 @@ class Here:
             patience = 0.0
             match event:
                 case Scored(miss):
+                    self.scored += 1
+                    self.done += 1
                     told.scored(miss)
                 case Failed(miss, problem):
+                    self.done += 1
                     told.failed(miss, problem)
                 case Committed(misses, snapshot):
                     told.committed(misses, snapshot)

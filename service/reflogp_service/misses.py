@@ -63,13 +63,11 @@ class Work:
 
 
 class Scorer(Protocol):
-    """Scores misses and commits their values.
+    """Scores misses and commits their values."""
 
-    Attributes:
-        batch: misses that are worth collecting before they are handed on, unless it is starved.
-    """
-
-    batch: int
+    @property
+    def batch(self) -> int:
+        """Misses that are worth collecting before they are handed on, unless it is starved."""
 
     def open(self, table: LogprobTable) -> None:
         """Told once, before anything else, where values go."""

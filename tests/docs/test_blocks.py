@@ -35,6 +35,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/engines.md", "export REFLOGP_VLLM_PYTHON"): "names vLLM's environment",
     ("docs/engines.md", "reflogp reference /models/sft-70b"): "70B parameters on another machine",
     ("docs/engines.md", "reflogp score ./tokenizer"): "a server of such a model; tests/vllm/test_remote.py claims a small one",
+    ("docs/many-gpus.md", "reflogp score ./sft-model pairs.jsonl --store ./logps --devices cuda:0"): "needs GPUs",
     ("docs/ray.md", "reflogp score --ray"): "8 GPUs, or a cluster; tests/service/test_ray.py scores on two nodes",
     ("docs/ray.md", "ray start"): "starts a cluster; tests/service/test_ray.py does",
     ("docs/operations.md", "[Service]"): "systemd starts it",

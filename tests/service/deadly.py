@@ -16,6 +16,8 @@ class DeadlyLlamaModel(LlamaModel):
     def forward(self, input_ids=None, **kwargs):
         flat = input_ids.flatten().tolist()
         if any(flat[i:i + 4] == [5, 6, 7, 8] for i in range(len(flat))):
+            if RAISES:
+                raise RuntimeError(RAISES)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(input_ids=input_ids, **kwargs)
 
@@ -29,10 +31,10 @@ class DeadlyLlamaForCausalLM(LlamaForCausalLM):
 """
 
 
-def deadly_model(source: Path, folder: Path, *, on_load: bool = False) -> Path:
-    """A copy of a Llama checkpoint that dies of POISON, or as soon as it is loaded."""
+def deadly_model(source: Path, folder: Path, *, on_load: bool = False, raises: str = "") -> Path:
+    """A copy of a Llama checkpoint that dies of POISON, or as soon as it is loaded; with `raises` an error takes its place."""
     shutil.copytree(source, folder)
-    (folder / "modeling_deadly.py").write_text(f"ON_LOAD = {on_load}\n{_CODE}")
+    (folder / "modeling_deadly.py").write_text(f"ON_LOAD, RAISES = {on_load}, {raises!r}\n{_CODE}")
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_deadly.DeadlyLlamaForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))

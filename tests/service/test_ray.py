@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import closing
 
-import numpy as np
 import psutil
 import pytest
 
@@ -16,20 +15,20 @@ from reflogp_client import Client
 from reflogp_service.data.read import RowSource
 from reflogp_service.data.tokenize import load_tokenizer
 from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engine import Sequence
 from reflogp_service.engines import EngineChoice
 from reflogp_service.errors import EngineError
 from reflogp_service.here import Here
-from reflogp_service.misses import Miss
 from reflogp_service.on_ray.cluster import connected
-from reflogp_service.on_ray.line import LEAST, Line, unit_size
-from reflogp_service.on_ray.scorer import OnRay
 from reflogp_service.on_ray.shared import require_seen
+from reflogp_service.on_ray.workers import ClusterWorkers
 from reflogp_service.scoring import score_dataset
+from reflogp_service.spread.scorer import Spread
 from reflogp_store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running, settings_file, token_rows, wait_for
+from tests.service.spread_runs import assert_same_runs, odd_rows
+from tests.service.stored_rows import rows_of, same_rows
 from tests.service.watching import Watching
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -60,24 +59,13 @@ def score(reference_folder, tmp_path):
             return score_dataset(
                 dataset, LogprobStore(tmp_path / store), reference, Here(lambda: choice.make(folder, reference))
             )
-        run.scorer = scorer = OnRay(folder, None, reference, choice, workers)
+        run.scorer = scorer = Spread(ClusterWorkers(folder, None, reference, choice, workers))
         try:
             return score_dataset(dataset, LogprobStore(tmp_path / store), reference, scorer, watcher=watcher, **options)
         finally:
             scorer.close()
 
     return run
-
-
-def rows_of(store, reference_id):
-    """key -> (prompt_len, completion_len, values) of everything that a store holds."""
-    import pyarrow.dataset as ds
-
-    table = LogprobStore(store).table(reference_id)
-    rows = ds.dataset([f"{table.uri}/{path}" for path in table.shards()]).to_table()
-    assert len(rows) == table.totals()[1]
-    columns = (rows[name].to_pylist() for name in ("key", "prompt_len", "completion_len", "token_logps"))
-    return {key: (p, c, np.array(values)) for key, p, c, values in zip(*columns, strict=True)}
 
 
 def actors(name):
@@ -87,33 +75,11 @@ def actors(name):
     ]
 
 
-def same_rows(left, right):
-    assert left.keys() == right.keys()
-    for key, (prompt_len, completion_len, values) in left.items():
-        assert (prompt_len, completion_len) == right[key][:2]
-        assert np.abs(values - right[key][2]).max() <= 1e-5
-
-
 def test_the_same_rows_as_without_ray_and_the_same_bad_ones(cluster, score, tmp_path):
-    rows = token_rows(250, seed=1)
-    for at, row in enumerate(rows):
-        row["prompt_ids"] = rows[at % 40]["prompt_ids"] * 2
-    rows[1]["chosen_ids"] = []
-    rows[2]["rejected_ids"] = rows[60]["rejected_ids"] = [1, 100_000]
-    rows[2]["prompt_ids"] = rows[60]["prompt_ids"]
-    rows[240:] = rows[:10]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
+    file = write_rows(tmp_path / "rows.jsonl", odd_rows())
     watching = Watching()
     here, there = score(file, "here", on_ray=False), score(file, "there", watcher=watching)
-    counts = ("rows", "sequences", "duplicates", "scored", "failed", "tokens", "hits", "bad_rows")
-    assert [getattr(here, name) for name in counts] == [getattr(there, name) for name in counts]
-    assert set(here.bad_row_numbers) == set(there.bad_row_numbers) == set(watching.bad) == {1, 2, 60, 241, 242}
-    assert "empty" in watching.bad[1] and "vocabulary" in watching.bad[60]
-    assert there.workers == 2 and there.tokens_per_second > 0 and 0 < there.model_flops_utilization <= 1
-    assert there.sharing_gain > 1
-    assert there.provenance == here.provenance
-    assert watching.done == there.sequences - there.failed and watching.commits > 1
-    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", there.reference_id))
+    assert_same_runs(here, there, watching, tmp_path)
     again = score(file, "there")
     assert (again.scored, again.failed, again.bad_rows) == (0, 1, 5)
 
@@ -122,7 +88,7 @@ def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
 
     def kill():
-        actors("ScoringWorker")[0].send_signal(signal.SIGKILL)
+        actors("NodeWorker")[0].send_signal(signal.SIGKILL)
 
     with pytest.warns(UserWarning, match="was lost: its process was killed"):
         summary = score(file, "there", watcher=Watching(3, kill))
@@ -145,13 +111,13 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
 
 def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path):
     reference = describe_reference(str(reference_folder), "float32")
-    scorer = OnRay(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
+    scorer = Spread(ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2))
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
     with closing(scorer), pytest.raises(EngineError, match=r"each asks for 1 GPU.* has 0 GPUs and 2 CPUs in 2 nodes"):
         score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, scorer)
     with pytest.raises(UsageError, match="each worker is given its own GPU"):
-        OnRay(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))
+        ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))
 
 
 def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_path, reference_folder):
@@ -225,46 +191,16 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
 
 
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", token_rows(1500, seed=4))
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=4))
 
     def kill():
-        if sum(worker.ready for worker in score.scorer._workers) < 2:
+        if sum(member.is_ready for member in score.scorer._members) < 2:
             return False  # a worker that has not begun is not lost, but placed elsewhere
         cluster.remove_node(cluster.second, allow_graceful=False)
         return True
 
     with pytest.warns(UserWarning, match="was lost"):
         summary = score(file, "there", watcher=Watching(3, kill))
-    assert (summary.scored, summary.failed, summary.bad_rows) == (3000, 0, 0)
+    assert (summary.scored, summary.failed, summary.bad_rows) == (6000, 0, 0)
     here = score(file, "here", on_ray=False)
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
-
-
-def a_miss(prompt, completion):
-    return Miss(bytes(completion), Sequence(np.array(prompt), np.array(completion)), len(completion), [0])
-
-
-def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left():
-    line = Line()
-    line.put([a_miss([at % 5], [at]) for at in range(40)])
-    units = [line.take(12) for _ in range(4)]
-    assert [len(unit.misses) for unit in units] == [8] * 4
-    assert all(len({int(miss.sequence.prompt_ids[0]) for miss in unit.misses}) == 1 for unit in units)
-    assert [len(line.take(5).misses), len(line.take(5).misses), len(line)] == [5, 3, 0]
-    assert line.died_at(units[0]) is None and line.is_suspect()
-    halves = [line.take(99), line.take(99)]
-    assert [miss.key for half in halves for miss in half.misses] == [miss.key for miss in units[0].misses]
-    assert all(len(half.misses) == 4 and half.again for half in halves)
-    assert not line.is_suspect()
-    line.put([a_miss([1], [1])])
-    alone = line.take(1)
-    assert line.died_at(alone) is None and line.take(1) is alone
-    assert line.died_at(alone) is alone.misses[0] and len(line) == 0
-
-
-def test_units_shrink_towards_the_end_and_stay_within_a_commit():
-    assert unit_size(10_000, 4, None, 4096) == LEAST
-    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, 200]
-    assert [unit_size(left, 4, 1.0, 4096) for left in (10**6, 160, 16)] == [30, 10, LEAST]
-    assert unit_size(10**6, 4, 1000.0, 4096) == 4096
-    assert unit_size(10**6, 4, 10.0, 5) == 5

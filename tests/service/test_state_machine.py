@@ -116,6 +116,7 @@ class Told:
         deaths: of workers and services since it was submitted.
         may_be_cancelled: somebody tried to.
         cancelled_at: attempts when its cancellation was acknowledged.
+        file: below the root that it reads; None where it reads an upload.
     """
 
     id: str
@@ -124,6 +125,7 @@ class Told:
     contents: set[int]
     kinds: set[tuple[int, int]]
     max_length: int | None
+    file: str | None
     faults: set[str] = field(default_factory=set)
     deaths: int = 0
     may_be_cancelled: bool = False
@@ -423,7 +425,7 @@ class Sequence(RuleBasedStateMachine):
         job = answer.json()
         told = self.jobs.get(job["id"])
         if told is None:
-            told = Told(job["id"], reference, job["reference_id"], contents, {kind}, max_length)
+            told = Told(job["id"], reference, job["reference_id"], contents, {kind}, max_length, None if upload else name)
             self.jobs[told.id] = told
         told.contents |= contents
         if job["state"] not in FINAL:
@@ -448,6 +450,8 @@ class Sequence(RuleBasedStateMachine):
             told.faults.add("weights")
         if told.reference_id not in map(self.served_id, "ab"):
             told.faults.add("weights")
+        if told.file is not None and self.world.files[told.file] not in told.contents:
+            told.faults.add("dataset")
         if self.full:
             told.faults.add("disk")
         if self.stopped:

@@ -172,8 +172,17 @@ def run(work: Callable[[dict[str, Any]], dict[str, Any]], settings_file: str) ->
         seen = work(given)
     except Exception as error:
         place.write_text(json.dumps({"error": type(error).__name__, "words": str(error)}))
+        _wait_for_others(place.parent)  # the launcher ends them when the first one has ended, in the middle of an error's words
         raise
     place.write_text(json.dumps(seen))
+
+
+def _wait_for_others(folder: Path, seconds: float = 10.0) -> None:
+    """Wait until every rank has written what it saw, or for so long."""
+    files = [folder / f"rank-{rank}.json" for rank in range(int(os.environ.get("WORLD_SIZE", "1")))]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(file.exists() for file in files):
+        time.sleep(0.05)
 
 
 def ranks(settings_file: str) -> None:

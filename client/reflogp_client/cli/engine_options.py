@@ -25,6 +25,14 @@ StrictEngine = Annotated[
     typer.Option("--strict-engine", help="Fail where the store has values of another engine for this dataset."),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, … Default: auto.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the dataset over several devices of this machine, a process on each: all, cuda:0,cuda:1, or cpu,cpu. With "
+        "--tensor-parallel N each engine takes N of the GPUs.",
+        metavar="all|NAME,…",
+    ),
+]
 TokenBudget = Annotated[
     str | None,
     typer.Option(help="Tokens of one batch, or auto. Halved when memory runs out. Default: auto.", metavar="N|auto"),

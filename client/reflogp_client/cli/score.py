@@ -43,6 +43,7 @@ def score(
     engine: engine_options.Engine = "torch",
     strict_engine: engine_options.StrictEngine = False,
     device: engine_options.Device = None,
+    devices: engine_options.Devices = None,
     token_budget: engine_options.TokenBudget = None,
     ray: Annotated[
         str | None,
@@ -80,6 +81,8 @@ def score(
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 
+    Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --devices all
+
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
@@ -103,6 +106,9 @@ def score(
     )
     if (claim or trust_claim) and engine != "remote":
         raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, and this is {engine}")
+    if devices is not None and (device is not None or ray is not None or engine == "remote"):
+        other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
+        raise UsageError(f"--devices gives this machine's devices a worker each, and does not go with {other}: leave one out")
     if ray_workers is not None and ray is None:
         raise UsageError("--ray-workers goes with --ray")
     if ray is not None and engine == "remote":
@@ -129,7 +135,9 @@ def score(
                 )
     choice.require_dtype(reference.dtype)
     with (
-        _scorer(choice, model, revision, folder, reference, commit_sequences, ray, ray_workers) as scorer,
+        closing(_scorer(choice, folder, reference, commit_sequences, devices))
+        if ray is None
+        else _on_ray(choice, model, revision, reference, commit_sequences, ray, ray_workers) as scorer,
         progress_bar("scoring") as bar,
     ):
         summary = score_dataset(
@@ -152,31 +160,45 @@ def score(
         raise typer.Exit(EXIT_MISSES)
 
 
+def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
+    """What scores: an engine in this process, or one in a process of its own on each of several devices."""
+    if devices is None:
+        from reflogp_service.here import Here
+
+        return Here(lambda: choice.make(folder, reference), commit_sequences)
+    import torch
+
+    from reflogp_service.devices import places
+    from reflogp_service.spread.local import LocalWorkers
+    from reflogp_service.spread.scorer import Spread
+
+    names = [name.strip() for name in devices.split(",")]
+    found = places(names, torch.cuda.device_count, choice.tensor_parallel, choice.name == "vllm")
+    return Spread(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+
+
 @contextmanager
-def _scorer(
+def _on_ray(
     choice: Any,
     model: str,
     revision: str | None,
-    folder: str,
     reference: Reference,
     commit_sequences: int,
-    ray: str | None,
-    ray_workers: int | None,
+    address: str,
+    workers: int | None,
 ) -> Iterator[Any]:
-    """What scores: an engine in this process, or workers on a Ray cluster for the time of the block."""
-    if ray is None:
-        from reflogp_service.here import Here
-
-        with closing(Here(lambda: choice.make(folder, reference), commit_sequences)) as scorer:
-            yield scorer
-        return
+    """Workers on a Ray cluster for the time of the block."""
     try:
         from reflogp_service.on_ray.cluster import connected
-        from reflogp_service.on_ray.scorer import OnRay
+        from reflogp_service.on_ray.workers import ClusterWorkers
     except ImportError as error:
         raise needs("ray", error) from error
-    with connected(ray or None), closing(OnRay(model, revision, reference, choice, ray_workers, commit_sequences)) as on_ray:
-        yield on_ray
+    from reflogp_service.spread.scorer import Spread
+
+    with connected(address or None):
+        on_ray = ClusterWorkers(model, revision, reference, choice, workers)
+        with closing(Spread(on_ray, commit_sequences=commit_sequences)) as scorer:
+            yield scorer
 
 
 def _print(summary: Any, as_json: bool) -> None:
@@ -195,5 +217,6 @@ def _print(summary: Any, as_json: bool) -> None:
             f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s"
             + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
             + (f", sharing gain {summary.sharing_gain:.1f}×" if summary.sharing_gain else "")
+            + (f", {summary.workers} workers" if summary.workers > 1 else "")
         )
     out.print(f"reference {summary.reference_id}, snapshot {summary.snapshot} of {summary.store} ({summary.seconds:.1f} s)")

@@ -21,7 +21,12 @@ def serve(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option("--device", help="One worker for each: auto, cpu, cuda:0, …; may be repeated. Default: auto."),
+        typer.Option(
+            "--devices",
+            "--device",
+            help="One worker for each: all, auto, or names as cuda:0,cuda:1; may be repeated. Default: all.",
+            metavar="all|NAME,…",
+        ),
     ] = None,
     pin: Annotated[str | None, typer.Option(help="Name of a model that is loaded and stays.", metavar="NAME")] = None,
     state: Annotated[
@@ -52,7 +57,8 @@ def serve(
     if dtype and not references:
         raise UsageError("--dtype goes with --model; in the settings file each reference has its own")
     flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
-    settings = read_settings(config, references=references or None, devices=device, **flags)
+    devices = [name.strip() for entry in device or [] for name in entry.split(",")]
+    settings = read_settings(config, references=references or None, devices=devices or None, **flags)
     if not settings.tokens:
         err.print("no tokens are set: everybody on this machine may read and score; only loopback is served", style="yellow")
     run(settings)

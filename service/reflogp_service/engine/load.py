@@ -81,7 +81,8 @@ def choose_device(device: str) -> torch.device:
             raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
         return chosen
     except (RuntimeError, AssertionError) as error:
-        raise EngineError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise EngineError(f"device {device!r} cannot be used ({why}): use auto, cpu, cuda or cuda:NUMBER") from error
 
 
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from reflogp_service import exits
 from reflogp_service.engines import EngineChoice
 from reflogp_service.errors import EngineError
 from reflogp_service.on_ray.cluster import (
@@ -30,7 +31,6 @@ from reflogp_service.on_ray.cluster import (
 )
 from reflogp_service.on_ray.relay import Relay
 from reflogp_service.on_ray.shared import probe
-from reflogp_service.server import processes
 from reflogp_service.server.processes import BUFFER, WorkerProcess
 from reflogp_service.worker.frames import Frame, receive_frame
 from reflogp_store.storage import is_local, make_folder
@@ -82,7 +82,7 @@ class RayProcess:
         await self._tasks[1]
         self._tasks[0].cancel()
         try:
-            return self._lost or processes.reason_of(await self._relay.wait.remote(), "Ray's logs of its node")
+            return self._lost or exits.reason_of(await self._relay.wait.remote(), "Ray's logs of its node")
         except RayError as error:
             return reason_of(error)
         finally:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from reflogp_service.available_memory import total_memory
+from reflogp_service.devices import Place, gpus_in_a_child, places
 from reflogp_service.server import problems
 from reflogp_service.server.auth import Sessions
 from reflogp_service.server.connections import ActiveRequests
@@ -76,18 +77,18 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         await online.on_frame(worker, message, body)
-        await precompute.on_frame(worker, message)
+        await precompute.on_frame(worker, message, body)
 
     async def on_death(worker: WorkerHandle, reason: str) -> None:
         metrics.worker_deaths.inc()
         at_online = await online.on_death(worker, reason)
         await precompute.on_death(worker, reason, blame=not at_online)
 
-    devices, start, end = _workers(settings, shelf, folder)
+    workers, start, end = _workers(settings, shelf, folder)
     most = settings.max_worker_bytes
     if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
         most = total_memory() * 9 // 10
-    configurations = _configurations(settings, shelf, folder, devices)
+    configurations = _configurations(settings, shelf, folder, workers)
     silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
     pool = Pool(configurations, start, on_frame, on_death, most, silence, longest)
 
@@ -129,20 +130,27 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list[str], Start, Callable[[], None]]:
-    """The device of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
-    if settings.executor == "local" or not shelf.named():
-        return settings.devices if shelf.named() else [], start_here, lambda: None
+def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list[Place], Start, Callable[[], None]]:
+    """The place of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
+    if not shelf.named():
+        return [], start_here, lambda: None
+    if settings.executor == "local":
+        models = [settings.references[name] for name in shelf.named()]
+        engines = {model.engine for model in models}
+        devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
+        gpus_each = max(model.tensor_parallel for model in models)
+        return places(devices, gpus_in_a_child, gpus_each, "vllm" in engines), start_here, lambda: None
     try:
         from reflogp_service.on_ray.processes import ray_workers
     except ImportError as error:
         raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
-    workers = ray_workers(settings.ray_address, settings.devices[0], settings.ray_workers, shelf.store.uri, folder)
-    return [workers.choice.device] * workers.count, workers.start, workers.close
+    device = "auto" if settings.devices == ["all"] else settings.devices[0]
+    workers = ray_workers(settings.ray_address, device, settings.ray_workers, shelf.store.uri, folder)
+    return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
 
 
-def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, devices: list[str]) -> list[WorkerConfiguration]:
-    """One worker for each device."""
+def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, workers: list[Place]) -> list[WorkerConfiguration]:
+    """One worker for each place."""
     named = shelf.named()
     models: dict[str, ModelPlace] = {}
     for name, reference in named.items():
@@ -151,6 +159,9 @@ def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, device
             raise UsageError(f"references.{name} is the model and numerics of another name, with another engine: keep one")
     first = WorkerConfiguration(
         device="auto",
+        visible=None,
+        workers=len(workers),
+        sharing=max(1, sum(place.device == "cpu" for place in workers)) if settings.executor == "local" else 1,
         token_budget=settings.token_budget,
         models=models,
         capacity=settings.max_loaded,
@@ -165,4 +176,4 @@ def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, device
         group_bytes=settings.max_group_bytes,
         row_seconds=settings.row_seconds,
     )
-    return [replace(first, device=device) for device in devices]
+    return [replace(first, device=place.device, visible=place.visible) for place in workers]

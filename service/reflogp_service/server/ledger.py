@@ -336,7 +336,7 @@ class Ledger:
         """A job's worker died: back in line, with what is known about why. One that was cancelled ends.
 
         Args:
-            narrowed: the search for what kills its workers got on by this, so that deaths count from here.
+            narrowed: the search for what kills its workers got on by this, so that this death does not count.
             limit: of deaths since the job last got on; with this one it fails. None for no limit.
 
         Returns:
@@ -345,7 +345,7 @@ class Ledger:
 
         def died(db: sqlite3.Connection) -> int:
             changed = db.execute(
-                "update job set deaths = case when ? then 0 else deaths + 1 end, suspects = ?, poison = ?"
+                "update job set deaths = case when ? then deaths else deaths + 1 end, suspects = ?, poison = ?"
                 " where id = ? and state = 'running'",
                 [narrowed, json.dumps(suspects), json.dumps(poison), job],
             )

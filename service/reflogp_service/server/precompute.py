@@ -30,6 +30,7 @@ from reflogp_service.errors import LedgerError, LedgerTakenError
 from reflogp_service.server.fetch import check_uri
 from reflogp_service.server.fetched import FetchedFolder
 from reflogp_service.server.fetching import Fetching
+from reflogp_service.server.helping import Helping
 from reflogp_service.server.ledger import Claim, DifferentContentError, Ledger, Submission
 from reflogp_service.server.metrics import Metrics
 from reflogp_service.server.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState, Report
@@ -111,6 +112,7 @@ class Precompute:
         self._pending = PendingWrites(ledger)
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
         self._pool: Pool | None = None
+        self._helping: Helping
         self._running: dict[int, _Running] = {}  # by worker
         self._cancelled: set[str] = set()  # running jobs that shall end
         self._watchers: dict[str, set[asyncio.Event]] = {}
@@ -124,6 +126,7 @@ class Precompute:
     def start(self, pool: Pool) -> None:
         """Take up where the last service ended."""
         self._pool = pool
+        self._helping = Helping(pool)
         self._assign()
         work = {
             "assigning jobs": self._assign_for_ever,
@@ -283,8 +286,10 @@ class Precompute:
             raise Problem(413, f"the report is longer than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which has every row")
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
-    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any]) -> None:
-        """What a worker says about a job, or that it is ready."""
+    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        """What a worker says about a job, to another worker, or that it is ready."""
+        if self._helping.on_frame(worker, message, body):
+            return
         running = self._running.get(worker.number)
         match message["op"]:
             case "ready":
@@ -295,12 +300,16 @@ class Precompute:
                 progress = JobProgress(**message["progress"])
                 self._count(running, progress)
                 job = running.claim.id
+                self._find_help(worker.number, running)
                 await self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
             case "job" if running is not None and running.claim.id == message["job"]:
                 await self._let_go(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """A worker's process has ended: its job goes back in line, or has had enough. `blame`: it was at the job."""
+        was_helping = self._helping.is_helping(worker.number)
+        self._helping.on_death(worker, reason, blame)
+        blame = blame and not was_helping  # a job of its own had not begun
         running = self._running.get(worker.number)
         if running is None:
             return
@@ -338,6 +347,7 @@ class Precompute:
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
+        self._helping.end(job, number)
         self._cancelled.discard(job)
         try:
             await recorded
@@ -425,7 +435,7 @@ class Precompute:
     async def _assign_once(self) -> None:
         """Give every idle worker a job; where none is idle, interrupt one that is less urgent than what waits."""
         assert self._pool is not None
-        for worker in self._pool.workers:
+        for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
             if not worker.ready or worker.number in self._running:
                 continue
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
@@ -435,6 +445,7 @@ class Precompute:
                 self._look_for_lost = True
                 self._wanted.set()
                 return
+            self._helping.dismiss(worker.number)
             running = self._running[worker.number] = _Running(claim)
             self._stop_if_cancelled()
             begin = asyncio.create_task(self._begin(worker, running))
@@ -446,6 +457,15 @@ class Precompute:
         if highest is not None and busy and min(busy)[0] < highest:
             number = min(busy)[1]
             self._stop(number, self._running[number], "interrupted")
+
+    def _find_help(self, owner: int, running: _Running) -> None:
+        """Workers that have no job help with this one. Jobs in line go first: a worker that gets one is called away."""
+        assert self._pool is not None
+        if self._wanted.is_set() or self._closing or running.why_stopped is not None:
+            return
+        idle = [worker for worker in self._pool.workers if worker.answering and worker.number not in self._running]
+        if idle:
+            self._helping.offer(running.claim, owner, running.counted, idle)
 
     async def _begin(self, worker: WorkerHandle, running: _Running) -> None:
         claim = running.claim

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -16,6 +15,7 @@ from typing import Protocol
 import psutil
 
 from reflogp_service.allocator import growing_segments
+from reflogp_service.exits import reason_of
 from reflogp_service.worker.frames import Frame, receive_frame
 
 #: How a worker is started, and the longest frame head that is read at once.
@@ -113,11 +113,3 @@ def memory_of(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
-
-
-def reason_of(status: int, log: str) -> str:
-    """Why a process ended, in words; `log` has what it said itself."""
-    if status < 0:
-        name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
-        return f"killed by {name}" + (" (out of memory, perhaps)" if -status == signal.SIGKILL else "")
-    return f"it ended with status {status}; its last words are in {log}"

@@ -140,7 +140,12 @@ class ServerSettings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="json: one object a line, with job ids.")
     access_log: bool = Field(False, description="A log line for each request, too; /metrics counts and times them anyway.")
     # workers
-    devices: list[str] = Field(["auto"], min_length=1, description="One worker process for each: auto, cpu, cuda:0, cuda:1, …")
+    devices: list[str] = Field(
+        ["all"],
+        min_length=1,
+        description="One worker process for each: all (every GPU, or the CPU where there is none), auto, cpu, cuda:0, …; "
+        "with tensor_parallel = N, one for every N GPUs. Workers without a job help with one that runs.",
+    )
     executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
     ray_address: str | None = Field(
         None, description="auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this machine alone."
@@ -233,7 +238,7 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
-            raise ValueError("with executor ray give one of devices (auto, cpu or cuda), and how many as ray_workers")
+            raise ValueError("with executor ray give one of devices (all, auto, cpu or cuda), and how many as ray_workers")
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
             raise ValueError('ray_address and ray_workers go with executor "ray"')
         return self

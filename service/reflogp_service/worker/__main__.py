@@ -3,8 +3,9 @@
 Three threads: this one owns the engines and takes turns, one reads frames, one does jobs. Started by the service's pool as
 `python -m reflogp_service.worker`; what it has to say to people goes to stderr.
 
-    service -> worker   configure, score (+ sequences), forget, job, stop, ping, exit
-    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying
+    service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
+    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
+                        answer, helped
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from reflogp_service.data.bounds import ReadBounds
 from reflogp_service.data.row_process import RowLimits
@@ -30,12 +33,15 @@ from reflogp_service.engine import Sequence
 from reflogp_service.engine.load import choose_device
 from reflogp_service.engines import EngineChoice, PassEngine, opened_as
 from reflogp_service.freed_memory import give_freed_memory_back
+from reflogp_service.quiet import quiet_libraries
 from reflogp_service.worker.engine_loop import Answer, DeviceLostError, DisplacedError, EngineLoop, OnlineRequest
 from reflogp_service.worker.engines import Engines
 from reflogp_service.worker.frames import encode, read_frame
+from reflogp_service.worker.helpers import Helpers
+from reflogp_service.worker.helping import Asked, help_with
 from reflogp_service.worker.job import JobPlace, JobStoppedError, Progress, run_job
 from reflogp_service.worker.late_writes import LateWrites
-from reflogp_service.worker.orders import JobOrder, ModelPlace, WorkerConfiguration
+from reflogp_service.worker.orders import HelpOrder, JobOrder, ModelPlace, WorkerConfiguration
 from reflogp_service.worker.wire import outcomes_table, table_of
 from reflogp_store import LogprobStore, OtherContentError, Reference, ReflogpError, describe_reference, resolve_model
 from reflogp_store.arrow_stream import stream_bytes
@@ -47,6 +53,26 @@ logger = logging.getLogger("reflogp.worker")
 #: A worker whose service is gone ends after this, whatever it is doing.
 _LAST_SECONDS = 20.0
 _TOKENIZERS = 4
+
+
+@dataclass(eq=False)
+class _Ordered:
+    """What the service ordered: a job, or help with another worker's.
+
+    Attributes:
+        helpers: with a job.
+        why: it shall end.
+        asked: what comes for one that helps.
+    """
+
+    order: JobOrder | HelpOrder
+    helpers: Helpers | None = None
+    why: str | None = None
+    asked: queue.SimpleQueue[Asked] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def is_help(self) -> bool:
+        return self.helpers is None
 
 
 class Worker:
@@ -84,10 +110,10 @@ class Worker:
         )
         self._late = LateWrites(self._store, self._reference)
         self._writes: set[str] = set()
-        self._jobs: queue.SimpleQueue[JobOrder | None] = queue.SimpleQueue()
-        self._job: str | None = None
-        self._stop: str | None = None
-        self._job_thread = threading.Thread(target=self._do_jobs, name="jobs", daemon=True)
+        self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
+        self._ordered: list[_Ordered] = []  # not done yet
+        self._ending = False
+        self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
         """Send a frame; without a service there is nobody to tell."""
@@ -101,6 +127,8 @@ class Worker:
     def run(self, source: BinaryIO) -> None:
         """Work until the service says `exit` or is gone."""
         choose_device(self._configuration.device)
+        if self._configuration.device == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
         self._job_thread.start()
         threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
         if self._configuration.pinned is not None:
@@ -114,14 +142,14 @@ class Worker:
 
     def end(self) -> None:
         """Stop the job with a commit, finish the round, return from `run`."""
-        if self._stop != "end":
-            self._stop = "end"
-            self._jobs.put(None)
+        if not self._ending:
+            self._ending = True
+            self._orders.put(None)
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
         """Give the job that was told of a lost device a moment to commit."""
-        if self._job is not None:
+        if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
     def _close_after_job(self) -> None:
@@ -140,12 +168,22 @@ class Worker:
                     self._writes.discard(message["id"])
                     self.loop.forget(message["id"])
                 case "job":
-                    self._stop = self._stop if self._stop == "end" else None
-                    self._job = message["order"]["job"]
-                    self._jobs.put(JobOrder(**message["order"]))
+                    order = JobOrder(**message["order"])
+                    self._put(_Ordered(order, Helpers(order.job, self.send, self._configuration.workers > 1)))
+                case "help":
+                    self._put(_Ordered(HelpOrder(**message["order"])))
                 case "stop":
-                    if message["job"] == self._job and self._stop is None:
-                        self._stop = message["why"]
+                    for ordered in list(self._ordered):
+                        if (ordered.order.job, ordered.is_help) == (message["job"], message.get("help", False)):
+                            ordered.why = ordered.why or message["why"]
+                case "helper" | "answer" | "gone":
+                    for ordered in list(self._ordered):
+                        if ordered.helpers is not None:
+                            ordered.helpers.take(message)
+                case "ask":
+                    for ordered in list(self._ordered):
+                        if ordered.is_help and ordered.order.job == message["job"]:
+                            ordered.asked.put((message, body))
                 case "ping":
                     doing, seconds = self.loop.doing() or (None, 0.0)
                     self.send({"op": "pong", "doing": doing, "seconds": seconds})
@@ -183,32 +221,64 @@ class Worker:
                 good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
                 self._late.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
-    def _do_jobs(self) -> None:
-        while (order := self._jobs.get()) is not None:
-            message: dict[str, Any] = {"op": "job", "job": order.job}
+    def _put(self, ordered: _Ordered) -> None:
+        self._ordered.append(ordered)
+        self._orders.put(ordered)
+
+    def _do_orders(self) -> None:
+        while (ordered := self._orders.get()) is not None:
             try:
-                message |= {"end": "done", "summary": self._do(order)}
+                message = self._help(ordered) if ordered.is_help else self._do_job(ordered)
             except DeviceLostError:
                 return
-            except JobStoppedError:
-                message |= {"end": "stopped", "why": self._stop}
-            except DisplacedError:
-                message |= {"end": "stopped", "why": "displaced"}
-            except (ReflogpError, OSError) as error:
-                message |= {"end": "failed", "error": shortened(str(error))}
-            except Exception as error:
-                where = "".join(traceback.format_tb(error.__traceback__))
-                text = shortened(f"{type(error).__name__}: {error}")
-                logger.error("job %s failed: %s\n%s", order.job, text, where, extra={"job": order.job})
-                message |= {"end": "failed", "error": text}
-            self._job = None
+            self._ordered.remove(ordered)
             self.send(message)
             give_freed_memory_back()
 
-    def _do(self, order: JobOrder) -> dict[str, Any]:
-        def check() -> None:
-            if self._stop is not None:
-                raise JobStoppedError(self._stop)
+    def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
+        """A job; what to say of its end. Raises DeviceLostError."""
+        message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
+        try:
+            return message | {"end": "done", "summary": self._do(ordered)}
+        except JobStoppedError as stopped:
+            return message | {"end": "stopped", "why": str(stopped)}
+        except DisplacedError:
+            return message | {"end": "stopped", "why": "displaced"}
+        except (ReflogpError, OSError) as error:
+            return message | {"end": "failed", "error": shortened(str(error))}
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            return message | {"end": "failed", "error": _unexpected(ordered, error)}
+
+    def _help(self, ordered: _Ordered) -> dict[str, Any]:
+        """Help with a job; what to say of the end of it. Raises DeviceLostError."""
+        order, text = ordered.order, None
+        try:
+            reference = self._reference(order.reference_id)
+            table = self._store.create_table(reference)
+            assert isinstance(order, HelpOrder)
+            help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered))
+        except (JobStoppedError, DisplacedError):
+            pass
+        except (ReflogpError, OSError) as error:
+            text = shortened(str(error))
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            text = _unexpected(ordered, error)
+        return {"op": "helped", "job": order.job, "error": text}
+
+    def _check(self, ordered: _Ordered) -> None:
+        """Raise JobStoppedError where what was ordered shall end."""
+        why = "end" if self._ending else ordered.why
+        if why is not None:
+            raise JobStoppedError(why)
+
+    def _do(self, ordered: _Ordered) -> dict[str, Any]:
+        order, helpers = ordered.order, ordered.helpers
+        assert isinstance(order, JobOrder) and helpers is not None
+        check = partial(self._check, ordered)
 
         def report(progress: dict[str, Any], committed: bool) -> None:
             self.send({"op": "progress", "job": order.job, "progress": progress, "committed": committed})
@@ -221,7 +291,7 @@ class Worker:
         reference = self._reference(order.reference_id)
         find_tokenizer = partial(self._tokenizers.find, folder, place.trust_remote_code)
         new_progress = partial(Progress, report, check)
-        return run_job(order, self._place, reference, find_tokenizer, self.loop, new_progress, announce, check)
+        return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, new_progress, announce, check)
 
     def _models(self, reference_id: str) -> ModelPlace:
         return self._configuration.models[reference_id]
@@ -258,16 +328,16 @@ class Worker:
         return choice.make(self._folder(reference_id), self._reference(reference_id))
 
 
+def _unexpected(ordered: _Ordered, error: Exception) -> str:
+    """What to say of an error that is a defect, or a library's; where it came from is logged."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    text = shortened(f"{type(error).__name__}: {error}")
+    logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
+    return text
+
+
 def _ids(scalar: Any) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False)
-
-
-def _quiet_libraries() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
 def main() -> None:
@@ -280,13 +350,16 @@ def main() -> None:
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)
-    _quiet_libraries()
+    quiet_libraries()
     frame = read_frame(source)
     if frame is None:
         return
     fields = frame[0]["configuration"]
     models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
-    worker = Worker(WorkerConfiguration(models=models, **fields), out)
+    configuration = WorkerConfiguration(models=models, **fields)
+    if configuration.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # read when CUDA is first used
+    worker = Worker(configuration, out)
     try:
         worker.run(source)
     except Exception as error:  # the service says it on, and starts another worker or gives it up

@@ -23,6 +23,7 @@ from reflogp_service.data.tokenizer_files import NamedTokenizer
 from reflogp_service.errors import DatasetError
 from reflogp_service.here import Here
 from reflogp_service.scoring import ScoreSummary, score_dataset
+from reflogp_service.spread.scorer import Spread, Workers
 from reflogp_service.worker.engine_loop import EngineLoop
 from reflogp_service.worker.job_engine import JobEngine
 from reflogp_service.worker.orders import JobOrder
@@ -37,6 +38,8 @@ _ATTEMPTS = 3
 #: Seconds between two reports of progress, and the span of time over which a rate is taken.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
+#: Of a helper's unit at the most: units pass through the service's process.
+_UNIT_SEQUENCES = 1024
 #: Different texts about bad rows that a job keeps in memory, and what stands for another one.
 _TEXTS, _ANOTHER = 10_000, "it cannot be used"
 
@@ -161,6 +164,7 @@ def run_job(
     reference: Reference,
     find_tokenizer: Callable[[], NamedTokenizer],
     loop: EngineLoop,
+    helpers: Workers,
     new_progress: Callable[[], Progress],
     announce: Callable[[list[str]], None],
     check: Callable[[], None],
@@ -173,6 +177,7 @@ def run_job(
 
     Args:
         find_tokenizer: says which tokenizer the model's folder has now.
+        helpers: other workers that score some of it.
         new_progress: gives what is told how it gets on, from its beginning.
         announce: told the keys that the device is at.
         check: called now and then; raises JobStoppedError to stop. What is computed by then is committed.
@@ -184,7 +189,7 @@ def run_job(
     for attempt in range(_ATTEMPTS):
         progress = new_progress()
         try:
-            summary = _attempt(order, place, reference, find_tokenizer(), loop, progress, announce, check)
+            summary = _attempt(order, place, reference, find_tokenizer(), loop, helpers, progress, announce, check)
             break
         except FileChangedError as error:
             if isinstance(error, OtherContentError) or attempt == _ATTEMPTS - 1:
@@ -201,6 +206,7 @@ def _attempt(
     reference: Reference,
     tokenizer: NamedTokenizer,
     loop: EngineLoop,
+    helpers: Workers,
     progress: Progress,
     announce: Callable[[list[str]], None],
     check: Callable[[], None],
@@ -225,7 +231,7 @@ def _attempt(
                 dataset,
                 place.store,
                 reference,
-                Here(make_engine, commit_seconds=place.commit_seconds),
+                Spread(helpers, Here(make_engine, commit_seconds=place.commit_seconds), check, _UNIT_SEQUENCES),
                 max_length=order.max_length,
                 truncation_mode=order.truncation_mode,
                 watcher=progress,

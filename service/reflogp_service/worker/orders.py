@@ -30,6 +30,9 @@ class WorkerConfiguration:
 
     Attributes:
         device: "auto", "cpu", "cuda:1", …
+        visible: CUDA_VISIBLE_DEVICES of its process; None leaves it as it is.
+        workers: of the service.
+        sharing: of these, such as compute on this machine's processor.
         token_budget: tokens of one pass, or "auto".
         models: reference id -> its model.
         capacity: engines that may be loaded at a time.
@@ -44,6 +47,9 @@ class WorkerConfiguration:
     """
 
     device: str
+    visible: str | None
+    workers: int
+    sharing: int
     token_budget: int | Literal["auto"]
     models: dict[str, ModelPlace]
     capacity: int
@@ -57,6 +63,19 @@ class WorkerConfiguration:
     dataset_bytes: int
     group_bytes: int
     row_seconds: float
+
+
+@dataclass(frozen=True)
+class HelpOrder:
+    """Part in a job that another worker has.
+
+    Attributes:
+        poison: as of JobOrder.
+    """
+
+    job: str
+    reference_id: str
+    poison: dict[str, str]
 
 
 @dataclass(frozen=True)

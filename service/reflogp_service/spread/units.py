@@ -1,11 +1,10 @@
-"""The actor: an engine on some node, which scores units and commits them itself. Values never travel to the run's process.
+"""Units scored by one engine, which commits them itself: values never travel to the run.
 
-Knows one reference and one store. Does not know what else is in line. Made by `scorer`, as a Ray actor.
+Knows an engine and a table. Does not know what else is in line, or how a unit came. Used by every worker.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -13,92 +12,58 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
+import pyarrow as pa
 
-from reflogp_service.allocator import growing_segments
 from reflogp_service.computing import Committed, Computing, Ended, Event, Failed
 from reflogp_service.engine.operations import Operations
-from reflogp_service.engines import Engine, EngineChoice
+from reflogp_service.engine.sequences import Sequence
+from reflogp_service.engines import Engine
+from reflogp_service.errors import EngineError
 from reflogp_service.misses import Miss
-from reflogp_service.on_ray.cluster import this_node
-from reflogp_service.on_ray.shared import require_seen
-from reflogp_service.on_ray.unit import decode
-from reflogp_store import LogprobStore, LogprobTable, Reference, UsageError, describe_reference, resolve_model
+from reflogp_service.spread.unit import decode
+from reflogp_store import LogprobTable, Snapshot
 
+#: Units that a worker has at a time: one that it commits, one that it scores, one so that it need not wait for the next.
+IN_FLIGHT = 3
 #: Seconds between two looks whether the engine has room for a unit.
 _LOOK_SECONDS = 0.01
 
 
-class ScoringWorker:
-    """One engine. Made of plain values; does nothing before it is asked.
-
-    `score` may be called while another call is under way, so that the engine need not wait for the next unit.
+class Units:
+    """Scores units, several at a time, so that the engine need not wait for the next.
 
     Args:
-        model: folder or hub id, as this node finds it.
-        revision: of a hub id.
-        reference: Reference.to_json of the model; a node whose weights are others refuses.
-        choice: fields of an EngineChoice.
-        store: URI.
+        engine: used by a thread of this object only.
+        table: where values go.
+
+    Attributes:
+        provenance: of the values.
     """
 
-    def __init__(self, model: str, revision: str | None, reference: str, choice: dict[str, Any], store: str) -> None:
-        self._model = model
-        self._revision = revision
-        self._reference = Reference.from_json(reference)
-        self._choice = EngineChoice(**choice)
-        self._store = store
-        self._engine: Engine
-        self._table: LogprobTable
-        self._computing: Computing
+    def __init__(self, engine: Engine, table: LogprobTable) -> None:
+        self.provenance: dict[str, Any] = {"reflogp": version("reflogp"), **engine.provenance()}
+        self._engine = engine
+        self._table = table
         self._asked: dict[Miss, _Asked] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._landed_at = 0.0
         self._counted = Operations()
-
-    def place(self) -> str:
-        """The node that it is on, in words."""
-        return this_node()
-
-    def prepare(self, probe: str | None) -> dict[str, Any]:
-        """Load the engine and open the store; provenance of the values to come.
-
-        Args:
-            probe: a file in the store's folder, where it is one.
-
-        Raises:
-            UsageError: no such model here, or another one.
-            ReflogpError: the store or the engine cannot be used here.
-        """
-        if probe is not None:
-            require_seen(probe)
-        os.environ.update(growing_segments(os.environ))  # torch reads it when it first uses the GPU
-        if not self._choice.gpus():
-            torch.set_num_threads(1)  # what it asked Ray for
-        wanted = self._reference
-        folder = resolve_model(self._model, self._revision)
-        found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
-        if found.reference_id != wanted.reference_id:
-            raise UsageError(f"{self._model} is another model there: reference {found.reference_id}, not {wanted.reference_id}")
-        self._table = LogprobStore(self._store).table(wanted.reference_id)
-        self._engine = self._choice.make(str(folder), wanted)
-        provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-        self._computing = Computing(self._engine, self._table, provenance, self._happened)
-        return provenance
+        self._computing = Computing(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score a unit and commit what could be scored.
+        """Score a unit and commit what could be scored. Called by a thread for each unit.
 
         Args:
             content: of unit.encode.
-            again: some of it may be stored already, by a worker that was lost; that is not computed again.
+            again: some of it may be stored already, by a worker that is gone; that is not computed again.
 
         Returns:
             problems (index -> why there are no values), snapshot (that has the others; None where there are none), operations
             and seconds (since the unit before was done, where that was later than the call).
 
-        Raises what the engine and the store raise; what was computed is committed.
+        Raises what the engine and the store raise, and EngineError after `stop`; what was computed is committed.
         """
         started = time.monotonic()
         unit = decode(content)
@@ -108,9 +73,7 @@ class ScoringWorker:
         if again:
             now = self._table.snapshot()
             snapshot = now.number
-            stored = now.stored_lengths(unit.keys)
-            needed = np.array([len(sequence.completion_ids) for sequence in unit.sequences])
-            skip |= set(np.flatnonzero(stored >= needed).tolist())
+            skip |= set(np.flatnonzero(are_stored(now, unit.keys, unit.sequences)).tolist())
         misses = [
             Miss(key, sequence, int(completion_len), [index])
             for index, (key, sequence, completion_len) in enumerate(
@@ -136,6 +99,15 @@ class ScoringWorker:
         """As Engine.peak_flops_per_second."""
         return self._engine.peak_flops_per_second()
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why no unit is scored any more, or None."""
+        return self._error
+
+    def stop(self) -> None:
+        """Compute no further pass, and return when what is computed is committed."""
+        self._computing.stop()
+
     def _happened(self, event: Event) -> None:
         with self._changed:
             match event:
@@ -149,8 +121,18 @@ class ScoringWorker:
                         asked.left -= 1
                         asked.snapshot = snapshot
                 case Ended(error):
-                    self._error = error
+                    self._error = error or EngineError("the worker was stopped")
             self._changed.notify_all()
+
+
+def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
+    """Whether a snapshot has the values of each of these sequences, bool (n,).
+
+    Args:
+        keys: binary, (n,).
+        sequences: as they are scored, n.
+    """
+    return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """A unit as bytes: an Arrow IPC stream, compressed, so that a prompt that many sequences share costs little.
 
-Knows the table. Called by `scorer`, which sends units, and by `worker`, which scores them.
+Knows the table. Called by `scorer`, which sends units, and by `units`, which scores them.
 """
 
 from __future__ import annotations

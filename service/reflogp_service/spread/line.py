@@ -1,6 +1,6 @@
-"""What waits for a worker: misses in the order of their prompts, cut into units, and the units of workers that died.
+"""What waits for a worker: misses in the order of their prompts, cut into units, and the units of workers that are gone.
 
-Knows how large a unit is and how one that kills is found. Does not know ray. Used by `scorer`.
+Knows how large a unit shall be, and how to find a sequence that kills workers. Does not know workers. Used by `scorer`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class Unit:
     """Misses that one worker scores and commits at once.
 
     Attributes:
-        again: a worker that had it was lost, so that it may be the reason, and some of it may be stored.
+        again: a worker that had it is gone, so that some of it may be stored.
+        suspect: that worker died, so that it may be the reason.
         deaths: of workers at it, counted where it is a single sequence.
     """
 
     misses: list[Miss]
     again: bool = False
+    suspect: bool = False
     deaths: int = 0
 
 
@@ -55,10 +57,16 @@ class Line:
             self._groups.setdefault(prompt, deque()).append(miss)
         self._grouped += len(misses)
 
-    def take(self, size: int) -> Unit:
-        """The next unit; of about `size` sequences, and no prompt's are parted that would fit one."""
-        if self._again:
-            return self._again.popleft()
+    def take(self, size: int, suspects: bool = True) -> Unit | None:
+        """The next unit; of about `size` sequences, and no prompt's are parted that would fit one. None where there is none.
+
+        Args:
+            suspects: it may be one that a worker died at.
+        """
+        for at, unit in enumerate(self._again):
+            if suspects or not unit.suspect:
+                del self._again[at]
+                return unit
         chosen: list[Miss] = []
         while self._groups:
             prompt, group = next(iter(self._groups.items()))
@@ -70,11 +78,16 @@ class Line:
             if len(chosen) >= size:
                 break
         self._grouped -= len(chosen)
-        return Unit(chosen)
+        return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
         """Whether the next unit is one that a worker died at."""
-        return bool(self._again)
+        return bool(self._again) and self._again[0].suspect
+
+    def put_back(self, unit: Unit) -> None:
+        """A unit of a worker that left goes next."""
+        unit.again = True
+        self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
         """A unit that a worker died at goes next, in halves; a single sequence once more, and then it is given back."""
@@ -82,11 +95,12 @@ class Line:
             unit.deaths += 1
             if unit.deaths > 1:
                 return unit.misses[0]
-            unit.again = True
-            self._again.appendleft(unit)
+            unit.suspect = True
+            self.put_back(unit)
             return None
         middle = (len(unit.misses) + 1) // 2
-        self._again.extendleft(Unit(half, again=True) for half in (unit.misses[middle:], unit.misses[:middle]))
+        for half in (unit.misses[middle:], unit.misses[:middle]):
+            self._again.appendleft(Unit(half, again=True, suspect=True))
         return None
 
 

@@ -1,0 +1,13 @@
+"""Why a process ended, in words."""
+
+from __future__ import annotations
+
+import signal
+
+
+def reason_of(status: int, log: str) -> str:
+    """Why a process ended, in words; `log` has what it said itself."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
+        return f"killed by {name}" + (" (out of memory, perhaps)" if -status == signal.SIGKILL else "")
+    return f"it ended with status {status}; its last words are in {log}"

@@ -1,0 +1,164 @@
+"""One job on both workers of a service: real processes, which are really killed."""
+
+import os
+import queue
+import random
+import signal
+import time
+
+import pytest
+
+import reflogp_service.worker.helping as helping_module
+from reflogp_client import Client
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.engines import EngineChoice
+from reflogp_service.here import Here
+from reflogp_service.scoring import score_dataset
+from reflogp_service.worker.orders import HelpOrder
+from reflogp_store import LogprobStore, describe_reference
+from tests.conftest import write_rows
+from tests.service.deadly import POISON, deadly_model
+from tests.service.serving import running, settings_file, token_rows, wait_until
+from tests.service.stored_rows import rows_of, same_rows
+
+SMALL = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
+
+
+@pytest.fixture
+def service(tmp_path, reference_folder):
+    models = {"ref": {"model": str(reference_folder), "dtype": "float32"}}
+    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL)) as service:
+        yield service
+
+
+def helping(service):
+    """Lines of the log that say that a worker helps another one."""
+    return [line for line in list(service.log) if " helps worker " in line]
+
+
+def values_are_those_of_one_engine(file, folder, tmp_path):
+    reference = describe_reference(str(folder), "float32")
+    choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
+    dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
+    score_dataset(dataset, LogprobStore(tmp_path / "here"), reference, Here(lambda: choice.make(str(folder), reference)))
+    same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
+
+
+def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, tmp_path, reference_folder):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=1))
+    with Client(service.url) as client:
+        job = client.watch(client.submit(file, "ref").id)
+    assert (job.state, job.summary["scored"], job.summary["workers"]) == ("done", 3600, 2), "".join(service.log)
+    assert helping(service)
+    values_are_those_of_one_engine(file, reference_folder, tmp_path)
+
+
+def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path, reference_folder):
+    """Helpers and the job's own worker, at random moments."""
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=3))
+    moments = random.Random(4)
+    killed: list[int] = []
+    with Client(service.url) as client:
+        job = client.submit(file, "ref")
+
+        def ended():
+            return client.job(job.id).state not in ("queued", "running")
+
+        while not ended() and len(killed) < 3:
+            wait_until(lambda: len(helping(service)) > len(killed) or ended())
+            time.sleep(moments.random())
+            if alive := service.workers():
+                killed.append(moments.choice(alive).pid)
+                os.kill(killed[-1], signal.SIGKILL)
+        job = client.watch(job.id)
+    assert job.state == "done" and job.summary["bad_rows"] == 0, "".join(service.log)
+    assert len(killed) > 1
+    values_are_those_of_one_engine(file, reference_folder, tmp_path)
+
+
+def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
+    rows = token_rows(2600, seed=5)
+    first, second = write_rows(tmp_path / "a.jsonl", rows[:2200]), write_rows(tmp_path / "b.jsonl", rows[2200:])
+    with Client(service.url) as client:
+        one = client.submit(first, "ref")
+        wait_until(lambda: helping(service))
+        two = client.watch(client.submit(second, "ref").id)
+        state = client.job(one.id).state
+        one = client.watch(one.id)
+    assert (one.state, two.state, state) == ("done", "done", "running"), "".join(service.log)
+    values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", rows), reference_folder, tmp_path)
+
+
+def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "deadly")
+    rows = token_rows(1800, seed=6)
+    rows[1700]["rejected_ids"][4:8] = POISON
+    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
+    with running("--config", settings_file(tmp_path, tmp_path / "store", models, **SMALL)) as service:
+        with Client(service.url) as client:
+            job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
+        assert (job.state, job.summary["bad_row_numbers"], job.summary["failed"]) == ("done", [1700], 1), "".join(service.log)
+    rows[1700]["rejected_ids"] = rows[1700]["chosen_ids"]
+    values_are_those_of_one_engine(write_rows(tmp_path / "good.jsonl", rows), model, tmp_path)
+
+
+def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
+    with Client(service.url) as client:
+        job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=7)), "ref")
+        wait_until(lambda: helping(service))
+        client.cancel(job.id)
+        assert client.watch(job.id).state == "cancelled"
+        other = client.watch(client.submit(write_rows(tmp_path / "few.jsonl", token_rows(4, seed=8)), "ref").id)
+        assert other.state == "done"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_folder, devices):
+    """The worker says why it ends, its job goes on, and the search for the row is the same as where a process dies."""
+    model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: an illegal memory access was encountered")
+    rows = token_rows(300, seed=9)
+    rows[200]["rejected_ids"][4:8] = POISON
+    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
+    more = SMALL | {"devices": ["cpu"] * devices}
+    with (
+        running("--config", settings_file(tmp_path, tmp_path / "store", models, **more)) as service,
+        Client(service.url) as client,
+    ):
+        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
+        problems = client.report(job.id)
+    summary = job.summary  # of the last attempt
+    assert (job.state, summary["bad_row_numbers"]) == ("done", [200]), "".join(service.log)
+    assert summary["hits"] + summary["scored"] == 599 and summary["failed"] == 1
+    assert "illegal memory access" in str(problems)
+
+
+def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: unspecified launch failure")
+    rows = token_rows(3, seed=10)
+    for row in rows:
+        row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
+    models = {"ref": {"model": str(model), "dtype": "float32", "trust_remote_code": True}}
+    settings = settings_file(tmp_path, tmp_path / "store", models, **SMALL | {"devices": ["cpu"]})
+    with running("--config", settings) as service, Client(service.url) as client:
+        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", rows), "ref").id)
+    assert job.state == "failed" and "3 workers died one after the other" in job.error, "".join(service.log)
+    assert "unspecified launch failure" in job.error
+
+
+def test_a_unit_that_a_helper_cannot_answer_ends_its_help(tmp_path, reference_folder, monkeypatch):
+    """It leaves with the reason, so that its units go back in line."""
+
+    class Loop:
+        def engine(self, reference_id, check):
+            return EngineChoice("torch", "cpu", 256).make(str(reference_folder), reference)
+
+    reference = describe_reference(str(reference_folder), "float32")
+    asked, sent = queue.SimpleQueue(), []
+    asked.put(({"method": "score", "again": True, "run": "r", "number": 0}, b"not a unit"))
+    table = LogprobStore(tmp_path / "here").create_table(reference)
+    monkeypatch.setattr(helping_module, "JobEngine", lambda loop, engine, *rest: engine)
+    with pytest.raises(ValueError, match="metadata bytes"):
+        helping_module.help_with(HelpOrder("j", "r", {}), table, Loop(), asked, sent.append, lambda: None)
+    assert [message["op"] for message in sent] == ["helping"]

@@ -1,0 +1,248 @@
+"""One dataset on several workers of this machine: real processes, which are really killed."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from reflogp_service.data.read import RowSource
+from reflogp_service.data.tokenize import load_tokenizer
+from reflogp_service.data.tokenized import TokenizedDataset
+from reflogp_service.devices import Place, places
+from reflogp_service.engine import Sequence
+from reflogp_service.engines import EngineChoice
+from reflogp_service.errors import EngineError
+from reflogp_service.here import Here
+from reflogp_service.misses import Miss
+from reflogp_service.scoring import score_dataset
+from reflogp_service.spread.line import LEAST, Line, unit_size
+from reflogp_service.spread.local import LocalWorkers
+from reflogp_service.spread.scorer import Spread
+from reflogp_store import LogprobStore, UsageError, describe_reference
+from tests.conftest import write_rows
+from tests.service.deadly import POISON, deadly_model
+from tests.service.serving import token_rows
+from tests.service.spread_runs import assert_same_runs, odd_rows
+from tests.service.stored_rows import rows_of, same_rows
+from tests.service.watching import Watching
+
+TWO = [Place("cpu", "cpu"), Place("cpu", "cpu")]
+
+
+@pytest.fixture
+def score(reference_folder, tmp_path):
+    """score(file, store, on=…) -> summary; a token budget small enough that a run takes a while."""
+
+    def run(file, store="store", *, on=TWO, model=None, watcher=None, code=False):
+        folder = str(model or reference_folder)
+        reference = describe_reference(folder, "float32")
+        choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
+        if on is None:
+            run.scorer = Here(lambda: choice.make(folder, reference))
+        else:
+            run.scorer = Spread(LocalWorkers(folder, reference, choice, on))
+        try:
+            return score_dataset(dataset, LogprobStore(tmp_path / store), reference, run.scorer, watcher=watcher)
+        finally:
+            run.scorer.close()
+
+    return run
+
+
+def workers_of(pid=None):
+    """Processes of workers that a run started."""
+    children = psutil.Process(pid).children(recursive=True)
+    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    return [child for child in servers if child.parent() in servers]
+
+
+def test_the_same_rows_as_with_one_device_and_the_same_bad_ones(score, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", odd_rows())
+    watching = Watching()
+    here, there = score(file, "here", on=None), score(file, "there", watcher=watching)
+    assert_same_runs(here, there, watching, tmp_path)
+    again = score(file, "there")
+    assert (again.scored, again.failed, again.bad_rows) == (0, 1, 5)
+    assert not workers_of()
+
+
+def test_killed_workers_lose_nothing(score, tmp_path):
+    """Workers are killed at random moments of a run, each after values were committed since the last kill."""
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
+    moments = random.Random(3)
+
+    class Killing(Watching):
+        killed = 0
+
+        def committed(self, snapshot):
+            super().committed(snapshot)
+            if self.killed < 3 and self.commits % 2 == 0:
+                self.killed += 1
+                threading.Timer(moments.random() / 2, kill).start()
+
+    def kill():
+        if alive := workers_of():
+            moments.choice(alive).send_signal(signal.SIGKILL)
+
+    watching = Killing()
+    with pytest.warns(UserWarning, match="a worker on cpu was lost: killed by SIGKILL"):
+        summary = score(file, "there", watcher=watching)
+    assert watching.killed > 1
+    assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
+    here = score(file, "here", on=None)
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(score, tmp_path, reference_folder):
+    model = deadly_model(reference_folder, tmp_path / "deadly")
+    rows = token_rows(2, seed=3)
+    rows[1]["rejected_ids"][4:8] = POISON
+    watching = Watching()
+    with pytest.warns(UserWarning, match="was lost"):
+        summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
+    assert watching.bad.keys() == {1} and "killed its worker twice (killed by SIGKILL" in watching.bad[1]
+    assert (summary.scored, summary.failed) == (3, 1)
+
+
+@pytest.mark.filterwarnings("ignore:a worker on cpu was lost")
+def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference_folder):
+    rows = token_rows(8, seed=3)
+    for row in rows:
+        row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(EngineError, match="3 sequences in a row killed two workers each"):
+        score(file, model=deadly_model(reference_folder, tmp_path / "deadly"), code=True)
+    with pytest.raises(EngineError, match=r"\d workers died one after the other before they were ready; .*SIGKILL"):
+        score(file, model=deadly_model(reference_folder, tmp_path / "dead", on_load=True), code=True)
+
+
+@pytest.mark.filterwarnings("ignore:a worker on cpu was lost")
+def test_three_devices_lost_in_a_row_end_the_run_and_what_was_committed_stays(score, tmp_path, reference_folder):
+    rows = token_rows(300, seed=4)
+    for row in rows[200:]:
+        row["chosen_ids"][4:8] = row["rejected_ids"][4:8] = POISON
+    model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: an illegal memory access was encountered")
+    with pytest.raises(EngineError, match=r"3 workers in a row were lost; .*CUDA error: an illegal memory access"):
+        score(write_rows(tmp_path / "rows.jsonl", rows), model=model, code=True)
+    assert len(rows_of(tmp_path / "store", describe_reference(str(model), "float32").reference_id)) > 0
+    assert not workers_of()
+
+
+def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_path, reference_folder):
+    import shutil
+
+    model = shutil.copytree(reference_folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    watching = Watching()
+    watching.read = lambda rows: (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    with pytest.raises(UsageError, match=r"on cpu: .* is another model there"):
+        score(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6)), model=model, watcher=watching)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_folder, tmp_path, how):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
+    numerics = ["--dtype", "float32", "--token-budget", "256", "--devices", "cpu,cpu"]
+    arguments = ["score", *map(str, [reference_folder, file, "--store", tmp_path / "store", *numerics])]
+    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    workers = workers_of(run.pid)
+    assert len(workers) == 2
+    run.send_signal(how)
+    out, err = run.communicate(timeout=60)
+    assert out == ""
+    if how == signal.SIGINT:
+        assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; what was committed stays")
+    _gone, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    code, out, _ = reflogp(*arguments, "--json")
+    summary = json.loads(out.splitlines()[-1])
+    assert (code, summary["workers"], summary["hits"] + summary["scored"]) == (0, 2, 1200)
+    assert summary["hits"] > 0
+
+
+def test_places_are_devices_or_groups_of_them(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def names(devices, count=8, *more):
+        return [(place.name, place.device, place.visible) for place in places(devices, lambda: count, *more)]
+
+    assert names(["all"], 0) == [("cpu", "cpu", None)]
+    assert names(["all"], 2) == names(["cuda:0", "cuda:1"]) == [("cuda:0", "cuda:0", None), ("cuda:1", "cuda:1", None)]
+    assert names(["cpu", "cpu"]) == [("cpu", "cpu", None)] * 2
+    assert names(["auto"], 8, 4, True) == [("auto", "auto", None)]
+    pairs = [("cuda:0+cuda:1", "cuda", "0,1"), ("cuda:2+cuda:3", "cuda", "2,3")]
+    assert names(["all"], 4, 2, True) == names(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], 8, 2, True) == pairs
+    assert names(["all"], 5, 2, True) == pairs
+    assert names(["all"], 2, 1, True) == [("cuda:0", "cuda", "0"), ("cuda:1", "cuda", "1")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,7")
+    assert [place.visible for place in places(["cuda:2", "cuda:0"], lambda: 3, 2, True)] == ["7,GPU-a"]
+    for devices, count, more, why in (
+        (["tpu"], 8, (), "use all, auto, cpu"),
+        (["cuda:8"], 8, (), "there are 8 GPUs here; use cuda:0 to cuda:7"),
+        (["cuda:0"], 0, (), "there are 0 GPUs here"),
+        (["all"], 3, (4, True), "3 GPUs make no groups of 4"),
+        (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs make no groups of 2"),
+        (["cuda", "cuda"], 8, (1, True), "needs them by number"),
+        (["cpu", "cpu"], 0, (1, True), "needs them by number"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            names(devices, count, *more)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--devices", "cpu", "--device", "cpu"], "does not go with --device"),
+        (["--devices", "cpu", "--ray"], "does not go with --ray"),
+        (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "does not go with --engine remote"),
+        (["--devices", "cuda:7"], "there are 0 GPUs here"),
+        (["--devices", "cpu;cpu"], "use all, auto, cpu"),
+        (["--devices", ""], "use all, auto, cpu"),
+    ],
+)
+def test_devices_that_cannot_be_used_are_refused(reflogp, reference_folder, tmp_path, options, why):
+    file = write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=8))
+    code, _, err = reflogp("score", reference_folder, file, "--store", tmp_path / "store", *options)
+    assert code == 2 and why in err
+
+
+def a_miss(prompt, completion):
+    return Miss(bytes(completion), Sequence(np.array(prompt), np.array(completion)), len(completion), [0])
+
+
+def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left():
+    line = Line()
+    line.put([a_miss([at % 5], [at]) for at in range(40)])
+    units = [line.take(12) for _ in range(4)]
+    assert [len(unit.misses) for unit in units] == [8] * 4
+    assert all(len({int(miss.sequence.prompt_ids[0]) for miss in unit.misses}) == 1 for unit in units)
+    assert [len(line.take(5).misses), len(line.take(5).misses), len(line)] == [5, 3, 0]
+    assert line.died_at(units[0]) is None and line.is_suspect()
+    halves = [line.take(99), line.take(99)]
+    assert [miss.key for half in halves for miss in half.misses] == [miss.key for miss in units[0].misses]
+    assert all(len(half.misses) == 4 and half.again for half in halves)
+    assert not line.is_suspect()
+    line.put([a_miss([1], [1])])
+    alone = line.take(1)
+    assert line.died_at(alone) is None and line.take(1) is alone
+    assert line.died_at(alone) is alone.misses[0] and len(line) == 0
+
+
+def test_units_shrink_towards_the_end_and_stay_within_a_commit():
+    assert unit_size(10_000, 4, None, 4096) == LEAST
+    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, 200]
+    assert [unit_size(left, 4, 1.0, 4096) for left in (10**6, 160, 16)] == [30, 10, LEAST]
+    assert unit_size(10**6, 4, 1000.0, 4096) == 4096
+    assert unit_size(10**6, 4, 10.0, 5) == 5
