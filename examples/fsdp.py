@@ -47,6 +47,7 @@ def train(options: Any) -> None:
     if trainer.is_world_process_zero():
         show(trainer)
         print(f"process 0 of {trainer.accelerator.num_processes} holds {held:,} of {whole:,} parameters")
+    trainer.accelerator.end_training()  # a process that ends while gloo's threads run may be aborted
 
 
 def main() -> None:

@@ -77,9 +77,9 @@ def test_kto_in_two_processes(settings, reference_folder, tmp_path):
 
 
 def test_an_in_memory_dataset_is_what_trl_fails_on(settings, tmp_path):
-    status, _, printed = launch({**settings, "trl": True, "args": {"precompute_ref_log_probs": True}}, tmp_path, check=False)
+    status, ranks, _ = launch({**settings, "trl": True, "args": {"precompute_ref_log_probs": True}}, tmp_path, check=False)
     assert status != 0
-    assert "FileNotFoundError" in printed
+    assert "FileNotFoundError" in {seen.get("error") for seen in ranks}
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
