@@ -1,7 +1,7 @@
 """Devices by name, and the group of them that each engine gets.
 
-Knows torch's names of devices and CUDA_VISIBLE_DEVICES. Does not import torch, which a service's process does without. Called by the
-command line and by a service.
+Knows torch's names of devices and CUDA_VISIBLE_DEVICES. Does not import torch, which a service's process does without.
+Called by the command line and by a service.
 """
 
 from __future__ import annotations
