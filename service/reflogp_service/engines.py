@@ -159,15 +159,20 @@ class EngineChoice:
 
     def _torch(self, model: Checkpoint, reference: Reference) -> PassEngine:
         from reflogp_service.engine import TorchEngine
+        from reflogp_service.engine.load import choose_device
+        from reflogp_service.engine.threads import run_in_own_thread
 
-        return TorchEngine(
-            model,
-            reference.dtype,
-            self.device,
-            self.token_budget,
-            lm_head_dtype=reference.lm_head_dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+        def make() -> PassEngine:
+            return TorchEngine(
+                model,
+                reference.dtype,
+                self.device,
+                self.token_budget,
+                lm_head_dtype=reference.lm_head_dtype,
+                trust_remote_code=self.trust_remote_code,
+            )
+
+        return run_in_own_thread(make) if choose_device(self.device).type == "cpu" else make()
 
     def _vllm(self, model: str, reference: Reference) -> PassEngine:
         from reflogp_service.vllm.child import VllmProcess
