@@ -21,12 +21,12 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 from typer.core import TyperGroup, TyperOption
 
-from reflogp_client.cli.main import app
-from reflogp_service.server.app import create_app
-from reflogp_service.server.settings import ReferenceSettings, ServerSettings, TokenSettings
+from reflogp.cli.main import app
+from reflogp.service.app import create_app
+from reflogp.service.settings import ReferenceSettings, ServerSettings, TokenSettings
 
 _ROOT = Path(__file__).resolve().parent
-_PACKAGES = ("store", "service", "client", "trainer_ext")
+_PACKAGES = ("store", "scoring", "service", "client", "cli", "trainer_ext")
 #: A link from docs/ to a file of the repository, as it works on the repository's own pages.
 _LINK_OUT = re.compile(r"\]\(\.\./([^)#\s]+)")
 _MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 from machine import cpu_and_cores, write_results
-from scoring import SHIPPED
 from shapes import SHAPES
 from sides import make_tokenizer, quiet, read_pairs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from scoring import SHIPPED
 
 #: Standard deviation of the random weights: wide enough that log-probs are far from uniform, as a trained model's are.
 _WIDTH = 0.05

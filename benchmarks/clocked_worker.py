@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline import clocked
 
-from reflogp_service.on_ray.workers import NodeWorker
+from reflogp.scoring.on_ray.workers import NodeWorker
 
 
 class ClockedWorker(NodeWorker):

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY / folder) for folder in ("store", "service", "benchmarks")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("store", "scoring", "service", "benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np  # noqa: E402
@@ -44,11 +44,11 @@ from shapes import SHAPES, random_model  # noqa: E402
 from transformers.utils import is_flash_attn_2_available  # noqa: E402
 from vllm_process import VLLM_PYTHON, Vllm  # noqa: E402
 
-from reflogp_service.engine import Sequence  # noqa: E402
-from reflogp_service.engine.attention import installed_kernels  # noqa: E402
-from reflogp_service.engine.compiled import compiled_log_sum_exp  # noqa: E402
-from reflogp_service.engine.flops import matmul_flops_per_second  # noqa: E402
-from reflogp_service.engine.head import Head  # noqa: E402
+from reflogp.scoring.torch_engine import Sequence  # noqa: E402
+from reflogp.scoring.torch_engine.attention import installed_kernels  # noqa: E402
+from reflogp.scoring.torch_engine.compiled import compiled_log_sum_exp  # noqa: E402
+from reflogp.scoring.torch_engine.flops import matmul_flops_per_second  # noqa: E402
+from reflogp.scoring.torch_engine.head import Head  # noqa: E402
 
 OURS = "reflogp"
 PADDED = {"transformers, padded": True, "transformers, padded, head on completions": False}

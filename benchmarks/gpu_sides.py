@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from pairs import Pairs
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.attention import installed_kernels
-from reflogp_service.engine.load import in_memory
-from reflogp_service.engine.packing import Pack, packs
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine.attention import installed_kernels
+from reflogp.scoring.torch_engine.load import in_memory
+from reflogp.scoring.torch_engine.packing import Pack, packs
 
 #: Logits of the padded side's head in float32 at once: 2**28 are 1 GiB.
 _LOGITS_AT_ONCE = 1 << 28

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from machine import cpu_and_cores, write_results
-from scoring import SHIPPED
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
-from reflogp_client import Client
-from reflogp_service.available_memory import total_memory
-from reflogp_service.server.request_memory import default_request_memory
-from reflogp_service.server.settings import ServerSettings
-from reflogp_store import LogprobStore
+from reflogp.client import Client
+from reflogp.scoring.machine.available_memory import total_memory
+from reflogp.service.request_memory import default_request_memory
+from reflogp.service.settings import ServerSettings
+from reflogp.store import LogprobStore
+from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.heavy_requests import Bounds, Peak, heavy_requests, long_rows, send, settle

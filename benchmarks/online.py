@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    from reflogp_trainer import ReferenceSource, RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
+    from reflogp.trainer import ReferenceSource, RemoteGRPOTrainer, RemoteOnlineDPOTrainer, RemoteRLOOTrainer
 
     generation = {"num_generations": 2, "max_completion_length": options.tokens, "per_device_train_batch_size": options.batch}
     classes: dict[str, Any] = {

@@ -7,7 +7,7 @@ from math import erf
 
 import numpy as np
 
-from reflogp_service.engine import Sequence
+from reflogp.scoring.torch_engine import Sequence
 
 #: Percentiles of tokens (characters divided by 4.2) in 994 rows of UltraFeedback (OpenBMB): prompts, completions of both sides.
 PERCENTILES = (0, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)

@@ -28,24 +28,24 @@ import numpy as np
 import torch
 from sides import make_tokenizer, quiet, read_pairs
 
-from reflogp_service.data.bounds import ReadBounds
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.rooted import digest_below
-from reflogp_service.data.row_process import RowLimits
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.data.tokenizer_files import TokenizerCache
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.flow import Flying, Unit
-from reflogp_service.engines import EngineChoice
-from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
-from reflogp_service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
-from reflogp_service.worker.engines import Engines
-from reflogp_service.worker.helpers import Helpers
-from reflogp_service.worker.job import JobPlace, Progress, run_job
-from reflogp_service.worker.orders import JobOrder
-from reflogp_store import LogprobStore, describe_reference
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.rooted import digest_below
+from reflogp.scoring.data.row_process import RowLimits
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenizer_files import TokenizerCache
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine.flow import Flying, Unit
+from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
+from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.helpers import Helpers
+from reflogp.service.worker.job import JobPlace, Progress, run_job
+from reflogp.service.worker.orders import JobOrder
+from reflogp.store import LogprobStore, describe_reference
 
 _ANSWER_SECONDS = 60.0
 #: Tokens of a pass, of which the time is given.
@@ -222,9 +222,9 @@ def ray(world: World, online: bool) -> dict[str, Any]:
     from clocked_worker import ClockedWorker
     from ray.cluster_utils import Cluster
 
-    import reflogp_service.on_ray.workers as workers
-    from reflogp_service.on_ray.cluster import connected
-    from reflogp_service.spread.scorer import Spread
+    import reflogp.scoring.on_ray.workers as workers
+    from reflogp.scoring.on_ray.cluster import connected
+    from reflogp.scoring.runs.spread.scorer import Spread
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

@@ -36,7 +36,7 @@ from sides import (
 )
 from vllm_process import Vllm
 
-from reflogp_service.engine.flops import matmul_flops_per_second
+from reflogp.scoring.torch_engine.flops import matmul_flops_per_second
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.vllm.serving import free_port, vllm_serve

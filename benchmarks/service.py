@@ -29,18 +29,18 @@ import numpy as np
 import psutil
 import torch
 from machine import cpu_and_cores, write_results
-from scoring import SHIPPED
 from shapes import SHAPES
 from sides import make_model, make_tokenizer, quiet, read_pairs, tokenize
 
-from reflogp_client import AsyncClient, Client, Job
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp.client import AsyncClient, Client, Job
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.serving import Service, running
 
-_COMMAND = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+_COMMAND = [sys.executable, "-c", "from reflogp.cli import main; main()"]
 #: One online request: what a training step asks for.
 SEQUENCES, TOKENS = 16, 200
 

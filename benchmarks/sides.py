@@ -19,13 +19,13 @@ from shapes import random_model
 from transformers import AutoModelForCausalLM
 from vllm_process import VLLM_PYTHON
 
-from reflogp_client.cli.console import quiet_libraries
-from reflogp_client.cli.demo_model import train_tokenizer
-from reflogp_service.data.encode import tokenize_examples
-from reflogp_service.data.shape import examples_of
-from reflogp_service.engine import TorchEngine
-from reflogp_service.engines import Engine, EngineChoice
-from reflogp_store import describe_reference
+from reflogp.cli.console import quiet_libraries
+from reflogp.cli.demo_model import train_tokenizer
+from reflogp.scoring.data.encode import tokenize_examples
+from reflogp.scoring.data.shape import examples_of
+from reflogp.scoring.engines import Engine, EngineChoice
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.store import describe_reference
 
 
 def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:

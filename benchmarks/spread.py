@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from machine import cpu_and_cores, write_results
 from pairs import Pairs
-from scoring import SHIPPED
 from shapes import SHAPES
 from sides import make_model, make_tokenizer, quiet, read_pairs, tokenize
 from transformers import AutoModelForCausalLM
 from vllm_process import VLLM_PYTHON
 
-from reflogp_service.engines import EngineChoice
-from reflogp_store import describe_reference
+from reflogp.scoring.engines import EngineChoice
+from reflogp.store import describe_reference
+from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.conftest import plain_token_logps

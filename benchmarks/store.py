@@ -25,8 +25,8 @@ import numpy as np
 import pyarrow as pa
 from machine import cpu_and_cores, write_results
 
-from reflogp_store import LogprobStore, LogprobTable, Reference, compact, join_logps, sequence_keys
-from reflogp_store.schema import shard_table
+from reflogp.store import LogprobStore, LogprobTable, Reference, compact, join_logps, sequence_keys
+from reflogp.store.schema import shard_table
 
 LEAST, MOST = 16, 400
 REFERENCE = Reference("be" * 16, "benchmark", "bfloat16", "bfloat16", ("00" * 32,), {})
@@ -251,7 +251,7 @@ def join_for_a_trainer(folder: Path, rows: int) -> dict[str, Any]:
     """The same through `join_reference_logps`, in a process with torch and TRL: a `datasets.Dataset` in and out."""
     from datasets import Dataset
 
-    from reflogp_trainer import ReferenceSource, join_reference_logps
+    from reflogp.trainer import ReferenceSource, join_reference_logps
 
     pairs = Dataset.from_file(str(folder / "pairs.arrow"))
     pairs = pairs.select(range(min(len(pairs), rows // 2)))

@@ -28,9 +28,9 @@ import pyarrow.parquet as pq
 from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, read_pairs
 
-from reflogp_store import LogprobStore, describe_reference
-from reflogp_store.schema import shard_table
-from reflogp_store.windows import windows
+from reflogp.store import LogprobStore, describe_reference
+from reflogp.store.schema import shard_table
+from reflogp.store.windows import windows
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # tests.trainer_ext.distributed_run is the run whose memory is measured
@@ -113,7 +113,7 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
     model = str(folder / "model")
     args = DPOConfig(
@@ -156,7 +156,7 @@ def zeros(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
 
 def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Tokenise as the trainer does, which `datasets` remembers, and fill the store with made-up values for what it misses."""
-    from reflogp_trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
 
     began = time.monotonic()
     table = LogprobStore(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))

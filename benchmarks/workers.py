@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from machine import cpu_and_cores, write_results
-from scoring import SHIPPED
 from shapes import SHAPES
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
+from scoring import SHIPPED
+
 #: Of the command line, in a process of its own, with one thread.
-_REFLOGP = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+_REFLOGP = [sys.executable, "-c", "from reflogp.cli import main; main()"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -51,9 +51,9 @@ def make_demo_model(folder: Path) -> None:
     """A small model of the shipped pairs, unless an earlier start left it."""
     if folder.exists():
         return
-    from reflogp_client.cli.console import quiet_libraries
-    from reflogp_client.cli.demo import shipped_data
-    from reflogp_client.cli.demo_model import build_model
+    from reflogp.cli.console import quiet_libraries
+    from reflogp.cli.demo import shipped_data
+    from reflogp.cli.demo_model import build_model
 
     quiet_libraries()
     rows = [json.loads(line) for line in shipped_data().read_text(encoding="utf-8").splitlines()]

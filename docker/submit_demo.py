@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from reflogp_client import Client
-from reflogp_client.cli.demo import shipped_data
-from reflogp_client.cli.jobs import print_outcome
+from reflogp.cli.demo import shipped_data
+from reflogp.cli.jobs import print_outcome
+from reflogp.client import Client
 
 
 def main() -> None:

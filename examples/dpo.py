@@ -12,7 +12,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig
 
-from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
 
 def main() -> None:

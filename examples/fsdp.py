@@ -27,7 +27,7 @@ def train(options: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import DPOConfig
 
-    from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
     fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": 2}}
     args = DPOConfig(output_dir=str(options.out / "fsdp"), max_steps=options.steps, beta=0.1, **fsdp, **ON_CPU)

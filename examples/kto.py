@@ -17,7 +17,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import KTOConfig
 
-from reflogp_trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource
 
 
 def make_trainer(options: Any) -> CachedKTOTrainer:

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import DPOConfig
 
-from reflogp_trainer import CachedDPOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer, ReferenceSource
 
 
 def main() -> None:

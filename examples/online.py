@@ -24,7 +24,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import RLOOConfig
 
-from reflogp_trainer import ReferenceSource, RemoteRLOOTrainer
+from reflogp.trainer import ReferenceSource, RemoteRLOOTrainer
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def serving(options: Any) -> Iterator[str]:
         f'store = "{options.store}"\nstate = "{options.out / "jobs"}"\n'
         f'[references.{options.reference}]\nmodel = "{options.model}"\ndtype = "float32"\n'
     )
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", "serve", "--config", str(settings)]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()", "serve", "--config", str(settings)]
     log = Path(options.out) / "serve.log"
     with log.open("w") as written:
         process = subprocess.Popen([*command, "--port", "0"], stderr=written)

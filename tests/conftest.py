@@ -62,7 +62,7 @@ def pair_rows() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def tokenizer(pair_rows):
-    from reflogp_client.cli.demo_model import train_tokenizer
+    from reflogp.cli.demo_model import train_tokenizer
 
     return train_tokenizer([m["content"] for row in pair_rows for side in row.values() for m in side], vocab_size=1024)
 
@@ -83,7 +83,7 @@ def pairs_file(tmp_path, pair_rows) -> Path:
 @pytest.fixture
 def reflogp(monkeypatch, capsys):
     """reflogp(*arguments) -> (exit code, stdout, stderr) of the command line."""
-    from reflogp_client.cli import main
+    from reflogp.cli import main
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["reflogp", *map(str, arguments)])

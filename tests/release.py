@@ -21,21 +21,21 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKS: dict[str, tuple[list[str], list[str]]] = {
     "": (
         [
-            "from reflogp_client import AsyncClient, Client",
-            "from reflogp_store import LogprobStore, sequence_keys; sequence_keys([[1]], [[2]])",
+            "from reflogp.client import AsyncClient, Client",
+            "from reflogp.store import LogprobStore, sequence_keys; sequence_keys([[1]], [[2]])",
         ],
         ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],
     ),
     "service": (
-        ["from reflogp_service.engine import Sequence, TorchEngine", "import reflogp_service.server.app"],
+        ["from reflogp.scoring.torch_engine import Sequence, TorchEngine", "import reflogp.service.app"],
         ["trl", "ray", "vllm"],
     ),
     "trainer": (
-        ["from reflogp_trainer import CachedDPOTrainer, RemoteGRPOTrainer, ReferenceSource"],
+        ["from reflogp.trainer import CachedDPOTrainer, RemoteGRPOTrainer, ReferenceSource"],
         ["fastapi", "uvicorn", "ray", "vllm"],
     ),
-    "service,trainer": (["from reflogp_client.cli.demo import demo"], ["ray", "vllm"]),
-    "service,ray": (["import reflogp_service.on_ray.workers"], ["trl", "vllm"]),
+    "service,trainer": (["from reflogp.cli.demo import demo"], ["ray", "vllm"]),
+    "service,ray": (["import reflogp.scoring.on_ray.workers"], ["trl", "vllm"]),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_store import LogprobStore, describe_reference
+from reflogp.store import LogprobStore, describe_reference
 from tests.conftest import write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3

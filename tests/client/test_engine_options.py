@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from reflogp_store import describe_reference
+from reflogp.store import describe_reference
 from tests.vllm.serving import free_port
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.worker.result import write_result
-from reflogp_store import LogprobStore, describe_reference
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.service.worker.result import write_result
+from reflogp.store import LogprobStore, describe_reference
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
@@ -117,7 +117,7 @@ def plain(rows, reference_folder):
 @pytest.fixture(scope="module")
 def command():
     """The command line, for the fixtures that are made once."""
-    from reflogp_client.cli import main
+    from reflogp.cli import main
 
     def run(*arguments):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as caught:

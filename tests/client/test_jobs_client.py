@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_client import (
+from reflogp.client import (
     AsyncClient,
     Client,
     DeadlineExceededError,
@@ -32,9 +32,9 @@ from reflogp_client import (
     scoring,
     wire,
 )
-from reflogp_client.events import EventParser, Following
-from reflogp_store import UsageError, sequence_keys
-from reflogp_store.arrow_stream import stream_bytes
+from reflogp.client.events import EventParser, Following
+from reflogp.store import UsageError, sequence_keys
+from reflogp.store.arrow_stream import stream_bytes
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from reflogp_client import Client
+from reflogp.client import Client
 from tests.client.test_jobs_client import made_up_rows
 from tests.conftest import write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
@@ -119,7 +119,7 @@ def test_bad_usage_is_one_sentence(reflogp, url, folder, pairs_file, arguments, 
 
 
 def test_a_service_that_is_not_there(reflogp, pairs_file, monkeypatch):
-    monkeypatch.setattr("reflogp_client.wire.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("reflogp.client.wire.LONGEST_PAUSE", 0.01)
     code, _, err = reflogp("submit", "http://127.0.0.1:9", pairs_file, "--reference", "sft")
     assert (code, "gives no answer" in err) == (FAILED, True)
 
@@ -138,7 +138,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
     assert listed["counts"]["done"] >= 1
     code, out, _ = reflogp("jobs", "ls", url, "--before", made["id"])
     assert (code, made["id"] in out) == (DONE, False)
-    monkeypatch.setattr("reflogp_client.cli.jobs.out", Console(force_terminal=True, width=80, file=(terminal := io.StringIO())))
+    monkeypatch.setattr("reflogp.cli.jobs.out", Console(force_terminal=True, width=80, file=(terminal := io.StringIO())))
     reflogp("jobs", "ls", url, "--limit", 1)
     lines = terminal.getvalue().splitlines()
     assert made["id"] in lines[1] and "done" in lines[1], lines
@@ -149,7 +149,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
 
 def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     data = write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
-    program = "from reflogp_client.cli import main; main()"
+    program = "from reflogp.cli import main; main()"
     submit = ("submit", url, str(data), "--reference", "sft", "--watch")
     with subprocess.Popen([sys.executable, "-c", program, *submit], stderr=subprocess.PIPE, text=True) as process:
         job = process.stderr.readline().split()[1].rstrip(",")

@@ -9,10 +9,10 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from reflogp_client.cli import console, jobs
-from reflogp_client.cli.console import SafeConsole, progress_bar
-from reflogp_client.jobs import job_from
-from reflogp_store import LogprobStore
+from reflogp.cli import console, jobs
+from reflogp.cli.console import SafeConsole, progress_bar
+from reflogp.client.jobs import job_from
+from reflogp.store import LogprobStore
 from tests.hostile_text import HOSTILE
 from tests.store.rows import REFERENCE, some_rows
 
@@ -143,8 +143,8 @@ def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
         logging.getLogger("some.library").warning(ALL.encode("utf-8", "ignore").decode())
         raise ReflogpError(ALL)
 
-    from reflogp_client.cli import store
-    from reflogp_store import ReflogpError
+    from reflogp.cli import store
+    from reflogp.store import ReflogpError
 
     monkeypatch.setattr(store, "LogprobStore", noisy)
     code, out, err = reflogp("store", "ls", tmp_path)

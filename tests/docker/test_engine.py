@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_client import Client
+from reflogp.client import Client
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(3600)]

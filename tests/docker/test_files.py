@@ -16,8 +16,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from docker.start import secret, with_own_tokens
-from reflogp_client import Client
-from reflogp_service.server.settings import ServerSettings
+from reflogp.client import Client
+from reflogp.service.settings import ServerSettings
 from tests.conftest import REPOSITORY
 from tests.service.serving import running
 from tests.store.s3 import s3_server

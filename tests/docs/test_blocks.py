@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reflogp_store import describe_reference
+from reflogp.store import describe_reference
 from tests.conftest import write_rows
 from tests.docs.blocks import Block, blocks_of, pages
 from tests.docs.workspace import Workspace, lines_of, parse, parse_ini, parse_python
@@ -26,7 +26,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     (None, "deepspeed "): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
     (
         "docs/openrlhf.md",
-        "from reflogp_trainer import",
+        "from reflogp.trainer import",
     ): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
     ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",

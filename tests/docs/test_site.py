@@ -15,13 +15,13 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
-import reflogp_service.server.app
-import reflogp_service.server.settings
-from reflogp_client.cli.main import app
+import reflogp.service.app
+import reflogp.service.settings
+from reflogp.cli.main import app
 from tests.conftest import REPOSITORY
 from tests.docs.workspace import parse_reflogp
 
-PACKAGES = ("store", "service", "client", "trainer_ext")
+PACKAGES = ("store", "scoring", "service", "client", "cli", "trainer_ext")
 
 
 def build_site(folder: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_site_has_every_page_and_fetches_nothing(site):
 def test_generated_pages_name_every_setting_route_and_command(site):
     settings = (site / "settings.html").read_text(encoding="utf-8")
     for model in ("ServerSettings", "ReferenceSettings", "TokenSettings"):
-        for name in getattr(reflogp_service.server.settings, model).model_fields:
+        for name in getattr(reflogp.service.settings, model).model_fields:
             assert f"<code>{name}</code>" in settings
     commands = (site / "commands.html").read_text(encoding="utf-8")
     assert "<code>--max-length MAX_LENGTH</code>" in commands and 'id="reflogp-store-vacuum"' in commands
@@ -65,7 +65,7 @@ def hook() -> ModuleType:
 
 
 def undocumented_setting(hook, monkeypatch):
-    class More(reflogp_service.server.settings.ServerSettings):
+    class More(reflogp.service.settings.ServerSettings):
         added: int = 3
 
     monkeypatch.setattr(hook, "ServerSettings", More)
@@ -73,7 +73,7 @@ def undocumented_setting(hook, monkeypatch):
 
 
 def undocumented_route(hook, monkeypatch):
-    before = reflogp_service.server.app.health_router
+    before = reflogp.service.app.health_router
 
     def more(*given: Any) -> Any:
         router = before(*given)
@@ -85,7 +85,7 @@ def undocumented_route(hook, monkeypatch):
 
         return router
 
-    monkeypatch.setattr(reflogp_service.server.app, "health_router", more)
+    monkeypatch.setattr(reflogp.service.app, "health_router", more)
     return "route GET /v1/added: answer 200 is not documented"
 
 

@@ -25,10 +25,10 @@ from typing import Any
 import typer
 from packaging.requirements import Requirement
 
-from reflogp_client.cli import main
-from reflogp_client.cli.main import app
-from reflogp_service.data.shape import detect_format, examples_of, output_columns, token_row
-from reflogp_service.server.settings import read_settings
+from reflogp.cli import main
+from reflogp.cli.main import app
+from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
+from reflogp.service.settings import read_settings
 from tests.conftest import REPOSITORY
 from tests.docs.blocks import Block
 from tests.service.serving import Service
@@ -149,7 +149,7 @@ def parse(line: str) -> None:
             from ray.scripts.scripts import cli
 
             cli.commands[name].make_context(name, arguments)
-        case ["deepspeed", "--module", "reflogp_trainer.openrlhf.train_dpo", *arguments]:
+        case ["deepspeed", "--module", "reflogp.trainer.openrlhf.train_dpo", *arguments]:
             _check_openrlhf([word for word in arguments if word.startswith("--reflogp.")])
         case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_]:
             pass  # OpenRLHF's own command, beside ours
@@ -237,6 +237,6 @@ def _check_docker(words: list[str]) -> None:
 
 
 def _check_openrlhf(options: list[str]) -> None:
-    source = (REPOSITORY / "trainer_ext/reflogp_trainer/openrlhf/train_dpo.py").read_text(encoding="utf-8")
+    source = (REPOSITORY / "trainer_ext/reflogp/trainer/openrlhf/train_dpo.py").read_text(encoding="utf-8")
     for option in options:
         assert f'"{option}"' in source, f"train_dpo has no option {option}"

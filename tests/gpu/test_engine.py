@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from reflogp_service.engine import Sequence, TorchEngine, torch_engine
-from reflogp_service.errors import InvalidSequencesError
+from reflogp.scoring.errors import InvalidSequencesError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine import engine as torch_engine
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.service.families import build
 from tests.service.fidelity import some_pairs, spread_among_neighbours

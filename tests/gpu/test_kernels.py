@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.engine import Sequence, TorchEngine, attention
-from reflogp_service.engine.attention import PackLayout, installed_kernels
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention
+from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels
 from tests.conftest import plain_token_logps
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.service.families import build

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 
-from reflogp_service.engine import TorchEngine
-from reflogp_service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
-from reflogp_service.worker.engines import Engines
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
+from reflogp.service.worker.engines import Engines
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.service.families import build
 from tests.service.fidelity import some_pairs

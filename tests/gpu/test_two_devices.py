@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from reflogp_service.engine import TorchEngine
-from reflogp_service.engine.device import copy_to_host
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.scoring.torch_engine.device import copy_to_host
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.service.families import build
 from tests.service.fidelity import some_pairs

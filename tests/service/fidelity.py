@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
 

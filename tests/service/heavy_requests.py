@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from reflogp_store import sequence_keys
+from reflogp.store import sequence_keys
 from tests.store.rows import REFERENCE
 
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
@@ -297,7 +297,7 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
 
 def long_rows(count: int, values: int) -> tuple[pa.Array, pa.Table]:
     """(keys, shard rows) with many values each."""
-    from reflogp_store.schema import shard_table
+    from reflogp.store.schema import shard_table
 
     completions = [np.full(values, n, np.int64) for n in range(count)]
     keys = sequence_keys([[n, 1] for n in range(count)], completions)

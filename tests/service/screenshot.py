@@ -13,8 +13,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from reflogp_client import Client
-from reflogp_client.cli.demo_model import build_model
+from reflogp.cli.demo_model import build_model
+from reflogp.client import Client
 from tests.conftest import PAIRS, REPOSITORY, write_rows
 from tests.service.serving import serving
 from tests.service.test_pages import CHROMIUM, FLAGS, config_file, finished, many_rows
@@ -41,7 +41,7 @@ def main() -> None:
 
 def take_report(model: Path, data: Path, folder: Path) -> None:
     """Score the shipped pairs and report on them; the picture has the first outlier opened."""
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()"]
     options = [str(model), str(data), "--store", str(folder / "store"), "--dtype", "float32"]
     subprocess.run([*command, "score", *options], check=True)
     subprocess.run([*command, "report", *options, "--max-length", "256", "-o", str(folder / "page")], check=True)

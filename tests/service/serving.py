@@ -28,7 +28,7 @@ class Service:
     """
 
     def __init__(self, *arguments: object, python: str = sys.executable) -> None:
-        command = [python, "-c", "from reflogp_client.cli import main; main()", "serve", *map(str, arguments)]
+        command = [python, "-c", "from reflogp.cli import main; main()", "serve", *map(str, arguments)]
         if "--port" not in arguments:
             command += ["--port", "0"]
         self._state = tempfile.TemporaryDirectory()  # where the settings name no folder for jobs
@@ -52,7 +52,7 @@ class Service:
         """Its worker processes that are alive."""
         try:
             children = psutil.Process(self.process.pid).children()
-            return [child for child in children if "reflogp_service.worker" in " ".join(child.cmdline())]
+            return [child for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
         except psutil.Error:
             return []
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow.dataset as ds
 
-from reflogp_store import LogprobStore
+from reflogp.store import LogprobStore
 
 
 def rows_of(store, reference_id):

@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from reflogp_client import Client, ServiceError
-from reflogp_store import LogprobStore, sequence_keys
+from reflogp.client import Client, ServiceError
+from reflogp.store import LogprobStore, sequence_keys
 from tests.conftest import plain_token_logps
 from tests.service.serving import Service, float32, settings_file, token_rows
 
 
 def make_model(folder: Path) -> Path:
     """A Llama with random weights; tokens come ready, so it needs no tokenizer but the one that decodes outliers."""
-    from reflogp_client.cli.demo_model import train_tokenizer
+    from reflogp.cli.demo_model import train_tokenizer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.engine import TorchEngine
-from reflogp_store import CheckpointError, UsageError, describe_reference
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.store import CheckpointError, UsageError, describe_reference
 from tests.conftest import plain_token_logps
 from tests.service.test_engine import random_sequences
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from reflogp_service.engine import TorchEngine, attention, cpu_attention
-from reflogp_service.engine.attention import Call, PackLayout, by_branch, choose_kernel, cpu_blocks
-from reflogp_service.engine.packing import Pack, packs
-from reflogp_service.engine.sequences import Sequence
+from reflogp.scoring.torch_engine import TorchEngine, attention, cpu_attention
+from reflogp.scoring.torch_engine.attention import Call, PackLayout, by_branch, choose_kernel, cpu_blocks
+from reflogp.scoring.torch_engine.packing import Pack, packs
+from reflogp.scoring.torch_engine.sequences import Sequence
 from tests.service.families import build
 from tests.service.fidelity import some_pairs
 

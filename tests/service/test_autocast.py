@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from reflogp_client import Client
-from reflogp_service.engine import Sequence, TorchEngine, attention, cpu_attention
-from reflogp_service.engines import EngineChoice
-from reflogp_service.server.settings import ReferenceSettings
-from reflogp_store import LogprobStore, UsageError, describe_reference
+from reflogp.client import Client
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, cpu_attention
+from reflogp.service.settings import ReferenceSettings
+from reflogp.store import LogprobStore, UsageError, describe_reference
 from tests.conftest import plain_token_logps
 from tests.service.families import build
 from tests.service.fidelity import rms, some_pairs, trl_token_logps

@@ -11,9 +11,9 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_service.data.bounds import ReadBounds
-from reflogp_service.data.read import RowSource
-from reflogp_service.errors import DatasetError
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
 
 MIB = 1 << 20
 BOUNDS = ReadBounds(row_bytes=1 * MIB, dataset_bytes=64 * MIB, group_bytes=16 * MIB)
@@ -26,9 +26,9 @@ GOOD = {"prompt": "p", "chosen": "yes", "rejected": "no"}
 _READ = """
 import json, resource, sys
 from itertools import islice
-from reflogp_service.data.bounds import ReadBounds
-from reflogp_service.data.read import RowSource
-from reflogp_service.errors import DatasetError
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 file, bounds, most = sys.argv[1], ReadBounds(*map(int, sys.argv[2:5])), int(sys.argv[5])
@@ -228,7 +228,7 @@ def test_a_number_of_a_million_digits_is_a_bad_row(tmp_path):
 
 
 def test_lists_of_rows_end_early_where_rows_are_long(tmp_path, monkeypatch):
-    from reflogp_service.data import read
+    from reflogp.scoring.data import read
 
     monkeypatch.setattr(read, "_BATCH_BYTES", 10_000)
     rows = [{"a": "x" * 3000}] * 10
@@ -566,9 +566,9 @@ def test_there_is_no_hub_within_bounds(name):
 _DAMAGE = """
 import random, resource, sys
 from pathlib import Path
-from reflogp_service.data.bounds import ReadBounds
-from reflogp_service.data.read import RowSource
-from reflogp_service.errors import DatasetError
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
 file, bounds, draw = Path(sys.argv[1]), ReadBounds(1 << 20, 64 << 20, 16 << 20), random.Random(0)
 whole, outcomes = file.read_bytes(), {"read": 0, "refused": 0}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from reflogp_client import Client, ServicePath
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
-from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from reflogp.client import Client, ServicePath
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
+from reflogp.store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 from tests.service.test_identity import in_place, link_swapped, renamed_over
@@ -209,7 +209,7 @@ def test_what_a_killed_worker_left_half_written_is_deleted(service, place, tmp_p
 
 
 def test_a_file_that_a_live_process_writes_is_not_deleted(tmp_path):
-    from reflogp_service.data import tokenized
+    from reflogp.scoring.data import tokenized
 
     file = write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=2))
     kept = tmp_path / "tokens" / "kept.arrow"
@@ -235,7 +235,7 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
     arguments = [reference_folder, file, "--store", store, "--dtype", "float32"]
     if command != "score":
         assert reflogp("score", *arguments)[0] == 0
-    from reflogp_service.data import read
+    from reflogp.scoring.data import read
 
     batched = read.batched
 
@@ -245,7 +245,7 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
             if file.read_bytes() == padded(rows, size):
                 change(file, padded(token_rows(6, seed=4), size))
 
-    for module in ("reflogp_service.data.tokenize",):
+    for module in ("reflogp.scoring.data.tokenize",):
         monkeypatch.setattr(f"{module}.batched", changing)
     code, _, error = reflogp(command, *arguments, *to[command])
     assert code == 1 and "rows.jsonl was changed" in error.replace("\n", "") and "run again" in error.replace("\n", " ")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from reflogp_service.engine.device import Mark, copy_to_host
+from reflogp.scoring.torch_engine.device import Mark, copy_to_host
 
 
 class Cuda:

@@ -20,11 +20,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.engine.attention import installed_kernels
-from reflogp_service.engine.load import in_memory
-from reflogp_service.errors import EngineError, InvalidSequencesError
-from reflogp_store import CheckpointError, UsageError
+from reflogp.scoring.errors import EngineError, InvalidSequencesError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine.attention import installed_kernels
+from reflogp.scoring.torch_engine.load import in_memory
+from reflogp.store import CheckpointError, UsageError
 from tests.conftest import plain_token_logps
 from tests.service.fidelity import rms, trl_token_logps
 
@@ -39,8 +39,8 @@ def random_sequences(count: int, vocab: int = 128, longest: int = 60, seed: int 
 
 
 def tokenized_pairs(rows, tokenizer) -> list[Sequence]:
-    from reflogp_service.data.encode import tokenize_examples
-    from reflogp_service.data.shape import examples_of
+    from reflogp.scoring.data.encode import tokenize_examples
+    from reflogp.scoring.data.shape import examples_of
 
     examples = [example for row in rows for example in examples_of(row, "preference")]
     return [Sequence(p, c) for p, completions in tokenize_examples(examples, tokenizer) for c in completions]
@@ -210,8 +210,8 @@ def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_fol
     program = f"""
         import resource
         import numpy as np, torch
-        from reflogp_service.engine import Sequence, TorchEngine
-        from reflogp_service.errors import InvalidSequencesError
+        from reflogp.scoring.torch_engine import Sequence, TorchEngine
+        from reflogp.scoring.errors import InvalidSequencesError
         torch.set_num_threads(1)
         engine = TorchEngine({str(tmp_path)!r}, "float32", token_budget=10_000_000)
         engine.score([Sequence([1] * 20, [2] * 20)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.engine import Sequence, TorchEngine
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
 from tests.service.families import FAMILIES, VOCAB, build
 from tests.service.fidelity import measure, some_pairs, spread_among_neighbours

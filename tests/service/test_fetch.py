@@ -15,16 +15,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from reflogp_service.errors import DatasetError
-from reflogp_service.server import fetch as fetching
-from reflogp_service.server.dataset_room import DatasetRoom
-from reflogp_service.server.fetch import FetchCancelledError, check_uri, fetch
-from reflogp_service.server.fetched import FetchedFolder
-from reflogp_service.server.ledger import Ledger
-from reflogp_service.server.problems import Problem
-from reflogp_service.server.settings import ServerSettings
-from reflogp_store import UsageError
-from reflogp_store.storage import open_filesystem
+from reflogp.scoring.errors import DatasetError
+from reflogp.service import fetch as fetching
+from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
+from reflogp.service.fetched import FetchedFolder
+from reflogp.service.ledger import Ledger
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+from reflogp.store import UsageError
+from reflogp.store.storage import open_filesystem
 from tests.store.s3 import environment_of, s3_server
 
 BODY = b'{"prompt": "p", "chosen": "c", "rejected": "r"}\n' * 1000

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from reflogp_service.engine import head as head_module
-from reflogp_service.engine.head import Head
+from reflogp.scoring.torch_engine import head as head_module
+from reflogp.scoring.torch_engine.head import Head
 from tests.service.families import VOCAB, build
 
 aten = torch.ops.aten

@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-import reflogp_service.worker.helping as helping_module
-from reflogp_client import Client
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engines import EngineChoice
-from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
-from reflogp_service.worker.orders import HelpOrder
-from reflogp_store import LogprobStore, describe_reference
+import reflogp.service.worker.helping as helping_module
+from reflogp.client import Client
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.service.worker.orders import HelpOrder
+from reflogp.store import LogprobStore, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running, settings_file, token_rows, wait_until

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_client import Client
-from reflogp_store.texts import MOST_CHARACTERS
+from reflogp.client import Client
+from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
 from tests.service.hostile_rows import obedient, pair, write_raw
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from trl.data_utils import _tokenize, common_prefix_length
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.row_process import RowLimits
-from reflogp_service.data.shape import reserved_kwargs
-from reflogp_service.data.tokenize import tokenize_dataset
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.errors import DatasetError
-from reflogp_store.texts import MOST_CHARACTERS, shortened, shortened_names
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.row_process import RowLimits
+from reflogp.scoring.data.shape import reserved_kwargs
+from reflogp.scoring.data.tokenize import tokenize_dataset
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.errors import DatasetError
+from reflogp.store.texts import MOST_CHARACTERS, shortened, shortened_names
 from tests.conftest import write_rows
 from tests.service.hostile_rows import obedient, pair, write_raw
 

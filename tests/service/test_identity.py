@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.engine import Sequence, load
-from reflogp_service.engines import EngineChoice
-from reflogp_store import ReflogpError, describe_reference
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.torch_engine import Sequence, load
+from reflogp.store import ReflogpError, describe_reference
 from tests.conftest import plain_token_logps
 
 SEQUENCE = Sequence([5, 6, 7, 8, 9], [10, 11, 12, 13])
@@ -265,7 +265,7 @@ def model(reference_folder, tmp_path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOKENIZER_FILES)
 def test_a_tokenizer_is_the_one_that_its_digest_names(model, name, kind, moment, monkeypatch):
-    from reflogp_service.data.tokenizer_files import TokenizerCache
+    from reflogp.scoring.data.tokenizer_files import TokenizerCache
 
     if name == "tokenizer_config.json":
         template = (model / "chat_template.jinja").read_text()

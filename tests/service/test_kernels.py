@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from reflogp_service.engine import TorchEngine, attention
-from reflogp_service.engine.attention import PackLayout, choose_kernel, flash3_varlen, flash_varlen, torch_varlen
+from reflogp.scoring.torch_engine import TorchEngine, attention
+from reflogp.scoring.torch_engine.attention import PackLayout, choose_kernel, flash3_varlen, flash_varlen, torch_varlen
 from tests.service.families import build
 from tests.service.fidelity import some_pairs
 from tests.service.test_attention import by_formula, error, some_call, some_pack

@@ -4,9 +4,9 @@ import sqlite3
 
 import pytest
 
-from reflogp_service.server.ledger import DifferentContentError, Ledger, Submission
-from reflogp_service.server.models import DatasetSpec, JobProgress, JobSettings
-from reflogp_store import UsageError
+from reflogp.service.ledger import DifferentContentError, Ledger, Submission
+from reflogp.service.models import DatasetSpec, JobProgress, JobSettings
+from reflogp.store import UsageError
 
 
 @pytest.fixture

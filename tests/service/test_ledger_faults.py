@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from reflogp_service.errors import LedgerDamagedError, LedgerError, LedgerTakenError, LedgerUnavailableError
-from reflogp_service.server.ledger import Ledger
-from reflogp_service.server.models import JobProgress
-from reflogp_service.server.pending_writes import PendingWrites
-from reflogp_store import UsageError
+from reflogp.scoring.errors import LedgerDamagedError, LedgerError, LedgerTakenError, LedgerUnavailableError
+from reflogp.service.ledger import Ledger
+from reflogp.service.models import JobProgress
+from reflogp.service.pending_writes import PendingWrites
+from reflogp.store import UsageError
 from tests.service.faults import ERRORS, call_sites, install
 from tests.service.test_ledger import put
 
@@ -316,7 +316,7 @@ def test_a_deleted_log_loses_nothing(tmp_path, part):
     program = f"""
 import os, sys
 from pathlib import Path
-from reflogp_service.server.ledger import Ledger
+from reflogp.service.ledger import Ledger
 from tests.service.test_ledger import put
 ledger = Ledger(Path(sys.argv[1]))
 put(ledger, "before")
@@ -422,7 +422,7 @@ def hold(file, release: threading.Event) -> None:
 
 
 def test_a_task_that_fails_is_started_again(monkeypatch, caplog):
-    from reflogp_service.server import supervision
+    from reflogp.service import supervision
 
     monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.001)
     runs = []

@@ -20,17 +20,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from reflogp_service import allocator
-from reflogp_service.engine import Sequence, TorchEngine, load, memory, out_of_memory, room, selfcheck, torch_engine
-from reflogp_service.engine.load import load_model
-from reflogp_service.engines import EngineChoice
-from reflogp_service.errors import EngineError, OutOfMemoryError
-from reflogp_service.server import processes
-from reflogp_service.vllm.child import VllmProcess
-from reflogp_service.vllm.options import Loading
-from reflogp_service.worker.engines import Engines
-from reflogp_store import ReflogpError, describe_reference
-from reflogp_store.checkpoint import read_checkpoint
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError, OutOfMemoryError
+from reflogp.scoring.machine import allocator
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, load, memory, out_of_memory, room, selfcheck
+from reflogp.scoring.torch_engine import engine as torch_engine
+from reflogp.scoring.torch_engine.load import load_model
+from reflogp.scoring.vllm_engine.child import VllmProcess
+from reflogp.scoring.vllm_engine.options import Loading
+from reflogp.service import processes
+from reflogp.service.worker.engines import Engines
+from reflogp.store import ReflogpError, describe_reference
+from reflogp.store.checkpoint import read_checkpoint
 from tests.service.families import build
 from tests.service.fidelity import some_pairs
 
@@ -112,7 +113,7 @@ def test_loading_onto_a_device_takes_little_more_of_the_host_than_the_largest_sh
         PEAK
         + f"""
     import torch
-    from reflogp_service.engine import load
+    from reflogp.scoring.torch_engine import load
     from transformers import core_model_loading
     core_model_loading.GLOBAL_WORKERS = 4  # as on a machine with as many cores
     read, at_device = core_model_loading._materialize_copy, []
@@ -140,7 +141,7 @@ def test_loading_on_a_cpu_holds_the_model_once(tmp_path, record_property):
     found = in_a_child(
         PEAK
         + f"""
-    from reflogp_service.engine import load
+    from reflogp.scoring.torch_engine import load
     before = peak("VmRSS")
     model = load.load_model({str(tmp_path)!r}, "bfloat16", "cpu")
     print(json.dumps({{"before": before, "peak": peak(), "mapped": ".safetensors" in open("/proc/self/maps").read()}}))

@@ -15,10 +15,10 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
-from reflogp_client import Client
-from reflogp_service.server.problems import Problem
-from reflogp_service.server.request_memory import RequestMemory, Reservation
-from reflogp_store import LogprobStore
+from reflogp.client import Client
+from reflogp.service.problems import Problem
+from reflogp.service.request_memory import RequestMemory, Reservation
+from reflogp.store import LogprobStore
 from tests.conftest import write_rows
 from tests.service.heavy_requests import ARROW_STREAM, Bounds, Peak, heavy_requests, long_rows, send, settle, stream_of
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
@@ -90,8 +90,8 @@ def requests(long_key, job):
 
 def routes(place) -> set[tuple[str, str]]:
     """(method, path) of every route of the app."""
-    from reflogp_service.server.app import create_app
-    from reflogp_service.server.settings import ServerSettings
+    from reflogp.service.app import create_app
+    from reflogp.service.settings import ServerSettings
 
     app = create_app(ServerSettings(store=str(place / "other"), state=place / "other-state"))
     found, left = set(), list(app.routes)
@@ -209,7 +209,7 @@ def test_who_waits_for_memory_and_goes_away_leaves_nothing():
 
 
 def test_what_no_request_may_take_and_what_others_hold(monkeypatch):
-    monkeypatch.setattr("reflogp_service.server.request_memory._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("reflogp.service.request_memory._PATIENCE_SECONDS", 0.05)
 
     async def run():
         memory = RequestMemory(64 * MIB)
@@ -339,7 +339,7 @@ def test_an_answer_that_nobody_reads_is_ended_and_gives_its_memory_back(narrow):
 
 
 def test_a_body_that_stands_still_is_ended_and_gives_its_memory_back(tmp_path):
-    from reflogp_service.server import bodies
+    from reflogp.service import bodies
 
     bounds = {"request_memory_bytes": 64 * MIB, "max_json_bytes": 2 * MIB}
     with running("--config", settings_file(tmp_path, tmp_path / "store", {}, **bounds)) as service:
@@ -371,8 +371,8 @@ def asks(url: str) -> int:
 
 
 def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(monkeypatch, tmp_path, caplog):
-    from reflogp_service.engine import Sequence
-    from reflogp_service.worker import late_writes
+    from reflogp.scoring.torch_engine import Sequence
+    from reflogp.service.worker import late_writes
 
     monkeypatch.setattr(late_writes, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(late_writes, "_SECONDS", 0.01)

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from reflogp_service.engine import Sequence, TorchEngine, flops
-from reflogp_service.engine.flops import ForwardFlops, matmul_flops_per_second
-from reflogp_service.engine.operations import Operations
-from reflogp_service.worker.engine_loop import EngineLoop, OnlineRequest
-from reflogp_service.worker.job_engine import JobEngine
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, flops
+from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
+from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.service.worker.engine_loop import EngineLoop, OnlineRequest
+from reflogp.service.worker.job_engine import JobEngine
 from tests.service.families import FAMILIES, VOCAB, build
 from tests.service.test_engine import random_sequences
 

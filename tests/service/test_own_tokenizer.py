@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from reflogp_service.data.own_tokenizer import chosen_tokenizer
-from reflogp_store import UsageError
-from reflogp_trainer import MissingLogpsError, ReferenceSource
+from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+from reflogp.store import UsageError
+from reflogp.trainer import MissingLogpsError, ReferenceSource
 from tests.trainer_ext.conftest import cached_trainer, config, dataset, policy  # noqa: F401
 
 TEMPLATE = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflogp_service.engine.packing import packs
-from reflogp_service.engine.sequences import Sequence
+from reflogp.scoring.torch_engine.packing import packs
+from reflogp.scoring.torch_engine.sequences import Sequence
 from tests.conftest import PAIRS, wider_data
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # a small alphabet makes common beginnings common
@@ -97,8 +97,8 @@ def test_the_largest_come_first():
 
 @pytest.mark.parametrize("file", wider_data(), ids=lambda path: path.name.split(".")[0])
 def test_packs_of_real_data_are_nearly_full_and_share_prompts(file, tokenizer):
-    from reflogp_service.data.encode import tokenize_examples
-    from reflogp_service.data.shape import examples_of
+    from reflogp.scoring.data.encode import tokenize_examples
+    from reflogp.scoring.data.shape import examples_of
 
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     rows = [json.loads(line) for line in text.splitlines()[:600]]

@@ -14,11 +14,11 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from reflogp_client import Client
-from reflogp_service import formats
-from reflogp_service.server import charts
-from reflogp_service.server.models import DatasetSpec, Histogram
-from reflogp_service.server.pages import names
+from reflogp.client import Client
+from reflogp.scoring.data import formats
+from reflogp.service import charts
+from reflogp.service.models import DatasetSpec, Histogram
+from reflogp.service.pages import names
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, serving, settings_file
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.ahead import Ahead
-from reflogp_service.data.read import RowSource, batched
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.errors import DatasetError, EngineError, OutOfMemoryError
-from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
-from reflogp_service.worker.engine_loop import DisplacedError, EngineLoop, OnlineRequest
-from reflogp_service.worker.engines import Engines
-from reflogp_store import LogprobStore, LogprobTable, StoreUnavailableError, describe_reference
+from reflogp.scoring.data.read import RowSource, batched
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
+from reflogp.scoring.runs.ahead import Ahead
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.service.worker.engine_loop import DisplacedError, EngineLoop, OnlineRequest
+from reflogp.service.worker.engines import Engines
+from reflogp.store import LogprobStore, LogprobTable, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import token_rows
 from tests.service.watching import Watching
@@ -66,7 +66,7 @@ class Slow(TorchEngine):
 def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, reference_folder, tmp_path, monkeypatch):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(ROWS, seed=at))
     reference = describe_reference(str(reference_folder), "float32")
-    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
+    monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
     engine = Slow(str(reference_folder), "float32", token_budget=200)
     appends = []
     error = {
@@ -134,7 +134,7 @@ def test_the_first_error_is_the_one_that_is_raised(reference_folder, tmp_path, m
 
 def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, monkeypatch):
     """What was computed before it is committed."""
-    monkeypatch.setattr("reflogp_service.computing._LAST_SECONDS", 1.0)
+    monkeypatch.setattr("reflogp.scoring.runs.computing._LAST_SECONDS", 1.0)
     gate = threading.Event()
 
     class Hanging(TorchEngine):
@@ -163,8 +163,8 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, 
 
 def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tmp_path, monkeypatch):
     """An engine that stands still stops the reading; when it goes on, so does the reading."""
-    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
-    monkeypatch.setattr("reflogp_service.here.COMMIT_SEQUENCES", 16)
+    monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", lambda source, size, own=batched: own(source, 8))
+    monkeypatch.setattr("reflogp.scoring.runs.local.COMMIT_SEQUENCES", 16)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(400, seed=3))
     read, gate = [], threading.Event()
 
@@ -269,7 +269,7 @@ def test_what_sequences_were_scored_with_is_let_go(reference_folder, tmp_path):
 
 def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folder, tmp_path, monkeypatch):
     """Also where it comes again after it has failed: in a later window."""
-    monkeypatch.setattr("reflogp_service.data.tokenize.batched", lambda source, size, own=batched: own(source, 4))
+    monkeypatch.setattr("reflogp.scoring.data.tokenize.batched", lambda source, size, own=batched: own(source, 4))
     rows = token_rows(12, seed=5)
     for at in (1, 6, 11):
         rows[at] = {**rows[1], "chosen_ids": [3, 100_000]}

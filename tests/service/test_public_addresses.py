@@ -4,9 +4,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import pytest
 
-from reflogp_service.server.fetch import check_uri
-from reflogp_service.server.problems import Problem
-from reflogp_service.server.settings import ServerSettings
+from reflogp.service.fetch import check_uri
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
 
 #: iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry, as printed there, and what else is reserved.
 IPV4 = [

@@ -11,19 +11,19 @@ from contextlib import closing
 import psutil
 import pytest
 
-from reflogp_client import Client
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engines import EngineChoice
-from reflogp_service.errors import EngineError
-from reflogp_service.here import Here
-from reflogp_service.on_ray.cluster import connected
-from reflogp_service.on_ray.shared import require_seen
-from reflogp_service.on_ray.workers import ClusterWorkers
-from reflogp_service.scoring import score_dataset
-from reflogp_service.spread.scorer import Spread
-from reflogp_store import LogprobStore, UsageError, describe_reference
+from reflogp.client import Client
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.on_ray.cluster import connected
+from reflogp.scoring.on_ray.shared import require_seen
+from reflogp.scoring.on_ray.workers import ClusterWorkers
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.spread.scorer import Spread
+from reflogp.store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running, settings_file, token_rows, wait_for
@@ -145,7 +145,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
     rest = [reference_folder, file, "--store", tmp_path / "store", *numerics]
     arguments = ["score", "--ray", cluster.address, *map(str, rest)]
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
         assert run.poll() is None, run.communicate()
@@ -165,7 +165,7 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
 def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):
     rest = ["--ray", "127.0.0.1:9", str(reference_folder), "rows.jsonl", "--store", str(tmp_path / "store")]
     write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=8))
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", "score", *rest]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()", "score", *rest]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 2
     assert "no Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr

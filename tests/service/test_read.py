@@ -5,8 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.errors import DatasetError
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
 
 ROWS = [{"prompt": f"p{i}", "chosen": "yes, 100%", "rejected": 'no "never"\nat all'} for i in range(5)]
 

@@ -13,17 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
-from reflogp_service.report.outliers import robust_z_by_length
-from reflogp_service.report.similarity import shared_starts, similarities, similarity
-from reflogp_service.report.sketches import NEAR, RUN_TOKENS, Sketches
-from reflogp_service.report.truncation import Lengths, cut, cuts, enough_for
-from reflogp_service.report.visible import token_texts, visible
-from reflogp_store import LogprobStore, describe_reference, sequence_keys
-from reflogp_store.keys import list_lengths, token_lists
-from reflogp_store.schema import shard_table
-from reflogp_store.windows import windows
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
+from reflogp.scoring.report.outliers import robust_z_by_length
+from reflogp.scoring.report.similarity import shared_starts, similarities, similarity
+from reflogp.scoring.report.sketches import NEAR, RUN_TOKENS, Sketches
+from reflogp.scoring.report.truncation import Lengths, cut, cuts, enough_for
+from reflogp.scoring.report.visible import token_texts, visible
+from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store.keys import list_lengths, token_lists
+from reflogp.store.schema import shard_table
+from reflogp.store.windows import windows
 from tests.conftest import REPOSITORY, write_rows
 from tests.service.test_pages import IMAGE, SCRIPT, chromium, opened  # noqa: F401 (a fixture)
 
@@ -495,7 +495,7 @@ def test_bad_usage(run, pairs_file, stored, tmp_path):
 #: Reports on each file; says how many megabytes the process has taken at most, so far.
 MEASURE = """
 import resource, sys
-from reflogp_client.cli import main
+from reflogp.cli import main
 model, store, *files = sys.argv[1:]
 for file in files:
     sys.argv = ["reflogp", "report", model, file, "--store", store, "-o", file + ".report", "--dtype", "float32"]

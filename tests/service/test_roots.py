@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reflogp_service.server import roots
-from reflogp_service.server.problems import Problem
-from reflogp_service.server.roots import resolve_path
-from reflogp_service.server.settings import ServerSettings
+from reflogp.service import roots
+from reflogp.service.problems import Problem
+from reflogp.service.roots import resolve_path
+from reflogp.service.settings import ServerSettings
 
 
 @pytest.fixture

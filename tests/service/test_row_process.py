@@ -11,8 +11,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from reflogp_service.data.row_process import RowLimits, RowTokenizer
-from reflogp_service.data.shape import RowError
+from reflogp.scoring.data.row_process import RowLimits, RowTokenizer
+from reflogp.scoring.data.shape import RowError
 from tests.conftest import REPOSITORY, save_llama, write_rows
 from tests.service.hostile_rows import obedient, pair
 from tests.service.serving import wait_until
@@ -89,8 +89,8 @@ def test_children_end_with_a_parent_that_is_killed(tokenizer, tmp_path):
     folder = save_llama(tmp_path / "model", obedient(tokenizer), **SMALL)
     file = write_rows(tmp_path / "rows.jsonl", [pair("power")])
     program = (
-        "from reflogp_service.data.read import RowSource; from reflogp_service.data.row_process import RowLimits;"
-        "from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset;"
+        "from reflogp.scoring.data.read import RowSource; from reflogp.scoring.data.row_process import RowLimits;"
+        "from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset;"
         f"list(tokenize_dataset(RowSource({str(file)!r}), load_tokenizer({str(folder)!r}), limits=RowLimits(seconds=3)))"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
@@ -107,11 +107,11 @@ def test_ctrl_c_ends_the_command_line_while_a_row_hangs(command, tokenizer, tmp_
     file = write_rows(tmp_path / "rows.jsonl", [pair("power") for _ in range(10)])
     arguments = [folder, file, "--store", tmp_path / "store", "--dtype", "float32"]
     if command == "report":
-        from reflogp_store import LogprobStore, describe_reference
+        from reflogp.store import LogprobStore, describe_reference
 
         LogprobStore(tmp_path / "store").create_table(describe_reference(str(folder), "float32"))
         arguments += ["-o", tmp_path / "report"]
-    program = [sys.executable, "-c", "from reflogp_client.cli import main; main()", command, *map(str, arguments)]
+    program = [sys.executable, "-c", "from reflogp.cli import main; main()", command, *map(str, arguments)]
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_until(lambda: descendants(process.pid))
     os.killpg(process.pid, signal.SIGINT)

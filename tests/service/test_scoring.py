@@ -3,13 +3,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engine import TorchEngine
-from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
-from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.service.watching import Watching
 
@@ -128,8 +128,8 @@ def test_bad_rows_are_named_and_the_good_ones_kept(score, tmp_path, reference_fo
 
 
 def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch, reference_folder):
-    monkeypatch.setattr("reflogp_store.compaction.SMALL_SHARDS", 3)
-    monkeypatch.setattr("reflogp_store.compaction._SMALL_SHARDS_SPREAD", 1)
+    monkeypatch.setattr("reflogp.store.compaction.SMALL_SHARDS", 3)
+    monkeypatch.setattr("reflogp.store.compaction._SMALL_SHARDS_SPREAD", 1)
     rows = [{"prompt_ids": [1, i], "chosen_ids": [2, 3], "rejected_ids": [4]} for i in range(10)]
     assert score(write_rows(tmp_path / "t.jsonl", rows), commit_sequences=2).scored == 20
     at = snapshot(reference_folder, tmp_path)

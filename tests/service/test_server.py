@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from reflogp_client import (
+from reflogp.client import (
     AsyncClient,
     Client,
     NotAllowedError,
     RequestRefusedError,
     ServiceUnreachableError,
 )
-from reflogp_store import LogprobStore, UsageError, compact
+from reflogp.store import LogprobStore, UsageError, compact
 from tests.service.serving import float32, running, serving, settings_file
 from tests.store.rows import REFERENCE, some_rows
 
@@ -127,7 +127,7 @@ def test_a_log_that_is_mended_while_the_service_runs(tmp_path):
 
 
 def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder):
-    from reflogp_store import describe_reference
+    from reflogp.store import describe_reference
 
     reference = describe_reference(str(reference_folder), "bfloat16")
     keys, rows = some_rows(0, 5)
@@ -297,7 +297,7 @@ def test_unknown_routes_are_problems_too(url, method, path, status):
 
 
 def test_a_service_that_is_not_there(monkeypatch):
-    monkeypatch.setattr("reflogp_client.wire.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("reflogp.client.wire.LONGEST_PAUSE", 0.01)
     with Client("http://127.0.0.1:9") as client, pytest.raises(ServiceUnreachableError, match="gives no answer"):
         client.references()
     with pytest.raises(UsageError, match="http://"):
@@ -325,7 +325,7 @@ def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
 
 
 def reflogp(*arguments, **environment):
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
@@ -360,5 +360,5 @@ def test_a_token_is_shown_once_and_its_digest_opens_the_door(store, tmp_path):
 
 
 def test_the_client_needs_no_torch():
-    program = "import sys, reflogp_client; sys.exit(bool({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
+    program = "import sys, reflogp.client; sys.exit(bool({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -15,10 +15,10 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
-from reflogp_client import Client
-from reflogp_service.server import auth
-from reflogp_service.server.app import create_app
-from reflogp_service.server.settings import ServerSettings, TokenSettings
+from reflogp.client import Client
+from reflogp.service import auth
+from reflogp.service.app import create_app
+from reflogp.service.settings import ServerSettings, TokenSettings
 from tests.conftest import write_rows
 from tests.hostile_text import HOSTILE
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
@@ -332,7 +332,7 @@ def test_http_1_0_needs_no_host(opened):
 
 def test_a_token_alone_allows_every_host():
     """As in containers, which are asked by names that nobody tells them."""
-    from reflogp_service.server.sites import OwnSite
+    from reflogp.service.sites import OwnSite
 
     token = OwnSite(None, [], has_tokens=True)
     assert token._is_own("reflogp:8311") and token._is_own("data.example.org")

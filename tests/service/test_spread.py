@@ -12,20 +12,20 @@ import numpy as np
 import psutil
 import pytest
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.devices import Place, places
-from reflogp_service.engine import Sequence
-from reflogp_service.engines import EngineChoice
-from reflogp_service.errors import EngineError
-from reflogp_service.here import Here
-from reflogp_service.misses import Miss
-from reflogp_service.scoring import score_dataset
-from reflogp_service.spread.line import LEAST, Line, unit_size
-from reflogp_service.spread.local import LocalWorkers
-from reflogp_service.spread.scorer import Spread
-from reflogp_store import LogprobStore, UsageError, describe_reference
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.machine.devices import Place, places
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.spread.line import LEAST, Line, unit_size
+from reflogp.scoring.runs.spread.local import LocalWorkers
+from reflogp.scoring.runs.spread.scorer import Spread
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.store import LogprobStore, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import token_rows
@@ -152,7 +152,7 @@ def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
     numerics = ["--dtype", "float32", "--token-budget", "256", "--devices", "cpu,cpu"]
     arguments = ["score", *map(str, [reference_folder, file, "--store", tmp_path / "store", *numerics])]
-    command = [sys.executable, "-c", "from reflogp_client.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from reflogp.cli import main; main()", *arguments]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list((tmp_path / "store").glob("*/logprobs/_delta_log/*.json"))) < 3:
         assert run.poll() is None, run.communicate()

@@ -53,8 +53,8 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from reflogp_store import ReflogpError
-from reflogp_store.compaction import compact, vacuum
+from reflogp.store import ReflogpError
+from reflogp.store.compaction import compact, vacuum
 from tests.service.warm_python import WarmPython
 from tests.service.world import (
     DATASETS,

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import uvicorn
 
-from reflogp_client import Client, ServiceError
-from reflogp_service.server import precompute, state_lock
-from reflogp_service.server.app import create_app
-from reflogp_service.server.ledger import Ledger
-from reflogp_service.server.settings import read_settings
-from reflogp_service.server.state_lock import StateLock
-from reflogp_store import LogprobStore, UsageError
+from reflogp.client import Client, ServiceError
+from reflogp.service import precompute, state_lock
+from reflogp.service.app import create_app
+from reflogp.service.ledger import Ledger
+from reflogp.service.settings import read_settings
+from reflogp.service.state_lock import StateLock
+from reflogp.store import LogprobStore, UsageError
 from tests.conftest import write_rows
 from tests.service.faults import ERRORS, call_sites, install
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
@@ -327,7 +327,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
             insist(lambda: httpx.get(f"{url}/v1/uploads/a.jsonl"))
             insist(lambda: httpx.delete(f"{url}/v1/uploads/a.jsonl"))
             for worker in psutil.Process().children():
-                if number == 0 and "reflogp_service.worker" in " ".join(worker.cmdline()):
+                if number == 0 and "reflogp.service.worker" in " ".join(worker.cmdline()):
                     worker.kill()  # `died`, and `give_back`
             insist(lambda: httpx.get(f"{url}/v1/jobs"))
             unfinished = dict.fromkeys(jobs)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reflogp_service.engine.threads import run_in_own_thread
+from reflogp.scoring.torch_engine.threads import run_in_own_thread
 
 THREADS_OF_A_LOAD = """
 import json, os, sys, threading
-from reflogp_service.engine import Sequence
-from reflogp_service.engines import EngineChoice
-from reflogp_store import describe_reference
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.scoring.engines import EngineChoice
+from reflogp.store import describe_reference
 import torch
 
 def tasks():

@@ -10,9 +10,9 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import tokenize_dataset
-from reflogp_service.errors import TokenizerError
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import tokenize_dataset
+from reflogp.scoring.errors import TokenizerError
 from tests.conftest import wider_data, write_rows
 
 #: Renders the prompt alone differently from the prompt before a completion, as Gemma's and Qwen's thinking templates do.

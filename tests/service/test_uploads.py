@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from reflogp_service.server.dataset_room import DatasetRoom
-from reflogp_service.server.ledger import Ledger, Submission
-from reflogp_service.server.models import DatasetSpec, JobSettings
-from reflogp_service.server.problems import Problem
-from reflogp_service.server.settings import ServerSettings
-from reflogp_service.server.uploads import UploadFolder
+from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.ledger import Ledger, Submission
+from reflogp.service.models import DatasetSpec, JobSettings
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+from reflogp.service.uploads import UploadFolder
 
 LONG_AGO = time.time() - 86_400
 

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.errors import EngineError
-from reflogp_service.server.settings import read_settings
-from reflogp_service.vllm.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
-from reflogp_service.vllm.engine import VllmEngine
-from reflogp_service.vllm.options import parse_options, vllm_options
-from reflogp_service.vllm.prefix_cache import may_read_cache, sharing_order
-from reflogp_service.vllm.server_api import question, values
-from reflogp_store import UsageError, describe_reference
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
+from reflogp.scoring.vllm_engine.engine import VllmEngine
+from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
+from reflogp.scoring.vllm_engine.prefix_cache import may_read_cache, sharing_order
+from reflogp.scoring.vllm_engine.server_api import question, values
+from reflogp.service.settings import read_settings
+from reflogp.store import UsageError, describe_reference
 from tests.service.test_engine import random_sequences
 
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14)

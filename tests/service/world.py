@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from reflogp_store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import LogprobStore, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import Service, float32, settings_file, token_rows
 from tests.service.warm_python import WarmPython
@@ -43,14 +43,14 @@ MODULES = [
     "deltalake",
     "uvicorn.protocols.http.h11_impl",
     "uvicorn.lifespan.on",
-    "reflogp_service.worker.engine_loop",
-    "reflogp_service.worker.job",
-    "reflogp_service.worker.late_writes",
-    "reflogp_service.server.app",
-    "reflogp_service.server.run",
-    "reflogp_service.here",
-    "reflogp_client.cli.score",
-    "reflogp_client.cli.serve",
+    "reflogp.service.worker.engine_loop",
+    "reflogp.service.worker.job",
+    "reflogp.service.worker.late_writes",
+    "reflogp.service.app",
+    "reflogp.service.run",
+    "reflogp.scoring.runs.local",
+    "reflogp.cli.score",
+    "reflogp.cli.serve",
 ]
 #: Versions of the weights; and tokenizers, each a vocabulary with a chat template.
 WEIGHTS = 4
@@ -117,8 +117,8 @@ class Library:
     @cache  # noqa: B019
     def pairs(self, dataset: int, kind: tuple[int, int]) -> list[Pair]:
         """The token ids of a dataset's rows, by a tokenizer."""
-        from reflogp_service.data.read import RowSource
-        from reflogp_service.data.tokenize import load_tokenizer, tokenize_dataset
+        from reflogp.scoring.data.read import RowSource
+        from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 
         windows = tokenize_dataset(RowSource(str(self.dataset(dataset))), load_tokenizer(str(self.tokenizer(kind))))
         table = pa.concat_tables([window.table for window in windows]).to_pylist()
@@ -155,7 +155,7 @@ class Library:
         return AutoModelForCausalLM.from_pretrained(self.weights(version).parent, dtype=torch.float32).eval()
 
     def _make_tokenizers(self, texts: list[str]) -> None:
-        from reflogp_client.cli.demo_model import train_tokenizer
+        from reflogp.cli.demo_model import train_tokenizer
 
         for vocabulary, template in TOKENIZERS:
             tokenizer = train_tokenizer(texts[vocabulary::2], vocab_size=1000)
@@ -281,7 +281,7 @@ class World:
         """Its workers that are alive."""
         try:
             children = psutil.Process(self.pid()).children() if self.pid() else []
-            launched = [child.pid for child in children if "reflogp_service.worker" in " ".join(child.cmdline())]
+            launched = [child.pid for child in children if "reflogp.service.worker" in " ".join(child.cmdline())]
             return [psutil.Process(pid) for pid in map(self._real, launched) if pid]
         except psutil.Error:
             return []
@@ -304,7 +304,7 @@ class World:
 
     def command_line(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `reflogp` with these arguments."""
-        command = [self._python, "-c", "from reflogp_client.cli import main; main()", *arguments]
+        command = [self._python, "-c", "from reflogp.cli import main; main()", *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def _real(self, launched: int) -> int:

@@ -1,6 +1,6 @@
 import pytest
 
-from reflogp_store import LogprobStore
+from reflogp.store import LogprobStore
 from tests.store.rows import REFERENCE
 
 

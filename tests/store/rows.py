@@ -3,8 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from reflogp_store import Reference, sequence_keys
-from reflogp_store.schema import shard_table
+from reflogp.store import Reference, sequence_keys
+from reflogp.store.schema import shard_table
 
 REFERENCE = Reference("ab" * 16, "model", "float32", "float32", ("00" * 32,), {"hidden_size": 8})
 

@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from reflogp_store import LogprobStore, Reference, StoreError, compact, sequence_keys, vacuum, verify
-from reflogp_store.compaction import compact_if_many, small_shards_allowed
-from reflogp_store.schema import shard_table
+from reflogp.store import LogprobStore, Reference, StoreError, compact, sequence_keys, vacuum, verify
+from reflogp.store.compaction import compact_if_many, small_shards_allowed
+from reflogp.store.schema import shard_table
 
 REFERENCE = Reference("cd" * 16, "model", "float32", "float32", ("11" * 32,), {"hidden_size": 8})
 KEYS, ROWS, TOKENS = 4_000, 20, 4

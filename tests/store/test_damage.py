@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_store import (
+from reflogp.store import (
     DamagedStoreError,
     LogprobStore,
     StoreDamageWarning,
@@ -110,7 +110,7 @@ def test_verify_notices_any_byte(table):
 
 def test_damage_in_token_values_alone_spares_the_sums(table):
     """A plain join reads sums; the damage is met where values are needed, and by verify."""
-    from reflogp_store import join_logps
+    from reflogp.store import join_logps
 
     dataset, rows = pairs_of(3000)
     table.append(rows)
@@ -338,7 +338,7 @@ def test_what_is_no_store(tmp_path):
 def test_no_permission(three_shards, tmp_path):
     """As a user who may read and not write: joins work, writing is one sentence."""
     program = f"""
-        from reflogp_store import LogprobStore, StoreError
+        from reflogp.store import LogprobStore, StoreError
         from tests.store.rows import REFERENCE, some_rows
         store = LogprobStore({str(tmp_path / "store")!r})
         assert len(store.table(REFERENCE.reference_id).snapshot()) == 3000
@@ -373,7 +373,7 @@ def test_a_disk_that_fills(tmp_path):
     program = f"""
         import json, shutil, subprocess
         from pathlib import Path
-        from reflogp_store import LogprobStore, StoreUnavailableError, vacuum, verify
+        from reflogp.store import LogprobStore, StoreUnavailableError, vacuum, verify
         from tests.store.rows import REFERENCE, some_rows
         disk = Path({str(tmp_path / "disk")!r})
         disk.mkdir()

@@ -9,7 +9,7 @@ import stat
 
 import pytest
 
-from reflogp_store import ReflogpError, describe_reference, digests
+from reflogp.store import ReflogpError, describe_reference, digests
 
 
 def truth(file) -> str:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from reflogp_store import LogprobStore, StoreFormatError, compact, verify
-from reflogp_store.schema import FORMAT, SCHEMA
+from reflogp.store import LogprobStore, StoreFormatError, compact, verify
+from reflogp.store.schema import FORMAT, SCHEMA
 from tests.store.rows import REFERENCE, some_rows
 
 FIXTURE = Path(__file__).parent / "format-1"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reflogp_store import UsageError, example_hash, sequence_keys
+from reflogp.store import UsageError, example_hash, sequence_keys
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 

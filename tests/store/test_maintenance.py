@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from reflogp_store import (
+from reflogp.store import (
     LogprobStore,
     LogprobTable,
     SnapshotNotFoundError,
@@ -26,8 +26,8 @@ from reflogp_store import (
     vacuum,
     verify,
 )
-from reflogp_store import compaction as compaction_module
-from reflogp_store.compaction import compact_if_many
+from reflogp.store import compaction as compaction_module
+from reflogp.store.compaction import compact_if_many
 from tests.store.rows import REFERENCE, pairs_of, some_rows
 
 
@@ -174,7 +174,7 @@ def test_vacuum_refuses_what_could_hurt_others_and_a_clock_that_went_back(table,
 
 
 def test_writing_does_not_depend_on_the_clock(table, monkeypatch):
-    import reflogp_store.table as table_module
+    import reflogp.store.table as table_module
 
     keys, rows = some_rows(0, 30)
     table.append(rows.slice(0, 10))
@@ -209,7 +209,7 @@ def test_lookups_without_an_index_give_the_same(table):
 
 
 def test_a_few_keys_touch_a_few_row_groups_of_a_compacted_table(table, monkeypatch):
-    from reflogp_store.shard import Shard
+    from reflogp.store.shard import Shard
 
     for i in range(4):
         table.append(some_rows(10_000 * i, 10_000, values=2, seed=i)[1])
@@ -274,7 +274,7 @@ def test_the_log_keeps_every_entry_through_checkpoints(table):
 
 
 def test_compaction_reads_each_row_group_once(table, monkeypatch):
-    from reflogp_store.shard import Shard
+    from reflogp.store.shard import Shard
 
     for i in range(8):
         table.append(some_rows(10_000 * i, 6000, values=10, seed=i)[1])

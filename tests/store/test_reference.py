@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from reflogp_store import CheckpointError, UsageError, describe_reference, digests
+from reflogp.store import CheckpointError, UsageError, describe_reference, digests
 
 
 def copied(folder, to):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from reflogp_store import (
+from reflogp.store import (
     LogprobStore,
     StoreUnavailableError,
     UsageError,
@@ -115,7 +115,7 @@ def test_credentials_from_a_profile(server, tmp_path):
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     program = (
-        "from reflogp_store import LogprobStore; from tests.store.rows import REFERENCE, some_rows;"
+        "from reflogp.store import LogprobStore; from tests.store.rows import REFERENCE, some_rows;"
         "print(LogprobStore('s3://logps/profile').create_table(REFERENCE).append(some_rows(0, 3)[1]).written)"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)

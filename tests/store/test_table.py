@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from reflogp_store import (
+from reflogp.store import (
     LogprobStore,
     ReferenceNotFoundError,
     SnapshotNotFoundError,
@@ -14,7 +14,7 @@ from reflogp_store import (
     sequence_keys,
     verify,
 )
-from reflogp_store.schema import shard_table
+from reflogp.store.schema import shard_table
 from tests.store.rows import REFERENCE, some_rows
 
 
@@ -181,7 +181,7 @@ def test_a_commit_that_arrived_though_an_error_came_back_keeps_its_shard(table, 
 def test_a_shard_that_was_written_but_not_committed_is_invisible(table):
     _, rows = some_rows(0, 10)
     table.append(rows)
-    from reflogp_store.shard import write_shard
+    from reflogp.store.shard import write_shard
 
     write_shard(some_rows(50, 5)[1], f"{table.uri}/shard-left-behind.parquet")
     assert len(table.snapshot()) == 10

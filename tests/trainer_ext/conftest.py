@@ -13,15 +13,15 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from reflogp_service.data.read import RowSource
-from reflogp_service.data.tokenize import load_tokenizer
-from reflogp_service.data.tokenized import TokenizedDataset
-from reflogp_service.engine import TorchEngine
-from reflogp_service.here import Here
-from reflogp_service.scoring import score_dataset
-from reflogp_store import LogprobStore, describe_reference
-from reflogp_store.schema import shard_table
-from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.torch_engine import TorchEngine
+from reflogp.store import LogprobStore, describe_reference
+from reflogp.store.schema import shard_table
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from tests.conftest import write_rows
 from tests.trainer_ext.on_cpu import ON_CPU
 

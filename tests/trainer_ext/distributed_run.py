@@ -77,7 +77,7 @@ def _warm() -> Warm:
         "transformers.models.llama.modeling_llama",
         "trl.trainer.dpo_trainer",
     ]
-    modules += ["trl.trainer.kto_trainer", "trl.experimental.online_dpo", "reflogp_trainer", "tests.trainer_ext.online_run"]
+    modules += ["trl.trainer.kto_trainer", "trl.experimental.online_dpo", "reflogp.trainer", "tests.trainer_ext.online_run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     warm = Warm(sys.executable, Path(__file__).resolve().parents[2], modules, environment)
     atexit.register(warm.close)
@@ -117,7 +117,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-    from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
+    from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
     from tests.trainer_ext.on_cpu import ON_CPU
 
     torch.set_num_threads(1)

@@ -21,10 +21,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 from trl import DPOConfig
 
-from reflogp_client.cli.demo_model import train_tokenizer
-from reflogp_store.reference import autocast_dtype
-from reflogp_trainer import CachedDPOTrainer, ReferenceSource, StepZeroError
-from reflogp_trainer.tolerances import tolerance
+from reflogp.cli.demo_model import train_tokenizer
+from reflogp.store.reference import autocast_dtype
+from reflogp.trainer import CachedDPOTrainer, ReferenceSource, StepZeroError
+from reflogp.trainer.tolerances import tolerance
 from tests.conftest import PAIRS, write_rows
 from tests.trainer_ext.conftest import score_pairs
 

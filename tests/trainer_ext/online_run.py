@@ -60,7 +60,7 @@ def build(settings: dict[str, Any]) -> Any:
         options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     if settings.get("trl"):
         return trl_class(policy, **options)
-    from reflogp_trainer import ReferenceSource
+    from reflogp.trainer import ReferenceSource
 
     source = ReferenceSource(settings["source"], reference=settings.get("reference", "ref"))
     more = dict(settings.get("more", {}))
@@ -92,7 +92,7 @@ def _classes(name: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     import trl
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    import reflogp_trainer as ours
+    import reflogp.trainer as ours
 
     generation = {"num_generations": 2, "max_completion_length": MOST_NEW_TOKENS}
     return {

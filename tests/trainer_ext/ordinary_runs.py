@@ -19,7 +19,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
 from tests.trainer_ext.on_cpu import ON_CPU
 
 TRAIN_ROWS, EVAL_ROWS = 14, 4

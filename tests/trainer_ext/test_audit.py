@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from trl import DPOTrainer
 
-from reflogp_store import ReferenceNotFoundError, UsageError
-from reflogp_trainer import (
+from reflogp.store import ReferenceNotFoundError, UsageError
+from reflogp.trainer import (
     AuditError,
     CachedDPOTrainer,
     CachedReferenceMixin,
@@ -19,7 +19,7 @@ from reflogp_trainer import (
     ReferenceSource,
     StepZeroError,
 )
-from reflogp_trainer.audit.schedule import Schedule
+from reflogp.trainer.audit.schedule import Schedule
 from tests.trainer_ext.conftest import damaged_copy, losses, score_pairs
 from tests.trainer_ext.distributed_run import launch
 

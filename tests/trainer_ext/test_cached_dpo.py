@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reflogp_store import LogprobStore, UsageError
-from reflogp_trainer import (
+from reflogp.store import LogprobStore, UsageError
+from reflogp.trainer import (
     CachedDPOTrainer,
     MissingLogpsError,
     ReferenceSource,
@@ -139,8 +139,8 @@ def test_missing_rows_stop_the_run_and_the_command_in_the_error_scores_them(
 def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_path, store):
     import pyarrow as pa
 
-    from reflogp_store import sequence_keys
-    from reflogp_store.schema import shard_table
+    from reflogp.store import sequence_keys
+    from reflogp.store.schema import shard_table
 
     table = LogprobStore(tmp_path / "bad").create_table(LogprobStore(store).table(source.reference_id).reference)
     prompts, chosen, rejected = [[1], [1]], [[2], [3]], [[4], [5]]

@@ -8,8 +8,8 @@ from datasets import Dataset
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from trl import DPOTrainer
 
-import reflogp_trainer.kto
-from reflogp_trainer import CachedKTOTrainer, CachedReferenceMixin, MissingLogpsError
+import reflogp.trainer.kto
+from reflogp.trainer import CachedKTOTrainer, CachedReferenceMixin, MissingLogpsError
 from tests.trainer_ext.conftest import losses
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -99,11 +99,11 @@ class TestATRLWithoutTheHook:
 
     def test_an_old_one_is_told_apart_by_its_version(self, cached_trainer, monkeypatch):
         monkeypatch.delattr(DPOTrainer, "_precompute_ref_logps")
-        monkeypatch.setattr("reflogp_trainer.trl_versions.trl_version", lambda: "0.28.0")
+        monkeypatch.setattr("reflogp.trainer.trl_versions.trl_version", lambda: "0.28.0")
         assert "ref_chosen_logps" in cached_trainer().train_dataset.column_names
 
     def test_kto(self, monkeypatch):
-        monkeypatch.setattr(reflogp_trainer.kto, "_found", None)
+        monkeypatch.setattr(reflogp.trainer.kto, "_found", None)
         with pytest.raises(ImportError, match=r"hook `_precompute_ref_logps`, which TRL .* lacks\. .* tested with TRL"):
             CachedKTOTrainer()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reflogp_client import Client
-from reflogp_store import LogprobStore, describe_reference
+from reflogp.client import Client
+from reflogp.store import LogprobStore, describe_reference
 from tests.conftest import write_rows
 from tests.service.serving import Service, settings_file
 from tests.trainer_ext.conftest import damaged_copy, score_pairs

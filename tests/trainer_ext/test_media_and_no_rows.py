@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from reflogp_store import LogprobStore, UsageError, join_logps
-from reflogp_trainer import join_reference_logps
+from reflogp.store import LogprobStore, UsageError, join_logps
+from reflogp.trainer import join_reference_logps
 
 LONG = {"prompt": "a b c d e f " * 20, "chosen": "x", "rejected": "y"}
 IMAGE = {"type": "image", "image": "a.png"}

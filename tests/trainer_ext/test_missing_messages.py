@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 from trl import KTOConfig
 
-from reflogp_store import LogprobStore, ReferenceNotFoundError, StoreNotFoundError, describe_reference
-from reflogp_trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource, join_reference_logps
-from reflogp_trainer.values import needs_remote_code
+from reflogp.store import LogprobStore, ReferenceNotFoundError, StoreNotFoundError, describe_reference
+from reflogp.trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource, join_reference_logps
+from reflogp.trainer.values import needs_remote_code
 from tests.conftest import write_rows
 from tests.trainer_ext.conftest import score_pairs
 

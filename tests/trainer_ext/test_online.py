@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from reflogp_client import DeadlineExceededError, ServiceUnreachableError
-from reflogp_store import ReferenceNotFoundError, UsageError
-from reflogp_trainer import (
+from reflogp.client import DeadlineExceededError, ServiceUnreachableError
+from reflogp.store import ReferenceNotFoundError, UsageError
+from reflogp.trainer import (
     AuditError,
     ReferenceAudit,
     ReferenceChangedError,

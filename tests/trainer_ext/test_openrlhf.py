@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from reflogp_store import LogprobStore
+from reflogp.store import LogprobStore
 from tests.conftest import REPOSITORY, save_llama, write_rows
 from tests.service.serving import running, settings_file
 from tests.trainer_ext.warm import Warm
 
 PYTHON = REPOSITORY / ".venv-openrlhf" / "bin" / "python"
-STOCK, CACHED = "openrlhf.cli.train_dpo", "reflogp_trainer.openrlhf.train_dpo"
+STOCK, CACHED = "openrlhf.cli.train_dpo", "reflogp.trainer.openrlhf.train_dpo"
 #: 80 rows in batches of 16 are 5 optimizer steps an epoch; 2 rows at a time on 2 processes are 4 micro-batches a step.
 ROWS, EVAL_ROWS, BATCH, MICRO = 80, 11, 16, 2
 SIZE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -56,7 +56,7 @@ def train(model, data, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"HF_DATASETS_CACHE": str(caches / "datasets"), "REFLOGP_CACHE_DIR": str(caches / "reflogp")}
     environment.pop("PYTHONPATH", None)
-    modules = ["run", "peft", "transformers.models.llama.modeling_llama", "reflogp_trainer", "torch.utils.tensorboard"]
+    modules = ["run", "peft", "transformers.models.llama.modeling_llama", "reflogp.trainer", "torch.utils.tensorboard"]
     warm = Warm(str(PYTHON), Path(__file__).parent / "openrlhf_env", modules, environment)
 
     def run(module: str, folder: Path, options: dict[str, Any], check: bool = True) -> tuple[list[dict[str, Any]], str]:

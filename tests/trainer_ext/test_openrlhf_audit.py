@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_trainer import AuditError, JoinRecord, StepZeroError
-from reflogp_trainer.openrlhf.audit import Cadence, RunAudit
-from reflogp_trainer.values import Settings, Where
+from reflogp.trainer import AuditError, JoinRecord, StepZeroError
+from reflogp.trainer.openrlhf.audit import Cadence, RunAudit
+from reflogp.trainer.values import Settings, Where
 
 ACCUMULATION = 4
 

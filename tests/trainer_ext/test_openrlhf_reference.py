@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_store import UsageError
-from reflogp_trainer import MissingLogpsError, ReferenceSource, UnusableLogpsError
-from reflogp_trainer.openrlhf import CachedReference
+from reflogp.store import UsageError
+from reflogp.trainer import MissingLogpsError, ReferenceSource, UnusableLogpsError
+from reflogp.trainer.openrlhf import CachedReference
 from tests.conftest import plain_token_logps
 from tests.trainer_ext.conftest import damaged_copy
 
@@ -64,7 +64,7 @@ def filled(reference_folder, tmp_path_factory):
     """A store that has what the datasets need: scored by the command that the first attempt names."""
     from typer.testing import CliRunner
 
-    from reflogp_client.cli.main import app
+    from reflogp.cli.main import app
 
     folder = tmp_path_factory.mktemp("filled")
     source = ReferenceSource(folder / "store", model=str(reference_folder), dtype="float32")

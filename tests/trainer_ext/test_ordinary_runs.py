@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reflogp_store import LogprobStore, describe_reference
-from reflogp_trainer import MissingLogpsError
+from reflogp.store import LogprobStore, describe_reference
+from reflogp.trainer import MissingLogpsError
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import distributed_run
 from tests.trainer_ext.conftest import score_pairs

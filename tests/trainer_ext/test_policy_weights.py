@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from reflogp_store import LogprobStore, describe_reference
-from reflogp_trainer import CachedDPOTrainer, MissingLogpsError, ReferenceAudit, ReferenceSource, StepZeroError
-from reflogp_trainer.policy_weights import fingerprint, weights_of
+from reflogp.store import LogprobStore, describe_reference
+from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceAudit, ReferenceSource, StepZeroError
+from reflogp.trainer.policy_weights import fingerprint, weights_of
 from tests.trainer_ext.conftest import losses, score_pairs
 from tests.trainer_ext.on_cpu import ON_CPU
 

@@ -8,9 +8,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig
 
-from reflogp_store import ReferenceNotFoundError
-from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource, StepZeroError
-from reflogp_trainer.tolerances import computes_in
+from reflogp.store import ReferenceNotFoundError
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource, StepZeroError
+from reflogp.trainer.tolerances import computes_in
 from tests.trainer_ext.conftest import losses, score_pairs
 
 AUTOCAST = "bfloat16-autocast"

@@ -7,9 +7,9 @@ from datasets import Dataset, IterableDataset
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, set_seed
 from trl import DPOTrainer
 
-from reflogp_client import Client
-from reflogp_store import UsageError
-from reflogp_trainer import (
+from reflogp.client import Client
+from reflogp.store import UsageError
+from reflogp.trainer import (
     BroughtColumnsError,
     CachedDPOTrainer,
     CachedReferenceMixin,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reflogp_trainer import BroughtColumnsError, ReferenceSource
+from reflogp.trainer import BroughtColumnsError, ReferenceSource
 from tests.conftest import plain_token_logps
 from tests.trainer_ext.conftest import score_pairs
 
@@ -55,7 +55,7 @@ def test_keep_end_with_another_max_length(trl_trainer, cached_trainer, reference
 
 
 def test_keep_end_that_was_never_scored_is_a_miss_not_a_stale_value(cached_trainer):
-    from reflogp_trainer import MissingLogpsError
+    from reflogp.trainer import MissingLogpsError
 
     with pytest.raises(MissingLogpsError, match="--truncation-mode keep_end"):
         cached_trainer(max_length=32, truncation_mode="keep_end")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from reflogp_store import LogprobStore, Reference, UsageError, join_logps, sequence_keys
-from reflogp_store.schema import shard_table
-from reflogp_store.windows import windows
+from reflogp.store import LogprobStore, Reference, UsageError, join_logps, sequence_keys
+from reflogp.store.schema import shard_table
+from reflogp.store.windows import windows
 
 row = st.fixed_dictionaries(
     {

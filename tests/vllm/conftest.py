@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.data.encode import tokenize_examples
-from reflogp_service.data.shape import examples_of
-from reflogp_service.engine import Sequence
-from reflogp_service.engines import EngineChoice
-from reflogp_store import describe_reference
+from reflogp.scoring.data.encode import tokenize_examples
+from reflogp.scoring.data.shape import examples_of
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.store import describe_reference
 from tests.conftest import REPOSITORY, save_llama
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, for each vLLM that a test starts

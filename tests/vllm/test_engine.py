@@ -13,10 +13,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.engine import Sequence, TorchEngine
-from reflogp_service.errors import EngineError, InvalidSequencesError
-from reflogp_service.vllm import engine as vllm_engine
-from reflogp_store import UsageError
+from reflogp.scoring.errors import EngineError, InvalidSequencesError
+from reflogp.scoring.torch_engine import Sequence, TorchEngine
+from reflogp.scoring.vllm_engine import engine as vllm_engine
+from reflogp.store import UsageError
 from tests.conftest import plain_token_logps
 from tests.vllm.conftest import VLLM_PYTHON, load
 
@@ -102,7 +102,7 @@ def test_kill_9_of_vllm_in_the_middle_loses_nothing(engine, pairs, plain_model):
     killed = threading.Event()
 
     def kill():
-        processes = [child for child in psutil.Process().children() if "reflogp_service.vllm.process" in child.cmdline()]
+        processes = [child for child in psutil.Process().children() if "reflogp.scoring.vllm_engine.process" in child.cmdline()]
         time.sleep(0.5)
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
@@ -176,8 +176,8 @@ def test_options_that_change_values_are_refused(model):
 def test_an_environment_without_vllm_is_named(model, monkeypatch):
     import sys
 
-    from reflogp_service.engines import EngineChoice
-    from reflogp_store import describe_reference
+    from reflogp.scoring.engines import EngineChoice
+    from reflogp.store import describe_reference
 
     with pytest.raises(UsageError, match="--vllm-python or in REFLOGP_VLLM_PYTHON"):
         EngineChoice("vllm", vllm_python=sys.executable).make(model, describe_reference(model, "float32"))

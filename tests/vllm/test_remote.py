@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from reflogp_service.engines import EngineChoice
-from reflogp_service.errors import EngineError
-from reflogp_store import LogprobStore, ReflogpError, UsageError, describe_reference
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError
+from reflogp.store import LogprobStore, ReflogpError, UsageError, describe_reference
 from tests.conftest import PAIRS, plain_token_logps, write_rows
 from tests.vllm.serving import VllmServe, free_port, vllm_serve
 

@@ -10,7 +10,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp_client import Client, RequestRefusedError
+from reflogp.client import Client, RequestRefusedError
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import running, settings_file, token_rows
 from tests.vllm.conftest import VLLM_PYTHON
@@ -28,7 +28,7 @@ def test_a_job_outlives_vllm_and_online_requests_are_answered_beside_it(model, p
 
         def vllm_processes():
             below = psutil.Process(service.process.pid).children(recursive=True)
-            return [child for child in below if "reflogp_service.vllm.process" in child.cmdline()]
+            return [child for child in below if "reflogp.scoring.vllm_engine.process" in child.cmdline()]
 
         [first] = vllm_processes()
         job = client.submit(data, "sft", format="tokens")
@@ -65,7 +65,9 @@ def vllm_left(process: psutil.Process) -> list[psutil.Process]:
     """vLLM's processes that outlived their service by more than a moment."""
     stop = time.monotonic() + 30
     while time.monotonic() < stop:
-        left = [p for p in psutil.process_iter(["cmdline"]) if "reflogp_service.vllm.process" in (p.info["cmdline"] or [])]
+        left = [
+            p for p in psutil.process_iter(["cmdline"]) if "reflogp.scoring.vllm_engine.process" in (p.info["cmdline"] or [])
+        ]
         left = [p for p in left if p.ppid() == 1 or p.pid == process.pid]
         if not left:
             return []

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from reflogp_client.cli.demo_model import train_tokenizer
-from reflogp_store.commands import score_command
+from reflogp.cli.demo_model import train_tokenizer
+from reflogp.store.commands import score_command
 from tests.conftest import PAIRS, save_llama
 from tests.trainer_ext.matrix.cases import CASES, STEPS, TOLERANCE, Result
 from tests.trainer_ext.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
@@ -25,7 +25,7 @@ from tests.trainer_ext.matrix.environments import ENVIRONMENTS, REPOSITORY, Envi
 TABLE = REPOSITORY / "docs" / "trl-versions.md"
 _ROWS = 48
 _LIMIT_S = 1800
-_MAIN = [sys.executable, "-c", "from reflogp_client.cli import main; main()"]
+_MAIN = [sys.executable, "-c", "from reflogp.cli import main; main()"]
 
 
 @dataclass

@@ -24,8 +24,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer
 
-from reflogp_trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
-from reflogp_trainer.audit.report import versions
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer.audit.report import versions
 from tests.trainer_ext.matrix.cases import CASES, MOVES, STEPS, Case, Result
 from tests.trainer_ext.on_cpu import ON_CPU
 

@@ -1,0 +1,180 @@
+"""What every subcommand shares with its user: exit codes, progress on stderr, one JSON object as the last line of stdout.
+
+Knows the terminal only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment
+from rich.text import Text
+
+from reflogp.store.safe_text import visible
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
+#: Rows whose problem is printed; the rest is counted.
+_PRINTED_ROWS = 10
+
+
+class SafeConsole(Console):
+    """A terminal that data cannot command: a string is one line, and control or invisible characters are shown as escapes.
+
+    What is printed is text and no markup, unless `markup=True` says so; names from elsewhere are then put in with `escape`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(visible(thing) if isinstance(thing, str) else thing for thing in objects), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Every table, bar and text goes through here."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text, keep="\n"), segment.style)
+
+
+out = SafeConsole()
+err = SafeConsole(stderr=True)
+
+
+def needs(extra: str, error: ImportError) -> typer.Exit:
+    """The exit for a subcommand whose extra is not installed."""
+    err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})", style="red")
+    return typer.Exit(EXIT_FAILED)
+
+
+def print_dropped(rows: int) -> None:
+    """Say that rows fall to --max-length, which is no error."""
+    if rows:
+        err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
+
+
+def print_json(summary: dict[str, Any]) -> None:
+    """One object on one line."""
+    sys.stdout.write(json.dumps(summary) + "\n")
+    sys.stdout.flush()
+
+
+def quiet_libraries() -> None:
+    """Keep the model libraries' own progress bars and notices off the terminal."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for library in ("accelerate", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        elapsed = task.finished_time if task.finished else task.elapsed
+        tokens = task.fields.get("tokens", 0)
+        return Text(f"{tokens / elapsed:,.0f} tokens/s" if tokens and elapsed else "", style="cyan")
+
+
+class Bar:
+    """A progress bar with rate and time left; collects bad rows and prints the first few when it closes."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=None, tokens=0)
+        self._tokens = 0
+        self._bad, self._notes = _Rows(), _Rows()
+
+    def begin(self, sequences: int) -> None:
+        self._progress.update(self._task, total=sequences)
+
+    def read(self, rows: int) -> None:
+        """Nothing to show: sequences are counted."""
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        self._tokens += tokens
+        self._progress.update(self._task, advance=sequences, tokens=self._tokens)
+
+    def bad_row(self, row: int, problem: str) -> None:
+        self._bad.add(row, problem)
+
+    def note(self, row: int, remark: str) -> None:
+        self._notes.add(row, remark)
+
+    def committed(self, snapshot: int) -> None:
+        """Nothing to show: rows count when they are computed."""
+
+    def hashed(self, done: int, total: int) -> None:
+        """Progress of hashing weight files, in bytes."""
+        self._progress.update(self._task, completed=done, total=total)
+
+    def report(self) -> None:
+        self._bad.print("left out (the others were kept)")
+        self._notes.print("kept, with a remark")
+
+
+class _Rows:
+    """Rows with something to say about each: the first few are printed, the rest counted."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, str]] = []
+        self._count = 0
+
+    def add(self, row: int, text: str) -> None:
+        self._count += 1
+        if len(self._first) < _PRINTED_ROWS:
+            self._first.append((row, text))
+
+    def print(self, what: str) -> None:
+        if not self._count:
+            return
+        rows = "1 row was" if self._count == 1 else f"{self._count} rows were"
+        err.print(f"{rows} {what}; rows count from 0:", style="yellow")
+        for row, text in self._first:
+            err.print(f"  row {row}: {text}")
+        if self._count > len(self._first):
+            err.print(f"  … and {self._count - len(self._first)} more")
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Bar]:
+    """A bar on stderr for the time of the block; off a terminal nothing is drawn."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    bar: Bar | None = None
+    try:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+            bar = Bar(progress, visible(label))
+            yield bar
+    finally:
+        if bar is not None:
+            bar.report()

@@ -1,0 +1,225 @@
+"""`reflogp demo`: the whole loop on shipped data, no network: score, score again, train on the joined values, plot.
+
+A recipe that reads top to bottom; each step is what a user would do.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
+from reflogp.store import LogprobStore, UsageError, describe_reference
+
+_DATA_FILE = "gsm8k_pairs.jsonl"
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model, the store, the run and the plot.")] = Path(
+        "reflogp-demo"
+    ),
+    model: Annotated[
+        str | None, typer.Option(help="Your own model folder or hub id. Default: a small one, built here.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your own preference pairs. Default: 300 pairs of grade-school maths.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=8, help="Pairs to train on, at most.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
+    dtype: Annotated[str, typer.Option(help="Dtype of scoring, as of score.")] = "float32",
+) -> None:
+    """Show the whole loop: score real pairs, score them again for nothing, train DPO on the stored values, plot.
+
+    Takes a minute or two on two CPU cores and needs no network. --model and --data take your own.
+    """
+    try:
+        quiet_libraries()
+        import torch
+
+        from reflogp.scoring.data.read import RowSource
+        from reflogp.scoring.data.tokenize import load_tokenizer
+        from reflogp.scoring.data.tokenized import TokenizedDataset
+        from reflogp.scoring.runs.local import Here
+        from reflogp.scoring.runs.score import score_dataset
+        from reflogp.scoring.torch_engine import TorchEngine
+        from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+    except ImportError as error:
+        raise needs("service,trainer", error) from error
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    data_file = data or str(shipped_data())
+
+    if model is None:
+        model = str(folder / "model")
+        if not (folder / "model" / "model.safetensors").is_file():
+            out.print(
+                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained for a moment on the chosen answers",
+                markup=True,
+            )
+            _build(folder / "model", RowSource(data_file))
+        else:
+            out.print(f"[bold]1. A reference model[/bold]: {escape(model)}, as an earlier demo left it", markup=True)
+    else:
+        out.print(f"[bold]1. A reference model[/bold]: {escape(model)}", markup=True)
+
+    store = LogprobStore(folder / "store")
+    reference = describe_reference(model, dtype)
+    for title in ("2. Score", "3. Score again"):
+        with progress_bar("scoring") as bar:
+            summary = score_dataset(
+                TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model)),
+                store,
+                reference,
+                Here(lambda: TorchEngine(str(model), dtype)),
+                watcher=bar,
+            )
+        out.print(
+            f"[bold]{title}[/bold]: {summary.rows} rows, {summary.sequences} sequences: {summary.hits} hits, "
+            f"{summary.duplicates} duplicates, {summary.scored} scored"
+            + (f" at {summary.tokens_per_second:,.0f} tokens/s" if summary.scored else "")
+            + f" (reference {reference.reference_id[:12]}…, snapshot {summary.snapshot})",
+            markup=True,
+        )
+
+    out.print(f"[bold]4. Train[/bold]: {steps} steps of DPO on the stored values", markup=True)
+    source = ReferenceSource(folder / "store", model=model, dtype=dtype)
+    with _models_that_run(torch) as ran:
+        trainer = _train(CachedDPOTrainer, source, model, data_file, folder / "run", rows, steps)
+    gate = trainer.audit.step_zero
+    out.print(
+        f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
+        f"sequences ({gate.max_per_root_token:.2g} per root token, {gate.tolerance:g} allowed)"
+    )
+    out.print(f"   language models that ran while training: {len(ran)} (the policy), so {len(ran) - 1} reference models")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    few = max(1, len(losses) // 5)
+    first, last = (sum(some) / few for some in (losses[:few], losses[-few:]))
+    out.print(f"   loss {first:.4f} in the first fifth of the steps, {last:.4f} in the last")
+
+    plot = folder / "logps.png"
+    _plot(trainer, plot)
+    out.print(f"[bold]5. Plot[/bold]: {escape(str(plot.resolve()))}", markup=True)
+    out.print(
+        f"Done in {time.monotonic() - started:.0f} s. Where the values came from, and what the audit saw: "
+        f"{(folder / 'run' / 'reflogp_audit.json').resolve()}"
+    )
+
+
+def shipped_data() -> Path:
+    """The example pairs: beside the package in an installed wheel, in examples/data in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
+        if (folder / _DATA_FILE).is_file():
+            return folder / _DATA_FILE
+    raise UsageError(f"the shipped example data ({_DATA_FILE}) is not installed; give --data")
+
+
+def _build(folder: Path, source: Any) -> None:
+    from reflogp.cli.demo_model import STEPS, build_model
+    from reflogp.scoring.data.shape import RowError, examples_of
+
+    conversations = []
+    for row in source:
+        try:
+            [example] = examples_of(row.columns or {}, "preference")
+        except RowError:
+            continue
+        prompt, chosen = example.prompt, example.completions[0]
+        if not example.conversational:
+            prompt = [{"role": "user", "content": prompt}]
+            chosen = [{"role": "assistant", "content": chosen}]
+        conversations.append(prompt + chosen)
+    if not conversations:
+        raise UsageError(f"{source.name} has no usable preference pair to build a demo model from")
+    with progress_bar("training steps") as bar:
+        bar.begin(STEPS)
+        parameters = build_model(folder, conversations, steps=STEPS, advance=bar.advance)
+    out.print(f"   {parameters / 1e6:.1f}M parameters in {folder}")
+
+
+def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Path, rows: int, steps: int) -> Any:
+    import torch
+    from datasets import Dataset, disable_progress_bars
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig
+
+    from reflogp.scoring.data.read import RowSource
+
+    disable_progress_bars()
+    readable = [row.columns for row, _ in zip(RowSource(data_file), range(rows), strict=False) if row.columns]
+    args = DPOConfig(
+        output_dir=str(run),
+        per_device_train_batch_size=4,
+        max_steps=steps,
+        learning_rate=5e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+        max_length=1024,
+    )
+    trainer = trainer_class(
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        args=args,
+        train_dataset=Dataset.from_list(readable),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reference=source,
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return trainer
+
+
+class _models_that_run:
+    """Collects every language model whose forward pass begins within the block, by a hook on all modules."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.seen: set[int] = set()
+
+    def __enter__(self) -> set[int]:
+        from transformers import PreTrainedModel
+
+        def note(module: Any, args: Any) -> None:
+            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
+                self.seen.add(id(module))
+
+        self._handle = self._torch.nn.modules.module.register_module_forward_pre_hook(note)
+        return self.seen
+
+    def __exit__(self, *exc: object) -> None:
+        self._handle.remove()
+
+
+def _plot(trainer: Any, file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    rows = trainer.train_dataset
+    history = [entry for entry in trainer.state.log_history if "rewards/chosen" in entry]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for side, colour in (("chosen", "tab:blue"), ("rejected", "tab:orange")):
+        lengths = np.array([len(ids) for ids in rows[f"{side}_ids"]])
+        per_token = np.array(rows[f"ref_{side}_logps"]) / np.maximum(lengths, 1)
+        left.hist(per_token, bins=40, alpha=0.6, label=f"{side} (mean {per_token.mean():.2f})", color=colour)
+        beta = trainer.beta
+        gain = [entry[f"rewards/{side}"] / beta for entry in history]
+        right.plot([entry["step"] for entry in history], gain, label=side, color=colour)
+    left.set(title=f"Reference log-probs, {len(rows)} pairs", xlabel="nats per token", ylabel="completions")
+    right.set(title="Policy against the stored reference", xlabel="step", ylabel="log-prob gained, nats per completion")
+    right.axhline(0, color="grey", linewidth=0.8)
+    left.legend()
+    right.legend()
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,221 @@
+"""`reflogp doctor`: what an installation can do, what it cannot, and the command that helps."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Annotated, Literal
+
+import httpx
+import typer
+from packaging.requirements import Requirement
+from rich.text import Text
+
+from reflogp.cli import options
+from reflogp.cli.console import EXIT_FAILED, out, print_json
+from reflogp.store import LogprobStore, ReflogpError, StoreNotFoundError, read_checkpoint, resolve_model
+from reflogp.store.safe_text import visible
+
+#: Extras that people install, and what each is for.
+_EXTRAS = {
+    "service": "score, serve, join",
+    "trainer": "train with TRL",
+    "ray": "score --ray, executor ray",
+    "openrlhf": "train with OpenRLHF",
+}
+_COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: its name.
+        state: broken is what has to be mended before something asked for works; note is good to know.
+        said: what was found.
+        help: the command or the step that changes it; empty where nothing needs to.
+    """
+
+    what: str
+    state: Literal["ok", "note", "broken"]
+    said: str
+    help: str = ""
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Also: can this model be scored here?", metavar="MODEL")] = None,
+    store: Annotated[str | None, typer.Option(help="Also: can this store be read and written?", metavar="URI")] = None,
+    url: Annotated[str | None, typer.Option(help="Also: does this service answer, and take the token?")] = None,
+    token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check an installation, and say what to do where something is missing.
+
+    Loads no model and changes nothing but a probe file in the store, which it removes. Exit code 1 where something is broken.
+
+    Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
+    """
+    findings = [*_installation(), *_devices()]
+    findings += _model(model) if model is not None else []
+    findings += _store(store) if store is not None else []
+    findings += _service(url, token) if url is not None else []
+    broken = [finding for finding in findings if finding.state == "broken"]
+    if as_json:
+        print_json({"ok": not broken, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            out.print(Text.assemble((finding.state, _COLOURS[finding.state]), visible(f" {finding.what}: {finding.said}")))
+            if finding.help:
+                out.print(f"       {finding.help}", style="cyan")
+        out.print("nothing is broken" if not broken else f"{len(broken)} to mend", style="bold")
+    if broken:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _installation() -> Iterator[Finding]:
+    yield Finding("reflogp", "ok", f"{version('reflogp')}, Python {platform.python_version()}, {platform.machine()}")
+    for extra, purpose in _EXTRAS.items():
+        missing, wrong = _unmet(extra)
+        if wrong:
+            command = "pip install " + " ".join(f"'{requirement}'" for requirement in wrong.values())
+            said = ", ".join(f"{name} {version(name)} is outside {wrong[name].specifier}" for name in wrong)
+            yield Finding(extra, "broken", said, command)
+        elif missing:
+            said = f"not installed ({purpose}): {', '.join(missing)} missing"
+            yield Finding(extra, "note", said, f"pip install 'reflogp[{extra}]'")
+        else:
+            yield Finding(extra, "ok", f"installed ({purpose})")
+    yield _vllm()
+
+
+def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
+    """(packages of an extra that are missing, those of another version than it asks for)."""
+    missing, wrong = [], {}
+    for requirement in map(Requirement, requires("reflogp") or []):
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.marker.evaluate({"extra": ""}):
+            continue  # of every installation
+        try:
+            if not requirement.specifier.contains(version(requirement.name), prereleases=True):
+                wrong[requirement.name] = requirement
+        except PackageNotFoundError:
+            missing.append(requirement.name)
+    return missing, wrong
+
+
+def _vllm() -> Finding:
+    named = os.environ.get("REFLOGP_VLLM_PYTHON")
+    if named and not os.access(named, os.X_OK):
+        return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", "name the Python of vLLM's environment")
+    if named or find_spec("vllm") is not None:
+        return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
+    if os.access(made := ".venv-vllm/bin/python", os.X_OK):
+        return Finding("vllm", "note", "in .venv-vllm, which nothing names", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}")
+    return Finding(
+        "vllm",
+        "note",
+        "not installed (models that need several GPUs)",
+        "python -m venv vllm && vllm/bin/pip install 'reflogp[vllm]' && export REFLOGP_VLLM_PYTHON=$PWD/vllm/bin/python",
+    )
+
+
+def _devices() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__}" + ("" if torch.version.cuda is None else f" for CUDA {torch.version.cuda}")
+        advice = "" if torch.version.cuda is None else "check the driver: nvidia-smi"
+        yield Finding("device", "note", f"no GPU that {built} can use: scoring runs on the CPU, slowly", advice)
+        return
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        said = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, torch {torch.__version__}"
+        if not torch.cuda.is_bf16_supported():
+            yield Finding(f"cuda:{number}", "note", f"{said}; no bfloat16", "score with --dtype float16 or float32")
+            continue
+        yield Finding(f"cuda:{number}", "ok", said)
+    if find_spec("reflogp.service") is not None and not _unmet("service")[0]:
+        from reflogp.scoring.torch_engine.attention import installed_kernels
+
+        yield Finding("attention", "ok", f"kernels, the fastest first: {', '.join(installed_kernels())}")
+
+
+def _model(model: str) -> Iterator[Finding]:
+    try:
+        checkpoint = read_checkpoint(resolve_model(model))
+    except ReflogpError as error:
+        yield Finding("model", "broken", str(error), "give a folder with config.json and safetensors, or a hub id")
+        return
+    size = sum(file.stat().st_size for file in checkpoint.weight_files)
+    architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
+    yield Finding("model", "ok", f"{architecture}, {size / 1e6:,.0f} MB of weights, whole")
+    room = _largest_room()
+    if room is not None and size > room:
+        yield Finding(
+            "model",
+            "note",
+            f"its weights are larger than the {room / 2**30:.0f} GiB that are free on the largest device",
+            "reflogp score --engine vllm --tensor-parallel N",
+        )
+
+
+def _largest_room() -> int | None:
+    """Free bytes of the device that scoring would take; None where torch is not installed."""
+    if find_spec("torch") is None or _unmet("service")[0]:
+        return None
+    import torch
+
+    from reflogp.scoring.torch_engine.memory import free_bytes
+
+    names = [f"cuda:{number}" for number in range(torch.cuda.device_count())] or ["cpu"]
+    return max(free_bytes(torch.device(name)) for name in names)
+
+
+def _store(uri: str) -> Iterator[Finding]:
+    try:
+        opened = LogprobStore(uri)
+        references = opened.references()
+        for reference in references:
+            opened.table(reference.reference_id).check_writable()
+    except StoreNotFoundError as error:
+        yield Finding("store", "note", f"{error}; scoring makes one")
+        return
+    except ReflogpError as error:
+        yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
+        return
+    if not references:
+        yield Finding("store", "note", f"{uri} holds nothing yet; scoring makes it a store")
+        return
+    names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
+    yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
+
+
+def _service(url: str, token: str | None) -> Iterator[Finding]:
+    base = url.rstrip("/")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        health = httpx.get(f"{base}/healthz", timeout=10)
+        answer = httpx.get(f"{base}/v1/references", headers=headers, timeout=30)
+    except httpx.HTTPError as error:
+        start = "start one: reflogp serve --store URI --model NAME=PATH"
+        yield Finding("service", "broken", f"{url} cannot be reached ({type(error).__name__})", start)
+        return
+    if health.status_code != 200:
+        yield Finding("service", "broken", f"{url} answered {health.status_code}: is it a reflogp service?")
+    elif answer.status_code in (401, 403):
+        said = f"{url} does not take the token" if token else f"{url} asks for a token"
+        yield Finding("service", "broken", said, "give --token, or REFLOGP_TOKEN; `reflogp token` makes one")
+    elif answer.status_code != 200:
+        yield Finding("service", "broken", f"{url} answered {answer.status_code} to /v1/references", "see the service's log")
+    else:
+        yield Finding("service", "ok", f"{url} answers" + (", and takes the token" if token else ", and asks for no token"))

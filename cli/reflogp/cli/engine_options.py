@@ -1,0 +1,147 @@
+"""The options of `reflogp score` that say what computes, and the engine choice that they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reflogp.store import LogprobStore, Reference, ReflogpError, UsageError
+
+if TYPE_CHECKING:
+    from reflogp.scoring.engines import EngineChoice
+
+_VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
+
+Engine = Annotated[
+    Literal["torch", "vllm", "remote"],
+    typer.Option(
+        help="What computes: torch here; vllm, for models that need several GPUs; remote, a `vllm serve` that runs already."
+    ),
+]
+StrictEngine = Annotated[
+    bool,
+    typer.Option("--strict-engine", help="Fail where the store has values of another engine for this dataset."),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, … Default: auto.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="Spread the dataset over several devices of this machine, a process on each: all, cuda:0,cuda:1, or cpu,cpu. With "
+        "--tensor-parallel N each engine takes N of the GPUs.",
+        metavar="all|NAME,…",
+    ),
+]
+TokenBudget = Annotated[
+    str | None,
+    typer.Option(help="Tokens of one batch, or auto. Halved when memory runs out. Default: auto.", metavar="N|auto"),
+]
+VllmPython = Annotated[
+    str | None,
+    typer.Option(
+        help="Python of vLLM's environment, with reflogp beside it. Default: REFLOGP_VLLM_PYTHON, or this one.",
+        metavar="FILE",
+        rich_help_panel=_VLLM,
+    ),
+]
+TensorParallel = Annotated[
+    int | None, typer.Option(min=1, help="GPUs that one model is spread over. Default: 1.", rich_help_panel=_VLLM)
+]
+VllmOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A further argument of vLLM, as gpu_memory_utilization=0.8; repeatable.",
+        metavar="NAME=VALUE",
+        rich_help_panel=_VLLM,
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(help="The server, as http://HOST:8000; its API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE),
+]
+ServedModel = Annotated[
+    str | None,
+    typer.Option(help="Its name for the reference. Default: the only model it serves.", rich_help_panel=_REMOTE),
+]
+Concurrency = Annotated[
+    int | None, typer.Option(min=1, help="Requests under way at a time. Default: 64.", rich_help_panel=_REMOTE)
+]
+Patience = Annotated[
+    float | None,
+    typer.Option(min=0, help="Seconds to wait for a server that does not answer. Default: 300.", rich_help_panel=_REMOTE),
+]
+Claim = Annotated[
+    str | None,
+    typer.Option(
+        help="Where MODEL holds no weights: the reference that the server's are, an id that the store has or a file of "
+        "`reflogp reference`. Its dtype is taken, and its values cannot be checked.",
+        metavar="ID|FILE",
+        rich_help_panel=_REMOTE,
+    ),
+]
+TrustClaim = Annotated[
+    bool,
+    typer.Option(
+        "--trust-claim",
+        help="Do not compare the server's values with those of MODEL's weights before they are stored.",
+        rich_help_panel=_REMOTE,
+    ),
+]
+
+
+def engine_choice(
+    name: Literal["torch", "vllm", "remote"],
+    trust_remote_code: bool,
+    check_claim: bool,
+    of_torch: dict[str, Any],
+    of_vllm: dict[str, Any],
+    of_remote: dict[str, Any],
+) -> EngineChoice:
+    """The engine with the options that were given (None means not given).
+
+    Raises UsageError for an option of another engine, and for one that cannot be read.
+    """
+    from reflogp.scoring.engines import EngineChoice
+    from reflogp.scoring.vllm_engine.options import parse_options
+
+    chosen: dict[str, Any] = {}
+    for owner, options in {"torch": of_torch, "vllm": of_vllm, "remote": of_remote}.items():
+        given = {option: value for option, value in options.items() if value is not None}
+        foreign = given if owner != name else {}
+        if name == "remote":
+            foreign.pop("device", None)  # where its values are checked
+        if foreign:
+            raise UsageError(f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, and this is {name}")
+        chosen |= given
+    if "token_budget" in chosen:
+        chosen["token_budget"] = _token_budget(chosen["token_budget"])
+    if "vllm_option" in chosen:
+        chosen["vllm_options"] = parse_options(chosen.pop("vllm_option"))
+    if "patience" in chosen:
+        chosen["patience_seconds"] = chosen.pop("patience")
+    if name == "remote" and "url" not in chosen:
+        raise UsageError("--engine remote needs --url, the address of a vllm serve")
+    return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **chosen)
+
+
+def claimed_reference(claim: str, store: LogprobStore) -> Reference:
+    """The reference of --claim. Raises UsageError."""
+    file = Path(claim).expanduser()
+    if not file.is_file():
+        try:
+            return store.table(claim).reference
+        except ReflogpError as error:
+            raise UsageError(f"--claim {claim}: there is no such file of `reflogp reference`, and {error}") from error
+    try:
+        return Reference.from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"--claim {claim}: not a file of `reflogp reference`: {error}") from error
+
+
+def _token_budget(text: str) -> Any:
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--token-budget {text}: use a whole number above 0, or auto")
+    return int(text)

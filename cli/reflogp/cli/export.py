@@ -1,0 +1,125 @@
+"""`reflogp export`: joined values as the files that other training stacks read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from reflogp.cli import options
+from reflogp.cli.console import EXIT_MISSES, err, needs, out, print_json
+from reflogp.cli.exports import (
+    JoinedPairs,
+    LossType,
+    read_pairs,
+    write_fairseq2,
+    write_megatron_bridge,
+    write_open_instruct,
+)
+from reflogp.client.errors import RowsWithoutValuesError
+from reflogp.store import UsageError
+
+Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
+
+#: The options that each stack needs; those of another are refused.
+_NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
+#: Rows without values that the summary names, as many as `reflogp join` does.
+_LISTED_ROWS = 100
+
+
+def export(
+    joined: Annotated[Path, typer.Argument(help="What `reflogp join` or `reflogp jobs result` wrote.", metavar="JOINED")],
+    stack: Annotated[Stack, typer.Option("--as", help="The stack that will read it.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="open-instruct: the folder of its caches, $REFERENCE_LOGPROBS_CACHE_PATH. megatron-bridge: the artifact's "
+            "folder. fairseq2: a .jsonl file.",
+        ),
+    ],
+    cache_hash: Annotated[
+        str | None,
+        typer.Option(
+            "--hash",
+            help="open-instruct: the name of this run's cache. Its log has it: 'Reference logprobs cache path: …/<hash>.pt'; "
+            "--cache_dataset_only stops it soon after.",
+        ),
+    ] = None,
+    loss_type: Annotated[
+        LossType | None,
+        typer.Option(help="open-instruct: the run's --loss_type. dpo and wpo read sums, dpo_norm reads means over tokens."),
+    ] = None,
+    metadata: Annotated[
+        Path | None,
+        typer.Option(
+            help="megatron-bridge: a JSON object of what the training run expects of scoring_metadata.json: its "
+            "expected_scoring_metadata(config)."
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write joined pairs as what open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
+
+    Values belong to the tokens that were scored, and these stacks find them by a row's number. So score and join rows of the
+    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset that it trains on.
+    Every row needs values: where some have none, nothing is written, the rows are named, and the exit code is 3.
+
+    Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
+
+    Example: reflogp export joined.parquet --as megatron-bridge -o ./ref-logprobs --metadata expected.json
+
+    Example: reflogp export joined.parquet --as fairseq2 -o ./pairs/train.jsonl
+    """
+    _check_options(stack, {"--hash": cache_hash, "--loss-type": loss_type, "--metadata": metadata})
+    try:
+        pairs = read_pairs(joined)
+        files = _write(pairs, output, cache_hash, loss_type, metadata)
+    except RowsWithoutValuesError as error:
+        err.print(f"reflogp: {error}", style="red")
+        if as_json:
+            missing = {"missing": len(error.reasons), "missing_row_numbers": list(error.reasons)[:_LISTED_ROWS]}
+            print_json({"stack": stack, "rows": error.rows, "written": 0, **missing, "files": []})
+        raise typer.Exit(EXIT_MISSES) from error
+    except ImportError as error:
+        raise needs("service", error) from error
+    if as_json:
+        values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
+        counts = {"rows": len(pairs), "written": len(pairs), "missing": 0, "missing_row_numbers": []}
+        print_json({"stack": stack, **counts, "files": [str(file) for file in files], **values})
+    else:
+        out.print(f"{len(pairs):,} pairs written for {stack}: {', '.join(map(str, files))}")
+
+
+def _check_options(stack: Stack, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _NEEDS[stack] and value is None:
+            raise UsageError(f"--as {stack} needs {name}; see `reflogp export --help`")
+        if name not in _NEEDS[stack] and value is not None:
+            raise UsageError(f"{name} is not for --as {stack}")
+
+
+def _write(
+    pairs: JoinedPairs, output: Path, cache_hash: str | None, loss_type: LossType | None, metadata: Path | None
+) -> list[Path]:
+    """The files written. The options are those of one stack, all of them, so they tell which."""
+    if cache_hash is not None and loss_type is not None:
+        return [write_open_instruct(pairs, output, cache_hash, loss_type)]
+    if metadata is not None:
+        return write_megatron_bridge(pairs, output, _read_object(metadata))
+    return [write_fairseq2(pairs, output)]
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--metadata {file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"--metadata {file} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"--metadata {file} is not a JSON object")
+    return value

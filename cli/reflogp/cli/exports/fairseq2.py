@@ -1,0 +1,51 @@
+"""fairseq2's preference datasets: JSON lines that bring reference scores, so that `reference_model: null` trains.
+
+Knows the lines (facebookresearch/fairseq2, pull request 958; src/fairseq2/datasets/preference.py). Does not know its
+tokenizers. Called by `reflogp export`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from reflogp.cli.exports.joined import JoinedPairs
+from reflogp.client.errors import named_rows
+from reflogp.store import UsageError
+from reflogp.store.whole_files import appears_whole
+
+#: What the reader takes from every line (GenericPreferenceDataset.create_reader).
+_FIELDS = ("src", "tgt_chosen", "tgt_rejected")
+
+
+def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
+    """Write each row's own fields with reference_score_chosen and reference_score_rejected: sums in nats.
+
+    Raises UsageError for a name that fairseq2 does not read, rows without its fields, sums that end before their completions,
+    or sums of 0: its reader takes 0 for a score that is not there (`all(scores)` of a batch).
+    """
+    if file.suffix != ".jsonl":
+        raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")
+    lacking = [name for name in _FIELDS if name not in pairs.own_columns]
+    if lacking:
+        kept = (
+            "a job's result keeps no column of the dataset: use `reflogp join`"
+            if not pairs.own_columns
+            else "join rows with them"
+        )
+        raise UsageError(f"{pairs.file} has no column {', '.join(lacking)}, which fairseq2 reads; {kept}")
+    pairs.refuse_truncated("fairseq2", "truncates nothing (it drops what is longer)")
+    zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
+    if zero.any():
+        raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 takes for missing: {named_rows(np.flatnonzero(zero))}")
+    scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
+    with appears_whole(file) as partial, partial.open("w", encoding="utf-8") as out:
+        for number, (row, chosen, rejected) in enumerate(scores):
+            line = {**row, "reference_score_chosen": chosen, "reference_score_rejected": rejected}
+            try:
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            except TypeError as error:
+                raise UsageError(f"row {number} of {pairs.file} cannot be written as JSON: {error}") from error
+    return file

@@ -1,0 +1,138 @@
+"""Preference pairs with reference log-probs, out of a file of `reflogp join` or of a job's result.
+
+Knows those two files and what every export demands: a finite value for every row of the dataset, in its order. Does not know
+what is written of it. Called by `reflogp export`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from reflogp.client.errors import RowsWithoutValuesError, named_rows
+from reflogp.store import UsageError
+from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS, ROW_COLUMN, tokens_column
+
+_LOGPS = tuple(PAIR_COLUMNS.values())
+_TOKENS = tuple(map(tokens_column, _LOGPS))
+_KEYS = tuple(name.replace("_ids", "_key") for name in PAIR_COLUMNS)
+_SETTINGS = ("reference_id", "reference_dtype", "snapshot", "max_length", "truncation_mode")
+
+
+@dataclass(frozen=True)
+class JoinedPairs:
+    """A dataset's n pairs, every row with values, in the dataset's order.
+
+    Attributes:
+        file: where they were read from.
+        reference_id, reference_dtype, snapshot: what the values are of.
+        max_length, truncation_mode: what the sums were joined under.
+        chosen_logps, rejected_logps: sums over the completion's tokens in nats, float32 (n,), finite.
+        chosen_tokens, rejected_tokens: log-probs in each sum, int64 (n,).
+        own_columns: the columns that the dataset itself has; none in a job's result.
+    """
+
+    file: Path
+    reference_id: str
+    reference_dtype: str
+    snapshot: int
+    max_length: int | None
+    truncation_mode: str
+    chosen_logps: npt.NDArray[np.float32]
+    rejected_logps: npt.NDArray[np.float32]
+    chosen_tokens: npt.NDArray[np.int64]
+    rejected_tokens: npt.NDArray[np.int64]
+    own_columns: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.chosen_logps)
+
+    def own_rows(self) -> Iterator[dict[str, Any]]:
+        """The dataset's own columns, row by row, read as they are asked for."""
+        with _said_as_usage_error(self.file):
+            for batch in pq.ParquetFile(self.file).iter_batches(columns=list(self.own_columns)):
+                yield from batch.to_pylist()
+
+    def refuse_truncated(self, stack: str, why: str) -> None:
+        """Raise UsageError where sums may end before their completions do."""
+        if self.max_length is not None:
+            raise UsageError(
+                f"{self.file} was joined under max_length {self.max_length}, and {stack} {why}: join it without --max-length"
+            )
+
+
+def read_pairs(file: Path) -> JoinedPairs:
+    """Read a joined file, or a job's result.
+
+    Raises:
+        RowsWithoutValuesError: rows of the dataset that have no values; names them.
+        UsageError: no such file, or one that holds no values of pairs, or not plain sums, or values that are no numbers.
+    """
+    try:
+        opened = pq.ParquetFile(file)
+        metadata = opened.metadata.metadata or {}
+        note = json.loads(metadata[b"reflogp"])
+        settings, ld_alpha = {name: note[name] for name in _SETTINGS}, note["ld_alpha"]
+        names = opened.schema_arrow.names
+        expected = json.loads(metadata.get(b"reflogp.coverage", b"{}")).get("rows")
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no file {file}") from error
+    except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
+        raise UsageError(f"{file} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
+    if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
+        raise UsageError(f"{file} has KTO rows; exports hold preference pairs: join prompt, chosen and rejected")
+    is_result = ROW_COLUMN not in names and "error" in names
+    row_column = "row" if is_result else ROW_COLUMN
+    needed = (*_LOGPS, *_TOKENS, row_column)
+    lacking = [name for name in needed if name not in names] or (["number of rows"] if expected is None else [])
+    if lacking:
+        raise UsageError(f"{file} has no {', '.join(lacking)}: write it again with this version of reflogp")
+    if ld_alpha is not None:
+        raise UsageError(f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums: join it without")
+    with _said_as_usage_error(file):
+        table = opened.read([*needed, *(["error"] if is_result else [])])
+    rows = table[row_column].to_numpy()
+    if not (np.diff(rows) > 0).all():
+        raise UsageError(f"the rows of {file} are not in the dataset's order, or some are there twice: join it again")
+    _refuse_rows_without_values(file, table, rows, expected)
+    chosen, rejected = (np.asarray(table[name].to_numpy(), np.float32) for name in _LOGPS)
+    bad = ~(np.isfinite(chosen) & np.isfinite(rejected))
+    if bad.any():
+        raise UsageError(f"{file} has values that are not finite, in {named_rows(rows[bad])}: join it again")
+    added = {*needed, *_KEYS, *(["error"] if is_result else [])}
+    return JoinedPairs(
+        file,
+        **settings,
+        chosen_logps=chosen,
+        rejected_logps=rejected,
+        chosen_tokens=np.asarray(table[_TOKENS[0]].to_numpy(), np.int64),
+        rejected_tokens=np.asarray(table[_TOKENS[1]].to_numpy(), np.int64),
+        own_columns=tuple(name for name in names if name not in added),
+    )
+
+
+@contextmanager
+def _said_as_usage_error(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _refuse_rows_without_values(file: Path, table: pa.Table, rows: npt.NDArray[np.int64], expected: int) -> None:
+    """Raise RowsWithoutValuesError for rows that are null (a job's result) or left out (a joined file)."""
+    null = np.logical_or.reduce([table[name].is_null().to_numpy() for name in (*_LOGPS, *_TOKENS)])
+    reasons = {int(row): "" for row in np.setdiff1d(np.arange(expected), rows[~null])}
+    if "error" in table.column_names:
+        reasons |= {int(rows[at]): table["error"][at].as_py() or "" for at in np.flatnonzero(null)}
+    if reasons:
+        raise RowsWithoutValuesError(str(file), reasons, expected)

@@ -1,0 +1,66 @@
+"""Megatron-Bridge's artifact of offline reference log-probs: a folder of ref_logprobs.jsonl and scoring_metadata.json.
+
+Knows the two files (NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
+data/datasets/preference.py). Does not know a training run's config: its fingerprint is given. Called by `reflogp export`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from reflogp.cli.exports.joined import JoinedPairs
+from reflogp.store import UsageError
+from reflogp.store.whole_files import appears_whole
+
+LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
+
+#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The others are null where not given.
+_REQUIRED = (
+    "dataset",
+    "tokenizer",
+    "max_seq_length",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "tokenization_version",
+)
+
+
+def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
+    """Write an artifact that holds pair_id 0 to n-1: sums in nats and token counts of both sides.
+
+    The metadata is the fingerprint, num_pairs, and under `reflogp` what the values are of; the trainer compares the fields of
+    the fingerprint and ignores the rest. It refuses a folder without metadata, so the old metadata goes first and the new comes
+    last: a folder that an interrupted export leaves is refused, never half believed.
+
+    Args:
+        fingerprint: what the training run expects: the fields of `expected_scoring_metadata(config)` (training/dpo_train.py).
+
+    Raises UsageError for a fingerprint that lacks fields or counts other pairs, and for sums that end before their completions.
+    """
+    lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
+    if lacking:
+        raise UsageError(f"the metadata lacks {', '.join(lacking)}, which Megatron-Bridge compares with the training run's")
+    if fingerprint.get("num_pairs", len(pairs)) != len(pairs):
+        raise UsageError(f"the metadata is of {fingerprint['num_pairs']} pairs, and {pairs.file} has {len(pairs)}")
+    pairs.refuse_truncated("Megatron-Bridge", "truncates nothing (it gives longer pairs no loss)")
+    values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
+    metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}
+    logprobs_file, metadata_file = folder / LOGPROBS_FILE, folder / METADATA_FILE
+    with appears_whole(metadata_file) as partial_metadata:
+        partial_metadata.write_text(json.dumps(metadata, indent=2), encoding="utf-8")
+        with appears_whole(logprobs_file) as partial:
+            with partial.open("w", encoding="utf-8") as out:
+                for pair_id, record in enumerate(_records(pairs)):
+                    out.write(json.dumps({"pair_id": pair_id, **record}) + "\n")
+            metadata_file.unlink(missing_ok=True)
+    return [logprobs_file, metadata_file]
+
+
+def _records(pairs: JoinedPairs) -> Iterator[dict[str, float | int]]:
+    columns = (pairs.chosen_logps, pairs.chosen_tokens, pairs.rejected_logps, pairs.rejected_tokens)
+    names = ("ref_chosen_logprob_sum", "ref_chosen_num_tokens", "ref_rejected_logprob_sum", "ref_rejected_num_tokens")
+    for values in zip(*(column.tolist() for column in columns), strict=True):
+        yield dict(zip(names, values, strict=True))

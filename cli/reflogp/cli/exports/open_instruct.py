@@ -1,0 +1,62 @@
+"""open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of computing it.
+
+Knows the file (allenai/open-instruct, open_instruct/model_utils.py TensorCache, dpo_utils.py build_reference_logprobs_cache).
+Does not know open-instruct's config, of which the file's name is a hash. Called by `reflogp export`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.cli.exports.joined import JoinedPairs
+from reflogp.client.errors import named_rows
+from reflogp.store import UsageError
+from reflogp.store.whole_files import appears_whole
+
+#: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
+LossType = Literal["dpo", "dpo_norm", "wpo"]
+
+#: dpo_utils.py, compute_reference_cache_hash: the beginning of a sha256.
+_HASH = re.compile(r"[0-9a-f]{16}")
+
+
+def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
+    """Write `<folder>/<cache_hash>.pt`: {"chosen_logps", "rejected_logps"}, float32 (n,), in the order of the dataset's index.
+
+    Sums for dpo and wpo, means over the completion's tokens for dpo_norm, as DPOLossType.is_average_loss has it.
+
+    Args:
+        folder: open-instruct's REFERENCE_LOGPROBS_CACHE_PATH.
+        cache_hash: what open-instruct's own log calls this run's cache.
+
+    Raises:
+        UsageError: a hash that is none, values of other windows than open-instruct's, or a mean over no tokens.
+        ImportError: torch is not installed.
+    """
+    import torch
+
+    if not _HASH.fullmatch(cache_hash):
+        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log names this run's")
+    if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
+        raise UsageError(f"{pairs.file} was joined under {pairs.truncation_mode}, and open-instruct keeps a sequence's start")
+    sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}
+    tensors = {
+        f"{side}_logps": torch.tensor(_means(pairs, logps, tokens) if loss_type == "dpo_norm" else logps)
+        for side, (logps, tokens) in sides.items()
+    }
+    target = folder / f"{cache_hash}.pt"
+    with appears_whole(target) as partial, partial.open("wb") as out:
+        torch.save(tensors, out)
+    return target
+
+
+def _means(pairs: JoinedPairs, logps: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    empty = np.flatnonzero(tokens == 0)
+    if len(empty):
+        raise UsageError(f"{pairs.file} has completions without tokens, which have no mean: {named_rows(empty)}")
+    return (logps.astype(np.float64) / tokens).astype(np.float32)

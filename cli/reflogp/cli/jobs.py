@@ -1,0 +1,283 @@
+"""`reflogp jobs`: look at a service's jobs, follow one, end one, start one again, fetch its values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from reflogp.cli import options
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err, out, print_json
+from reflogp.client.client import Client
+from reflogp.client.models import Job, JobState
+from reflogp.store import UsageError
+from reflogp.store.safe_text import visible
+
+#: Columns of a terminal that has room for all that a list of jobs says.
+_WIDE = 120
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Precompute jobs of a service: list, show, cancel, retry, fetch. `reflogp submit` makes one.
+
+Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch""",
+)
+
+Url = Annotated[str, typer.Argument(help="Service, as `reflogp serve` prints it.", metavar="URL")]
+JobId = Annotated[str, typer.Argument(help="Job, as `reflogp submit` and `reflogp jobs ls` print it.", metavar="ID")]
+Token = Annotated[
+    str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, where the service has tokens.")
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow it until it is done, failed or cancelled.")]
+
+
+@app.command("ls")
+def ls(
+    url: Url,
+    state: Annotated[str | None, typer.Option(help=f"Only these: {', '.join(get_args(JobState))}.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Jobs at most.")] = 20,
+    before: Annotated[str | None, typer.Option(help="Only jobs older than this one.", metavar="ID")] = None,
+    token: Token = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """List jobs, the newest first.
+
+    Example: reflogp jobs ls http://127.0.0.1:8311 --state running
+    """
+    if state is not None and state not in get_args(JobState):
+        raise UsageError(f"--state {state}: use one of {', '.join(get_args(JobState))}")
+    with Client(url, token) as client:
+        page = client.jobs(state, before, limit)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"jobs": [job.as_dict() for job in page.jobs], "counts": page.counts, "next_before": page.next_before})
+        return
+    if page.jobs:
+        _print(_listed(page.jobs, narrow=out.is_terminal and out.width < _WIDE))
+    out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
+    if page.next_before:
+        out.print(f"older ones: --before {page.next_before}")
+
+
+@app.command("show")
+def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_json: options.AsJson = False) -> None:
+    """Show one job; with --watch, follow it to its end: the exit code is then 1 if it failed or was cancelled, 3 with bad rows.
+
+    Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch
+    """
+    with Client(url, token) as client:
+        found = watched(client, job) if watch else client.job(job)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _describe(found)
+    if watch:
+        raise typer.Exit(exit_code(found))
+
+
+@app.command("cancel")
+def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
+    """End a job. What it has scored stays in the store, so a retry goes on from there.
+
+    Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
+    """
+    with Client(url, token) as client:
+        found = client.cancel(job)
+    ending = "" if found.finished else ": it ends after the batch that it computes now"
+    _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
+
+
+@app.command("retry")
+def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
+    """Put a failed or cancelled job in line again. It scores what the store still lacks.
+
+    Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
+    """
+    with Client(url, token) as client:
+        found = client.retry(job)
+    _say(found, f"job {found.id} is {found.state}; watch it: {command('show', url, job)} --watch", as_json)
+
+
+@app.command("result")
+def result(
+    url: Url,
+    job: JobId,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
+    token: Token = None,
+) -> None:
+    """Save a done job's values: one row per row of the dataset, with keys, ref columns, and why a row has none.
+
+    Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
+    """
+    with Client(url, token) as client:
+        save_result(client, job, output)
+
+
+def save_result(client: Client, job: str, output: Path) -> None:
+    client.result(job, output)
+    err.print(f"values saved in {output}")
+
+
+def watched(client: Client, job: str) -> Job:
+    """Follow a job to its end under a progress bar on stderr; off a terminal only its states are told.
+
+    The service's own numbers are shown: a watch may begin, or go on, in the middle of a job.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}", style="cyan", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
+    )
+    state = ""
+    try:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+            bar = progress.add_task("connecting", total=None, rate="", left="")
+            for found in client.events(job):
+                now = found.progress
+                if found.state != state:
+                    again = f" again ({found.note})" if found.state == "queued" and found.attempts and found.note else ""
+                    state = found.state
+                    err.print(f"job {found.id}: {state}{again}")
+                progress.update(
+                    bar,
+                    description="scoring" if state == "running" else visible(state),
+                    total=now.sequences or None,
+                    completed=now.done,
+                    rate=f"{now.tokens_per_second:,.0f} tokens/s" if state == "running" and now.tokens else "",
+                    left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
+                )
+    except KeyboardInterrupt:
+        err.print(f"reflogp: job {job} goes on", style="yellow")
+        err.print(f"  watch it again: {command('show', client.url, job)} --watch")
+        err.print(f"  cancel it:      {command('cancel', client.url, job)}")
+        raise typer.Exit(EXIT_FAILED) from None
+    return found
+
+
+def command(name: str, url: str, job: str) -> str:
+    """A whole command about a job, to copy."""
+    return shlex.join(["reflogp", "jobs", name, url, job])
+
+
+def print_outcome(job: Job) -> None:
+    """Print how a finished job ended, in up to three lines."""
+    for line in _outcome(job):
+        out.print(line)
+
+
+def _outcome(job: Job) -> list[str]:
+    if job.state == "failed" and job.error:
+        return [f"job {job.id} failed: {job.error}"]
+    if job.state != "done" or job.summary is None:
+        return [f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'is {job.state}'}"]
+    counted = {
+        name: job.summary.get(name) or 0 for name in ("hits", "scored", "duplicates", "failed", "bad_rows", "dropped_rows")
+    }
+    told = f"{job.summary.get('rows', 0):,} rows, {job.summary.get('sequences', 0):,} sequences: "
+    told += ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in counted.items() if n or name in ("hits", "scored"))
+    lines = [told]
+    if counted["scored"]:
+        tokens, rate = job.summary.get("tokens", 0), job.summary.get("tokens_per_second", 0)
+        lines.append(f"{tokens:,} tokens in {job.summary.get('scoring_seconds', 0):.1f} s: {rate:,.0f} tokens/s")
+    return [*lines, f"reference {job.reference_id}, snapshot {job.summary.get('snapshot')}"]
+
+
+def exit_code(job: Job) -> int:
+    """0 for a job that is done or may yet be, 3 where rows have no values, 1 where it failed or was cancelled."""
+    if job.state in ("failed", "cancelled"):
+        return EXIT_FAILED
+    bad_rows = job.progress.bad_rows if job.summary is None else job.summary.get("bad_rows")
+    return EXIT_MISSES if bad_rows and job.state == "done" else EXIT_DONE
+
+
+def _describe(job: Job) -> None:
+    now = job.progress
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    settings = {name: value for name, value in job.settings.items() if value not in (None, "") and name != "reference"}
+    done = f"{now.done:,} of {now.sequences:,} sequences: {now.hits:,} hits, {now.scored:,} scored"
+    rows = {
+        "job": job.id,
+        "reference": f"{job.settings.get('reference')} ({job.reference_id})",
+        "dataset": _dataset(job.dataset),
+        "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "submitted": f"{_time(job.created_at)} by {job.submitted_by}",
+        "started": f"{_time(job.started_at)}, attempt {job.attempts}" if job.started_at else "",
+        "finished": _time(job.finished_at),
+        "progress": done if now.sequences else "",
+        "speed": f"{now.tokens_per_second:,.0f} tokens/s" if now.tokens else "",
+        "bad rows": f"{now.bad_rows:,}" if now.bad_rows else "",
+    }
+    table.add_row("state", _state(job))
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, _plain(value))
+    _print(table)
+    if job.finished:
+        print_outcome(job)
+
+
+def _listed(jobs: list[Job], narrow: bool) -> Table:
+    """A line for each job; where there is little room, without who submitted it and its title, and long names are cut."""
+    table = Table(box=None, pad_edge=False)
+    least = {"job": 16, "state": 9, "sequences": 9, "created": 16}
+    for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
+        table.add_column(
+            name,
+            justify="right" if name == "sequences" else "left",
+            no_wrap=name in least or narrow,
+            overflow="ellipsis" if narrow else "fold",
+            min_width=least.get(name) if narrow else None,
+        )
+    for job in jobs:
+        done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
+        told = [done, _time(job.created_at), job.settings.get("reference"), _dataset(job.dataset)]
+        told += [] if narrow else [job.submitted_by, job.settings.get("title")]
+        table.add_row(_plain(job.id), _state(job), *(_plain(text) for text in told))
+    return table
+
+
+def _print(table: Table) -> None:
+    """As wide as the terminal; off a terminal as wide as it needs to be, one line a row."""
+    wide = out.options.update(width=10_000)
+    out.print(table, width=None if out.is_terminal else out.measure(table, options=wide).maximum)
+
+
+def _say(job: Job, sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json(job.as_dict())
+    else:
+        out.print(sentence)
+
+
+def _state(job: Job) -> Text:
+    return Text(
+        visible(job.state), {"done": "green", "running": "cyan", "failed": "red", "cancelled": "yellow"}.get(job.state, "")
+    )
+
+
+def _dataset(dataset: Mapping[str, Any]) -> str:
+    return str(next((dataset[kind] for kind in ("upload", "path", "uri") if dataset.get(kind)), ""))
+
+
+def _time(moment: datetime | None) -> str:
+    return f"{moment.astimezone():%Y-%m-%d %H:%M}" if moment else ""
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _plain(text: object) -> Text:
+    """What others wrote, for a cell of a table."""
+    return Text(visible(str(text or "")))

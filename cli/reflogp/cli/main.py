@@ -1,0 +1,111 @@
+"""The command's root: its subcommands, and how an error becomes one sentence and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer import rich_utils
+
+from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, err, out
+from reflogp.client.errors import NotAllowedError, RequestRefusedError
+from reflogp.scoring.machine.allocator import growing_segments
+from reflogp.store import ReflogpError, UsageError
+from reflogp.store.safe_text import LineFormatter, visible
+
+#: Answers of a service that mean bad usage: what was asked for is malformed or not there.
+_BAD_REQUEST = (400, 404, 413, 415, 422)
+#: What newer versions of typer make of Ctrl-C.
+_TYPER_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="reflogp",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Score preference data with a frozen reference model once, keep the log-probs, join them into any trainer.
+
+A first run:
+
+    reflogp score ./sft-model pairs.jsonl --store ./logps
+
+    reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
+
+then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data;
+[bold]reflogp doctor[/bold] says what an installation lacks.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values.""",
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"reflogp {version('reflogp')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("score", cls=score.ScoreCommand)(score.score)
+app.command("join")(join.join)
+app.command("report")(report.report)
+app.command("export")(export.export)
+app.command("reference")(reference.reference)
+app.command("serve")(serve.serve)
+app.command("token")(serve.token)
+app.command("submit")(submit.submit)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(store.app, name="store")
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as one line, without the place in the code that it comes from."""
+    err.print(f"reflogp: warning: {message}", style="yellow")
+
+
+def _run() -> int:
+    """Run the command line; its exit code. A wrong use is printed as typer prints it, with what it quotes made visible."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # of click's errors, in whichever package typer has them
+            raise
+        error.message = visible(error.message)  # type: ignore[attr-defined]
+        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+        return EXIT_USAGE
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def main() -> None:
+    """Entry point of the `reflogp` command."""
+    os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
+    warnings.showwarning = _show_warning
+    if isinstance(logging.lastResort, logging.Handler):
+        logging.lastResort.setFormatter(LineFormatter())  # what a library logs quotes data, too
+    try:
+        sys.exit(_run())
+    except ReflogpError as error:
+        err.print(f"reflogp: {error}", style="red")
+        if isinstance(error, NotAllowedError):
+            err.print("a token is given with --token, or in REFLOGP_TOKEN")
+        refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
+        sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != _TYPER_INTERRUPTED:
+            raise
+        err.print("reflogp: interrupted; what was committed stays, run the same command again to go on", style="yellow")
+        sys.exit(EXIT_FAILED)

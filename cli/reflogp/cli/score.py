@@ -1,0 +1,222 @@
+"""`reflogp score`: score what a store lacks of a dataset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from reflogp.cli import engine_options, options
+from reflogp.cli.console import EXIT_MISSES, needs, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.engine_options import claimed_reference, engine_choice
+from reflogp.cli.reference import find_reference
+from reflogp.store import LogprobStore, Reference, UsageError, resolve_model
+
+_ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
+
+
+class ScoreCommand(TyperCommand):
+    """`score`, whose --ray may stand without an address, also before the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, text in enumerate(args):
+            if text == "--ray" and not _ADDRESS.fullmatch("".join(args[at + 1 : at + 2])):
+                args = [*args[:at], "--ray=", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+def score(
+    ctx: typer.Context,
+    model: options.Model,
+    data: options.Data,
+    store: options.Store,
+    dtype: options.Dtype = "bfloat16",
+    lm_head_dtype: options.LmHeadDtype = None,
+    max_length: options.MaxLength = None,
+    truncation_mode: options.TruncationMode = "keep_start",
+    form: options.Form = None,
+    split: options.Split = "train",
+    engine: engine_options.Engine = "torch",
+    strict_engine: engine_options.StrictEngine = False,
+    device: engine_options.Device = None,
+    devices: engine_options.Devices = None,
+    token_budget: engine_options.TokenBudget = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Score on a Ray cluster, one worker for each GPU (CPU where it has none): auto, HOST:PORT, ray://HOST:PORT; "
+            "by default the one at $RAY_ADDRESS, or this machine.",
+            metavar="[ADDRESS]",
+        ),
+    ] = None,
+    ray_workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers on Ray. Default: as many as there is room for.")
+    ] = None,
+    vllm_python: engine_options.VllmPython = None,
+    tensor_parallel: engine_options.TensorParallel = None,
+    vllm_option: engine_options.VllmOption = None,
+    url: engine_options.Url = None,
+    served_model: engine_options.ServedModel = None,
+    concurrency: engine_options.Concurrency = None,
+    patience: engine_options.Patience = None,
+    claim: engine_options.Claim = None,
+    trust_claim: engine_options.TrustClaim = False,
+    commit_sequences: Annotated[
+        int, typer.Option(min=1, help="Commit at least this often; every 30 seconds in any case.")
+    ] = 4096,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    chat_template: options.ChatTemplate = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Score a dataset's sequences with a reference model and keep the log-probs.
+
+    Scores only what the store lacks: a second run scores nothing, an interrupted one goes on where it stopped, and rows
+    that share a sequence share its value. A row that cannot be used is named and left out; the exit code is then 3.
+
+    Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
+
+    Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --devices all
+
+    Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
+    """
+    try:
+        from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+        from reflogp.scoring.data.read import RowSource
+        from reflogp.scoring.data.shape import FORMATS
+        from reflogp.scoring.data.tokenized import TokenizedDataset
+        from reflogp.scoring.runs.score import score_dataset
+    except ImportError as error:
+        raise needs("service", error) from error
+    quiet_libraries()
+    if form is not None and form not in FORMATS:
+        raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
+    choice = engine_choice(
+        engine,
+        trust_remote_code,
+        claim is None and not trust_claim,
+        {"device": device, "token_budget": token_budget},
+        {"vllm_python": vllm_python, "tensor_parallel": tensor_parallel, "vllm_option": vllm_option},
+        {"url": url, "served_model": served_model, "concurrency": concurrency, "patience": patience},
+    )
+    if (claim or trust_claim) and engine != "remote":
+        raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, and this is {engine}")
+    if devices is not None and (device is not None or ray is not None or engine == "remote"):
+        other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
+        raise UsageError(f"--devices gives this machine's devices a worker each, and does not go with {other}: leave one out")
+    if ray_workers is not None and ray is None:
+        raise UsageError("--ray-workers goes with --ray")
+    if ray is not None and engine == "remote":
+        raise UsageError(
+            "--engine remote needs no --ray: the server computes, and --concurrency says how much it is asked at once"
+        )
+    opened = LogprobStore(store)
+    source = RowSource(data, split)
+    if claim is None:
+        try:
+            folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
+        except UsageError as error:
+            if engine == "remote":
+                raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
+            raise
+    else:
+        folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
+        for name, given in (("dtype", dtype), ("lm_head_dtype", lm_head_dtype)):
+            origin = ctx.get_parameter_source(name)
+            claimed = getattr(reference, name)
+            if given != claimed and origin is not None and origin.name == "COMMANDLINE":
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out"
+                )
+    choice.require_dtype(reference.dtype)
+    with (
+        closing(_scorer(choice, folder, reference, commit_sequences, devices))
+        if ray is None
+        else _on_ray(choice, model, revision, reference, commit_sequences, ray, ray_workers) as scorer,
+        progress_bar("scoring") as bar,
+    ):
+        summary = score_dataset(
+            TokenizedDataset(
+                source,
+                lambda: chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
+                form,  # type: ignore[arg-type]
+            ),
+            opened,
+            reference,
+            scorer,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            watcher=bar,
+            strict_engine=engine if strict_engine else None,
+        )
+    _print(summary, as_json)
+    source.check_unchanged()  # what was scored is kept; but it may not be what the dataset holds now
+    if summary.bad_rows:
+        raise typer.Exit(EXIT_MISSES)
+
+
+def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
+    """What scores: an engine in this process, or one in a process of its own on each of several devices."""
+    if devices is None:
+        from reflogp.scoring.runs.local import Here
+
+        return Here(lambda: choice.make(folder, reference), commit_sequences)
+    import torch
+
+    from reflogp.scoring.machine.devices import places
+    from reflogp.scoring.runs.spread.local import LocalWorkers
+    from reflogp.scoring.runs.spread.scorer import Spread
+
+    names = [name.strip() for name in devices.split(",")]
+    found = places(names, torch.cuda.device_count, choice.tensor_parallel, choice.name == "vllm")
+    return Spread(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+
+
+@contextmanager
+def _on_ray(
+    choice: Any,
+    model: str,
+    revision: str | None,
+    reference: Reference,
+    commit_sequences: int,
+    address: str,
+    workers: int | None,
+) -> Iterator[Any]:
+    """Workers on a Ray cluster for the time of the block."""
+    try:
+        from reflogp.scoring.on_ray.cluster import connected
+        from reflogp.scoring.on_ray.workers import ClusterWorkers
+    except ImportError as error:
+        raise needs("ray", error) from error
+    from reflogp.scoring.runs.spread.scorer import Spread
+
+    with connected(address or None):
+        on_ray = ClusterWorkers(model, revision, reference, choice, workers)
+        with closing(Spread(on_ray, commit_sequences=commit_sequences)) as scorer:
+            yield scorer
+
+
+def _print(summary: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(summary.as_dict())
+        return
+    out.print(
+        f"{summary.rows:,} rows, {summary.sequences:,} sequences: {summary.hits:,} hits, {summary.scored:,} scored"
+        + (f", {summary.duplicates:,} duplicates" if summary.duplicates else "")
+        + (f", {summary.failed:,} failed" if summary.failed else "")
+        + (f"; {summary.dropped_rows:,} rows dropped (prompt fills max_length)" if summary.dropped_rows else "")
+    )
+    if summary.scored:
+        used = summary.model_flops_utilization
+        out.print(
+            f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s"
+            + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
+            + (f", sharing gain {summary.sharing_gain:.1f}×" if summary.sharing_gain else "")
+            + (f", {summary.workers} workers" if summary.workers > 1 else "")
+        )
+    out.print(f"reference {summary.reference_id}, snapshot {summary.snapshot} of {summary.store} ({summary.seconds:.1f} s)")

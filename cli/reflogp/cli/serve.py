@@ -1,0 +1,86 @@
+"""`reflogp serve` and `reflogp token`: start a service, make a token for it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from reflogp.cli.console import err, needs, out
+from reflogp.store import UsageError
+
+
+def serve(
+    store: Annotated[str | None, typer.Option("--store", help="A folder, or s3://, gs://, az://.", metavar="URI")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A reference model by a name; may be repeated.", metavar="NAME=PATH"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype of the models that --model names. Default: bfloat16.", metavar="DTYPE")
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--devices",
+            "--device",
+            help="One worker for each: all, auto, or names as cuda:0,cuda:1; may be repeated. Default: all.",
+            metavar="all|NAME,…",
+        ),
+    ] = None,
+    pin: Annotated[str | None, typer.Option(help="Name of a model that is loaded and stays.", metavar="NAME")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
+    ] = None,
+    config: Annotated[str | None, typer.Option("--config", help="TOML file with settings; flags win.", metavar="FILE")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 8311.")] = None,
+) -> None:
+    """Score for everybody: jobs, online requests and lookups over HTTP, and pages for people. /docs has every route.
+
+    Jobs that were not done when a service ended go on when it is started again. Without tokens it listens on loopback only.
+    `reflogp token NAME` makes a token for the settings file. TLS is a proxy's work.
+
+    Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
+    """
+    try:
+        from reflogp.service.run import run
+        from reflogp.service.settings import read_settings
+    except ImportError as error:
+        raise needs("service", error) from error
+    references: dict[str, Any] = {}
+    for entry in model or []:
+        name, equals, path = entry.partition("=")
+        if not equals or not name or not path:
+            raise UsageError(f"--model {entry}: give NAME=PATH")
+        references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
+    if dtype and not references:
+        raise UsageError("--dtype goes with --model; in the settings file each reference has its own")
+    flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
+    devices = [name.strip() for entry in device or [] for name in entry.split(",")]
+    settings = read_settings(config, references=references or None, devices=devices or None, **flags)
+    if not settings.tokens:
+        err.print("no tokens are set: everybody on this machine may read and score; only loopback is served", style="yellow")
+    run(settings)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Who it is for; appears in logs.")],
+    scope: Annotated[list[str] | None, typer.Option(help="read, score or admin; repeatable. Default: read, score.")] = None,
+) -> None:
+    """Make a bearer token: printed once, and the lines for the settings file, which hold only its digest."""
+    try:
+        from reflogp.service.auth import new_token
+        from reflogp.service.settings import SCOPES
+    except ImportError as error:
+        raise needs("service", error) from error
+    scopes = scope or ["read", "score"]
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")
+    secret, digest = new_token()
+    err.print("the token, which nobody will show again:")
+    out.print(secret)
+    err.print("for the settings file:")
+    quoted = ", ".join(f'"{entry}"' for entry in scopes)
+    for line in ("[[tokens]]", f'name = "{name}"', f'sha256 = "{digest}"', f"scopes = [{quoted}]"):
+        err.print(line)

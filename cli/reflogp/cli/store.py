@@ -1,0 +1,243 @@
+"""`reflogp store`: look at a store, check it, tidy it up, share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from reflogp.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
+from reflogp.store import (
+    LogprobStore,
+    LogprobTable,
+    ReflogpError,
+    UsageError,
+    compact,
+    export_table,
+    import_folder,
+    repair,
+    vacuum,
+    verify,
+)
+from reflogp.store.compaction import RETENTION_HOURS
+
+T = TypeVar("T")
+
+app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs, check it, tidy it up, share it.")
+
+Uri = Annotated[str, typer.Argument(help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
+ReferenceId = Annotated[
+    str | None,
+    typer.Option("--reference", help="Only this reference: (the beginning of) its id. Default: all.", metavar="ID"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the last line.")]
+
+
+@app.command("ls")
+def ls(uri: Uri, as_json: AsJson = False) -> None:
+    """List the reference models of a store: id, name, dtype, latest snapshot, rows, size."""
+    store = LogprobStore(uri)
+    tables = _Tables(store, None)
+    found = tables.each(_described)
+    if as_json:
+        print_json({"store": store.uri, "references": found})
+    elif not tables.references:
+        out.print(f"{store.uri} holds no reference yet")
+    else:
+        for entry in found:
+            out.print(
+                f"{entry['reference_id']}  {entry['name']} in {entry['dtype']}: snapshot {entry['snapshot']}, "
+                f"{entry['sequences']:,} sequences, {entry['shards']:,} shards, {_size(entry['bytes'])}"
+            )
+    tables.exit_if_failed()
+
+
+def _described(table: LogprobTable) -> dict[str, Any]:
+    shards, rows, size = table.totals()
+    return {
+        "reference_id": table.reference.reference_id,
+        "name": table.reference.name,
+        "dtype": table.reference.dtype,
+        "snapshot": table.snapshot_number(),
+        "shards": shards,
+        "sequences": rows,
+        "bytes": size,
+    }
+
+
+@app.command("verify")
+def verify_(
+    uri: Uri,
+    reference: ReferenceId = None,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Drop damaged shards and mend the log. Nobody else should write meanwhile.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every log entry and every page of every shard, check checksums and rows; name what is damaged (exit code 1).
+
+    With --repair what is damaged is taken out of the table, and only that. The next score run fills the gap.
+    """
+    store = LogprobStore(uri)
+    tables = _Tables(store, reference)
+
+    def check(table: LogprobTable) -> list[dict[str, Any]]:
+        name = table.reference.reference_id
+        with progress_bar(f"verifying {table.reference.name}") as bar:
+            found = verify(table, bar.hashed)
+        for damage in found:
+            rows = "" if damage.rows is None else f" ({damage.rows:,} rows)"
+            err.print(f"damaged: {table.uri}/{damage.file}{rows}: {damage.problem}", style="red")
+        if found and mend:
+            mended = repair(table, found)
+            rows_now = mended.totals()[1]
+            err.print(
+                f"repaired {name}: {rows_now:,} rows in snapshot {mended.snapshot_number()}; score again to fill what is gone"
+            )
+        return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
+
+    damaged = [damage for found in tables.each(check) for damage in found]
+    repaired = mend and bool(damaged)
+    if as_json:
+        print_json({"store": store.uri, "damaged": damaged, "repaired": repaired})
+    elif not damaged:
+        out.print(f"{store.uri}: every log entry and every shard is whole")
+    if damaged and not repaired:
+        err.print("with --repair what is damaged is dropped; the next `reflogp score` fills the gap")
+        raise typer.Exit(EXIT_FAILED)
+    tables.exit_if_failed()
+
+
+@app.command("compact")
+def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
+    """Merge shards into large ones, sorted by key, each key once. Readers and writers may go on meanwhile.
+
+    Scoring merges its small shards by itself; this puts the whole table in order. What is replaced stays until vacuum.
+    """
+    store = LogprobStore(uri)
+    tables = _Tables(store, reference)
+
+    def work(table: LogprobTable) -> dict[str, Any]:
+        with progress_bar(f"compacting {table.reference.name}") as bar:
+            done = compact(table, progress=bar.hashed)
+        result = f"{done.shards_before} -> {done.shards_after} shards, {done.rows:,} rows"
+        if not done.won:
+            result = "another process compacted the same shards first"
+        if not as_json:
+            out.print(f"{table.reference.reference_id}: {result}")
+        return {"reference_id": table.reference.reference_id, **asdict(done)}
+
+    results = tables.each(work)
+    if as_json:
+        print_json({"store": store.uri, "compacted": results})
+    tables.exit_if_failed()
+
+
+@app.command("vacuum")
+def vacuum_(
+    uri: Uri,
+    reference: ReferenceId = None,
+    retention_hours: Annotated[
+        int, typer.Option(min=0, help="Delete what is older. Readers of older snapshots need theirs for so long.")
+    ] = RETENTION_HOURS,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention of 0.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete shards that compaction replaced and files that crashed writers left, once older than the retention.
+
+    Snapshots that need a deleted shard can no longer be read, and say so.
+    """
+    store = LogprobStore(uri)
+    tables = _Tables(store, reference)
+
+    def work(table: LogprobTable) -> tuple[str, list[str]]:
+        files = vacuum(table, retention_hours, dry_run=dry_run, alone=alone)
+        if not as_json:
+            out.print(f"{table.reference.reference_id}: {len(files)} files {'would be ' if dry_run else ''}deleted")
+        return table.reference.reference_id, files
+
+    deleted = dict(tables.each(work))
+    if as_json:
+        print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted})
+    tables.exit_if_failed()
+
+
+@app.command("export")
+def export(
+    uri: Uri,
+    folder: Annotated[str, typer.Argument(help="New folder to write.", metavar="FOLDER")],
+    reference: ReferenceId = None,
+    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one reference's log-probs as plain Parquet with a README, for sharing; `datasets.load_dataset(FOLDER)` reads it.
+
+    Example: reflogp store export ./logps ./logps-to-share
+    """
+    tables = _Tables(LogprobStore(uri), reference)
+    if len(tables.references) != 1:
+        names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in tables.references) or "none"
+        raise UsageError(f"an export holds one reference; name it with --reference: {names}")
+
+    def work(table: LogprobTable) -> tuple[int, int]:
+        with progress_bar(f"exporting {table.reference.name}") as bar:
+            return export_table(table, folder, table.snapshot(snapshot), bar.hashed)
+
+    [(rows, files)] = tables.each(work)
+    if as_json:
+        print_json({"reference_id": tables.references[0].reference_id, "folder": folder, "sequences": rows, "files": files})
+    else:
+        out.print(f"{rows:,} sequences in {files} files written to {folder}")
+
+
+@app.command("import")
+def import_(
+    uri: Uri,
+    folder: Annotated[str, typer.Argument(help="What `reflogp store export` wrote.", metavar="FOLDER")],
+    as_json: AsJson = False,
+) -> None:
+    """Bring an export into a store. Every row is checked first; a key that the store has keeps its value."""
+    store = LogprobStore(uri)
+    with progress_bar("importing") as bar:
+        done = import_folder(store, folder, bar.hashed)
+    if as_json:
+        print_json({"store": store.uri, **asdict(done)})
+    else:
+        out.print(f"{done.written:,} of {done.rows:,} sequences were new; snapshot {done.snapshot} of {done.reference_id}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
+
+
+class _Tables:
+    """The tables of all references, or of the one whose id begins so. One that cannot be used is reported; the others go on."""
+
+    def __init__(self, store: LogprobStore, reference: str | None) -> None:
+        references = store.references()
+        self._store = store
+        self.references = [r for r in references if reference is None or r.reference_id.startswith(reference)]
+        self._failed = False
+        if reference is not None and len(self.references) != 1:
+            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
+            raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
+
+    def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
+        """What `work` gives for every table; an error is printed as one sentence where another table is left to do."""
+        done = []
+        for reference in self.references:
+            try:
+                done.append(work(self._store.table(reference.reference_id)))
+            except ReflogpError as error:
+                if len(self.references) == 1:
+                    raise
+                err.print(f"reflogp: {reference.reference_id}: {error}", style="red")
+                self._failed = True
+        return done
+
+    def exit_if_failed(self) -> None:
+        if self._failed:
+            raise typer.Exit(EXIT_FAILED)

@@ -1,0 +1,111 @@
+"""`reflogp submit`: have a service score a dataset."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from reflogp.cli import jobs, options
+from reflogp.cli.console import err, print_json, progress_bar
+from reflogp.client import files
+from reflogp.client.client import Client, Dataset
+from reflogp.client.errors import RequestRefusedError
+from reflogp.client.models import ServicePath, ServiceUri, Uploaded
+from reflogp.store import UsageError
+
+
+def submit(
+    url: jobs.Url,
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Dataset: a file here, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a URI that the "
+            "service fetches (https://, s3://, …); with --on-service, a path there.",
+            metavar="DATA",
+        ),
+    ],
+    reference: Annotated[str, typer.Option("--reference", help="Reference model: its name on the service, or its id.")],
+    watch: jobs.Watch = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Save the values as Parquet when it is done.", metavar="FILE")
+    ] = None,
+    on_service: Annotated[
+        bool, typer.Option("--on-service", help="DATA is a file or folder on the service's machine.")
+    ] = False,
+    form: Annotated[
+        Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: found from the columns.")
+    ] = None,
+    max_length: options.MaxLength = None,
+    truncation_mode: Annotated[
+        Literal["keep_start", "keep_end"], typer.Option(help="Which end a longer sequence keeps.")
+    ] = "keep_start",
+    ld_alpha: Annotated[
+        float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of a pair's longer tail, in the values.")
+    ] = None,
+    split: options.Split = "train",
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher goes first, and interrupts a lower one.")] = 0,
+    title: Annotated[str, typer.Option(help="For people.")] = "",
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Names the job. Not needed to submit twice: the same data and settings are the same job.", metavar="KEY"
+        ),
+    ] = None,
+    token: jobs.Token = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Have a service score a dataset with a reference model, in a job that outlives this command.
+
+    Submitting again what the service knows gives the same job, and nothing is uploaded twice. Exit codes: 0 done (or in
+    line, without --watch), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
+
+    Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
+    """
+    if output is not None:
+        files.check_output(output)
+        if output.exists() and Path(data).exists() and output.samefile(data):
+            raise UsageError(f"the output {output} is the dataset itself; give it another name")
+    with Client(url, token) as client:
+        job = client.submit(
+            _dataset(client, data, on_service),
+            reference,
+            format=form,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            ld_alpha=ld_alpha,
+            priority=priority,
+            title=title,
+            split=split,
+            idempotency_key=idempotency_key,
+        )
+        err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}")
+        if job.finished:
+            err.print("the service knows this job, and it is done: nothing ran again (--idempotency-key KEY runs it anew)")
+        if watch or output is not None:
+            job = jobs.watched(client, job.id)
+        elif not job.finished:
+            err.print(f"watch it: {jobs.command('show', client.url, job.id)} --watch")
+        if output is not None and job.state == "done":
+            try:
+                jobs.save_result(client, job.id, output)
+            except RequestRefusedError as error:
+                if error.status != 404:
+                    raise
+                err.print(f"nothing is saved: {error}", style="yellow")  # no row of it could be read
+    if as_json:
+        print_json(job.as_dict())
+    else:
+        jobs.print_outcome(job)
+    raise typer.Exit(jobs.exit_code(job))
+
+
+def _dataset(client: Client, data: str, on_service: bool) -> Dataset:
+    if on_service:
+        return ServicePath(data)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data):
+        return ServiceUri(data)
+    with progress_bar("uploading (bytes)") as bar:
+        return Uploaded(client.upload(data, progress=bar.hashed).name)

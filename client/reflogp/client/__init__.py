@@ -1,0 +1,41 @@
+"""Talks to a scoring service, and holds the `reflogp` command. Needs httpx, no torch."""
+
+from reflogp.client.client import AsyncClient, Client
+from reflogp.client.errors import (
+    DeadlineExceededError,
+    JobFailedError,
+    NotAllowedError,
+    RequestRefusedError,
+    SequencesRefusedError,
+    ServiceBusyError,
+    ServiceError,
+    ServiceFailedError,
+    ServiceUnreachableError,
+)
+from reflogp.client.models import Job, JobPage, JobProgress, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.scoring import Scores
+from reflogp.client.wire import Lookup, ReferenceInfo
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "DeadlineExceededError",
+    "Job",
+    "JobFailedError",
+    "JobPage",
+    "JobProgress",
+    "Lookup",
+    "NotAllowedError",
+    "ReferenceInfo",
+    "RequestRefusedError",
+    "Scores",
+    "SequencesRefusedError",
+    "ServiceBusyError",
+    "ServiceError",
+    "ServiceFailedError",
+    "ServicePath",
+    "ServiceUnreachableError",
+    "ServiceUri",
+    "UploadInfo",
+    "Uploaded",
+]

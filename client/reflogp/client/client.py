@@ -1,0 +1,505 @@
+"""Clients of a service: `Client`, and `AsyncClient` with the same words.
+
+Knows how to send and when to try again; what is sent is `wire`'s, `scoring`'s and `jobs`'. Needs httpx, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import aclosing
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import httpx
+import pyarrow as pa
+
+from reflogp.client import files, jobs, scoring, wire
+from reflogp.client.errors import ServiceError
+from reflogp.client.events import Following
+from reflogp.client.models import Job, JobPage, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.scoring import Scores, TokenIds
+from reflogp.store import UsageError
+from reflogp.store.whole_files import appears_whole
+
+T = TypeVar("T")
+
+Format: TypeAlias = Literal["preference", "kto", "tokens"]
+TruncationMode: TypeAlias = Literal["keep_start", "keep_end"]
+Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
+
+
+class Client:
+    """Talks to a service.
+
+    Args:
+        url: of the service, as `reflogp serve` prints it.
+        token: bearer token, $REFLOGP_TOKEN when left out; not needed on loopback where the service has none.
+        timeout: seconds to wait for an answer's next bytes; None for the default of 60, 5 to connect.
+
+    Methods raise ServiceError and its kin (reflogp.client.errors). Requests that do no harm twice are tried again, with growing
+    pauses, where the connection fails or the service is busy.
+
+    Example:
+        with Client("http://127.0.0.1:8311") as client:
+            found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]))
+            scores = client.score("sft", [[1, 5, 9]], [[7, 2]])
+            job = client.watch(client.submit("pairs.jsonl", "sft", max_length=1024).id)
+            client.result(job.id, "pairs-logps.parquet")
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._http = httpx.Client(**_options(self.url, token, timeout))
+
+    def references(self) -> list[wire.ReferenceInfo]:
+        """The reference models that the service, or its store, knows."""
+        return wire.references_of(self._send(wire.references_call()))
+
+    def lookup(
+        self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
+    ) -> wire.Lookup:
+        """What the store has for some keys. Many are asked for in several requests, at one snapshot.
+
+        Args:
+            reference: name or id.
+            keys: n keys of 16 bytes, as `reflogp.store.sequence_keys` makes them.
+            values: give token_logps too.
+            snapshot: number; None for the latest.
+        """
+        return self._run(wire.looking_up(reference, keys, values, snapshot))
+
+    def score(
+        self,
+        reference: str,
+        prompts: TokenIds,
+        completions: TokenIds,
+        *,
+        temperature: float = 1.0,
+        cache_read: bool = True,
+        cache_write: bool = False,
+        deadline: float | None = None,
+        attention_masks: TokenIds | None = None,
+    ) -> Scores:
+        """The log-probs of n sequences, computed now. Many are sent in several requests, one after the other.
+
+        Args:
+            reference: name or id.
+            prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
+            completions: n lists of token ids.
+            temperature: divides the logits. Only values at 1 are read from the store and written to it.
+            cache_read: take what the store has instead of computing it.
+            cache_write: keep what was computed.
+            deadline: seconds for it all: waiting in the service's queue, computing, tries and pauses between them. A slow
+                connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
+            attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
+                is padding. They are scored as the model itself sees such a row, and padded completion tokens have values too.
+                Never looked up or kept.
+
+        Raises:
+            SequencesRefusedError: some sequences have no values; it has the others'.
+            DeadlineExceededError: not done in time.
+            ServiceBusyError: the queue was full at every try.
+            UsageError: prompts and completions are not lists of token ids, or not as many.
+        """
+        plan = scoring.scoring(
+            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
+        )
+        return self._run(plan)
+
+    def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
+        """Send a dataset file, in bounded memory. One that the service has under this name is not sent again.
+
+        Args:
+            path: a file whose suffix says its format: .jsonl .json .csv .parquet .arrow, maybe .gz or .zst.
+            name: on the service, with such a suffix. Default: the file's, led by the beginning of its digest, so that files of
+                one name do not replace each other.
+            progress: called with bytes sent and bytes in all.
+
+        Raises:
+            UsageError: no such file, a folder, or a file that changes meanwhile.
+        """
+        return self._run(jobs.uploading(files.local_file(path, name, progress)))
+
+    def submit(
+        self,
+        dataset: Dataset,
+        reference: str,
+        *,
+        format: Format | None = None,
+        max_length: int | None = None,
+        truncation_mode: TruncationMode = "keep_start",
+        ld_alpha: float | None = None,
+        priority: int = 0,
+        title: str = "",
+        split: str = "train",
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """Have a dataset scored. The same dataset, reference and settings are the same job, also when they are sent twice.
+
+        Args:
+            dataset: a file on this machine, which is uploaded first; or ServicePath, ServiceUri or Uploaded.
+            reference: name or id.
+            format: preference, kto or tokens; None finds it from the columns.
+            max_length: tokens of prompt and completion together; None for all.
+            truncation_mode: which end a longer sequence keeps.
+            ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
+            priority: from -100 to 100; higher goes first.
+            title: for people.
+            split: of a saved DatasetDict.
+            idempotency_key: names the job; the same key with other content is refused.
+
+        Raises:
+            UsageError: the file is not there, or is a folder.
+        """
+        if isinstance(dataset, str | Path):
+            dataset = Uploaded(self.upload(dataset).name)
+        call = jobs.submit_call(
+            dataset,
+            split,
+            idempotency_key,
+            reference=reference,
+            format=format,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            ld_alpha=ld_alpha,
+            priority=priority,
+            title=title,
+        )
+        return jobs.job_of(self._send(call))
+
+    def job(self, job: str) -> Job:
+        """A job by its id."""
+        return jobs.job_of(self._send(jobs.job_call(job)))
+
+    def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
+        """Up to `limit` jobs, the newest first.
+
+        Args:
+            state: only these.
+            before: only ones older than the job of this id; a page's `next_before` gives the next page.
+        """
+        return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
+
+    def cancel(self, job: str) -> Job:
+        """End a job: a queued one at once, a running one within a pack. What it scored stays in the store.
+
+        Raises RequestRefusedError (409) for one that is done or failed.
+        """
+        return self._run(jobs.cancelling(job))
+
+    def retry(self, job: str) -> Job:
+        """Put a failed or cancelled job in line again. Raises RequestRefusedError (409) for any other."""
+        return jobs.job_of(self._send(jobs.retry_call(job)))
+
+    def report(self, job: str) -> dict[str, Any]:
+        """Histograms, outliers and bad rows of a done job. Raises RequestRefusedError (409) for any other."""
+        return jobs.report_of(self._send(jobs.report_call(job)))
+
+    def result(self, job: str, output_path: str | Path) -> Path:
+        """Save a done job's values as Parquet, one row per row of the dataset. The file appears when it is complete.
+
+        Raises:
+            RequestRefusedError: 409, the job is not done.
+            UsageError: the file cannot be written.
+        """
+        output = files.check_output(output_path)
+        with appears_whole(output) as hidden, hidden.open("wb") as partial:
+            self._send(jobs.result_call(job, partial))
+        return output
+
+    def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
+        """The job as it is, then at every change, until it is done, failed or cancelled; as `watch` otherwise."""
+        following = Following(job, self.url, timeout)
+        while not following.ended:
+            cause: wire.Outcome = None
+            try:
+                with self._http.stream(**wire.arguments(following.call())) as answer:
+                    if answer.is_success:
+                        for chunk in answer.iter_bytes():
+                            yield from following.take(chunk)
+                            if following.ended:
+                                return
+                    else:
+                        answer.read()
+                        cause = answer
+            except httpx.TransportError as error:
+                cause = error
+            time.sleep(following.pause(cause))
+
+    def watch(
+        self,
+        job: str,
+        on_change: Callable[[Job], None] | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = False,
+    ) -> Job:
+        """Wait until a job is done, failed or cancelled; gives it. Outlives lost connections and restarts of the service.
+
+        Args:
+            on_change: called with the job at once and at every change.
+            timeout: seconds to wait. None: as long as it takes, unless the service is away for 10 minutes.
+            check: raise for a job that is not done in the end.
+
+        Raises:
+            DeadlineExceededError: the job is not there yet when the time is up; it goes on.
+            ServiceUnreachableError: the service is away when the time is up, or for too long.
+            JobFailedError: with `check`, the job failed or was cancelled.
+        """
+        for found in self.events(job, timeout=timeout):
+            if on_change is not None:
+                on_change(found)
+        return jobs.checked(found, check)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, plan: wire.Plan[T]) -> T:
+        try:
+            call = next(plan)
+            while True:
+                try:
+                    answer = self._send(call)
+                except ServiceError as error:
+                    call = plan.throw(error)
+                else:
+                    call = plan.send(answer)
+        except StopIteration as end:
+            outcome: T = end.value
+            return outcome
+
+    def _send(self, call: wire.Call) -> httpx.Response:
+        for attempt in count(1):
+            try:
+                answer: wire.Outcome = self._send_once(call)
+            except httpx.TransportError as error:
+                answer = error
+            pause = wire.pause_after(answer, call, attempt, self.url)
+            if pause is None:
+                break
+            time.sleep(pause)
+        assert isinstance(answer, httpx.Response)
+        return answer
+
+    def _send_once(self, call: wire.Call) -> httpx.Response:
+        body = call.content.chunks() if isinstance(call.content, files.LocalFile) else call.content
+        with self._http.stream(**wire.arguments(call), content=body) as answer:
+            if call.into is None or not answer.is_success:
+                answer.read()
+            else:
+                files.emptied(call.into)
+                for chunk in answer.iter_bytes():
+                    call.into.write(chunk)
+                wire.check_whole(answer, call.into)
+        return answer
+
+
+class AsyncClient:
+    """As `Client`, for asyncio: `async with`, and every method awaited."""
+
+    def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._http = httpx.AsyncClient(**_options(self.url, token, timeout))
+
+    async def references(self) -> list[wire.ReferenceInfo]:
+        """As Client.references."""
+        return wire.references_of(await self._send(wire.references_call()))
+
+    async def lookup(
+        self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
+    ) -> wire.Lookup:
+        """As Client.lookup."""
+        return await self._run(wire.looking_up(reference, keys, values, snapshot))
+
+    async def score(
+        self,
+        reference: str,
+        prompts: TokenIds,
+        completions: TokenIds,
+        *,
+        temperature: float = 1.0,
+        cache_read: bool = True,
+        cache_write: bool = False,
+        deadline: float | None = None,
+        attention_masks: TokenIds | None = None,
+    ) -> Scores:
+        """As Client.score."""
+        plan = scoring.scoring(
+            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
+        )
+        return await self._run(plan)
+
+    async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
+        """As Client.upload. `progress` is called off the event loop."""
+        return await self._run(jobs.uploading(await asyncio.to_thread(files.local_file, path, name, progress)))
+
+    async def submit(
+        self,
+        dataset: Dataset,
+        reference: str,
+        *,
+        format: Format | None = None,
+        max_length: int | None = None,
+        truncation_mode: TruncationMode = "keep_start",
+        ld_alpha: float | None = None,
+        priority: int = 0,
+        title: str = "",
+        split: str = "train",
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """As Client.submit."""
+        if isinstance(dataset, str | Path):
+            dataset = Uploaded((await self.upload(dataset)).name)
+        call = jobs.submit_call(
+            dataset,
+            split,
+            idempotency_key,
+            reference=reference,
+            format=format,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            ld_alpha=ld_alpha,
+            priority=priority,
+            title=title,
+        )
+        return jobs.job_of(await self._send(call))
+
+    async def job(self, job: str) -> Job:
+        """As Client.job."""
+        return jobs.job_of(await self._send(jobs.job_call(job)))
+
+    async def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
+        """As Client.jobs."""
+        return jobs.page_of(await self._send(jobs.jobs_call(state, before, limit)))
+
+    async def cancel(self, job: str) -> Job:
+        """As Client.cancel."""
+        return await self._run(jobs.cancelling(job))
+
+    async def retry(self, job: str) -> Job:
+        """As Client.retry."""
+        return jobs.job_of(await self._send(jobs.retry_call(job)))
+
+    async def report(self, job: str) -> dict[str, Any]:
+        """As Client.report."""
+        return jobs.report_of(await self._send(jobs.report_call(job)))
+
+    async def result(self, job: str, output_path: str | Path) -> Path:
+        """As Client.result."""
+        output = files.check_output(output_path)
+        with appears_whole(output) as hidden, hidden.open("wb") as partial:
+            await self._send(jobs.result_call(job, partial))
+        return output
+
+    async def events(self, job: str, *, timeout: float | None = None) -> AsyncGenerator[Job, None]:
+        """As Client.events."""
+        following = Following(job, self.url, timeout)
+        while not following.ended:
+            cause: wire.Outcome = None
+            try:
+                async with self._http.stream(**wire.arguments(following.call())) as answer:
+                    if answer.is_success:
+                        async for chunk in answer.aiter_bytes():
+                            for found in following.take(chunk):
+                                yield found
+                            if following.ended:
+                                return
+                    else:
+                        await answer.aread()
+                        cause = answer
+            except httpx.TransportError as error:
+                cause = error
+            await asyncio.sleep(following.pause(cause))
+
+    async def watch(
+        self,
+        job: str,
+        on_change: Callable[[Job], None] | None = None,
+        *,
+        timeout: float | None = None,
+        check: bool = False,
+    ) -> Job:
+        """As Client.watch."""
+        async with aclosing(self.events(job, timeout=timeout)) as changes:
+            async for found in changes:
+                if on_change is not None:
+                    on_change(found)
+        return jobs.checked(found, check)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, plan: wire.Plan[T]) -> T:
+        try:
+            call = next(plan)
+            while True:
+                try:
+                    answer = await self._send(call)
+                except ServiceError as error:
+                    call = plan.throw(error)
+                else:
+                    call = plan.send(answer)
+        except StopIteration as end:
+            outcome: T = end.value
+            return outcome
+
+    async def _send(self, call: wire.Call) -> httpx.Response:
+        for attempt in count(1):
+            try:
+                answer: wire.Outcome = await self._send_once(call)
+            except httpx.TransportError as error:
+                answer = error
+            pause = wire.pause_after(answer, call, attempt, self.url)
+            if pause is None:
+                break
+            await asyncio.sleep(pause)
+        assert isinstance(answer, httpx.Response)
+        return answer
+
+    async def _send_once(self, call: wire.Call) -> httpx.Response:
+        body = call.content.chunks_in_turn() if isinstance(call.content, files.LocalFile) else call.content
+        async with self._http.stream(**wire.arguments(call), content=body) as answer:
+            if call.into is None or not answer.is_success:
+                await answer.aread()
+            else:
+                files.emptied(call.into)
+                async for chunk in answer.aiter_bytes():
+                    await asyncio.to_thread(call.into.write, chunk)
+                wire.check_whole(answer, call.into)
+        return answer
+
+
+def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
+    """What both kinds of httpx client are made with."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"service {url!r}: a URL begins with http:// or https://")
+    headers = {"user-agent": f"reflogp/{version('reflogp')}"}
+    token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UsageError("the token holds characters that no token has; give it as `reflogp token` printed it")
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    seconds = wire.ANSWER_SECONDS if timeout is None else timeout
+    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(seconds, connect=min(seconds, wire.CONNECT_SECONDS))}

@@ -1,0 +1,123 @@
+"""Following a job: server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
+
+Knows how events are read, when to connect again and when to give up. Opens no connection: both clients do, and hand it what
+comes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+
+import httpx
+
+from reflogp.client import wire
+from reflogp.client.errors import DeadlineExceededError, ServiceFailedError
+from reflogp.client.jobs import events_call, job_from
+from reflogp.client.models import Job
+
+#: Seconds without a byte after which a connection is taken for lost; the service sends a comment every 15.
+_SILENCE = 45.0
+#: Seconds that a service may be away after it was heard of (a restart), where no timeout is given.
+_AWAY = 600.0
+#: Seconds at least before a stream is opened again.
+_LEAST_PAUSE = 0.5
+#: Seconds that a read may end after the time is up, so that it never ends before.
+_SLACK = 0.05
+
+
+class EventParser:
+    """Events out of the bytes of a stream, however they are cut. Only what our service sends: `event` and `data`."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._event = ""
+        self._data: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[tuple[str, str]]:
+        """(event, data) of every event that is complete with this chunk."""
+        *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a last \r may be half of \r\n
+        found = []
+        for line in lines:
+            name, _, value = line.decode("utf-8", "replace").partition(":")
+            value = value.removeprefix(" ")
+            if not line:
+                if self._data:
+                    found.append((self._event or "message", "\n".join(self._data)))
+                self._event, self._data = "", []
+            elif name == "event":
+                self._event = value
+            elif name == "data":
+                self._data.append(value)
+        return found
+
+
+class Following:
+    """One watch of one job: what was seen of it, when to open its stream again, when to give up.
+
+    Args:
+        job: id.
+        url: of the service, for messages.
+        timeout: seconds for the whole watch; None for as long as the job takes.
+    """
+
+    def __init__(self, job: str, url: str, timeout: float | None) -> None:
+        self.ended = False
+        self._id, self._url, self._timeout = job, url, timeout
+        self._until = math.inf if timeout is None else time.monotonic() + timeout
+        self._parser = EventParser()
+        self._last: Job | None = None
+        self._heard_at = -math.inf
+        self._failures = 0
+        self._cause: wire.Outcome = None
+
+    def call(self) -> wire.Call:
+        """The request that opens the stream (again). Raises where the time is up."""
+        self._check_time()
+        self._parser = EventParser()
+        left = self._until - time.monotonic() + _SLACK
+        return events_call(self._id, min(_SILENCE, left))
+
+    def take(self, chunk: bytes) -> list[Job]:
+        """The changes of the job in some bytes of the stream. Raises DeadlineExceededError where the time is up."""
+        self._heard_at = time.monotonic()
+        changes = []
+        for event, data in self._parser.feed(chunk):
+            if event not in ("job", "end"):
+                continue
+            try:
+                job = job_from(json.loads(data))
+            except wire.UNREADABLE as error:
+                raise ServiceFailedError(f"the service's event cannot be read ({type(error).__name__}: {error})") from error
+            if job != self._last:
+                changes.append(job)
+            self._last, self._failures = job, 0
+            self.ended = self.ended or event == "end" or job.finished
+        if not self.ended:
+            self._check_time()
+        return changes
+
+    def pause(self, cause: wire.Outcome) -> float:
+        """Seconds to wait before the stream is opened again; `cause`: what ended it, None where it just ended.
+
+        Raises the error that the cause stands for where the service refuses, was never there, or is away for too long.
+        """
+        now, heard = time.monotonic(), self._last is not None
+        if now < self._until:
+            self._failures, self._cause = self._failures + 1, cause
+        self._check_time()
+        restarting = wire.is_busy(cause) or (heard and isinstance(cause, httpx.Response) and cause.status_code >= 500)
+        if isinstance(cause, httpx.Response) and not restarting:
+            raise wire.failure(self._url, cause)
+        if now > self._heard_at + _AWAY if heard else self._failures >= wire.TRIES:
+            raise wire.failure(self._url, self._cause)
+        return min(max(_LEAST_PAUSE, wire.pause_seconds(cause, self._failures)), self._until - now)
+
+    def _check_time(self) -> None:
+        if time.monotonic() < self._until:
+            return
+        if self._failures or self._last is None:
+            raise wire.failure(self._url, self._cause)
+        raise DeadlineExceededError(f"job {self._id} is {self._last.state} after {self._timeout:g} seconds; it goes on")

@@ -1,0 +1,123 @@
+"""Files that go to a service and come from it, in bounded memory.
+
+Knows digests, chunks and hidden partial files. Does not know HTTP. Called by `jobs` and by both clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from reflogp.store import UsageError
+
+_CHUNK_BYTES = 1 << 20
+#: Characters of a digest that lead an upload's name, and the longest name that a service takes.
+_DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
+
+#: Called with bytes done and bytes in all.
+Progress = Callable[[int, int], None]
+
+
+#: How a dataset file's name ends, as the service has it.
+_KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file as it was when its digest was taken.
+
+    Attributes:
+        name: under which a service will keep it.
+        size: bytes.
+        sha256: of the content, hexadecimal.
+        progress: called while it is sent.
+    """
+
+    path: Path
+    name: str
+    size: int
+    sha256: str
+    progress: Progress | None = None
+
+    def chunks(self) -> Iterator[bytes]:
+        """Its bytes. Raises UsageError where it became shorter or longer meanwhile."""
+        sent = 0
+        try:
+            with self.path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    sent += len(chunk)
+                    if sent > self.size:
+                        break
+                    yield chunk
+                    if self.progress is not None:
+                        self.progress(sent, self.size)
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}") from error
+        if sent != self.size:
+            raise UsageError(f"{self.path} changed while it was sent; send it again when it is complete")
+
+    async def chunks_in_turn(self) -> AsyncIterator[bytes]:
+        """As `chunks`, with the reading done off the event loop."""
+        chunks = self.chunks()
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+
+
+def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
+    """A file to send; reads it once for its digest.
+
+    Args:
+        name: under which a service will keep it. Default: the file's own, led by the beginning of its digest, so that files of
+            one name do not replace each other.
+
+    Raises:
+        UsageError: no such file, or a folder.
+    """
+    found = Path(path).expanduser()
+    if found.is_dir():
+        raise UsageError(
+            f"{path} is a folder, and one file is sent at a time: name a file in it,"
+            " or a path on the service's machine (ServicePath, --on-service)"
+        )
+    if not found.is_file():
+        elsewhere = "; give ServiceUri for what the service shall fetch itself" if "://" in str(path) else ""
+        raise UsageError(f"{path}: no such file on this machine{elsewhere}")
+    if not _KNOWN.search(name or found.name):
+        raise UsageError(
+            f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv, .parquet or .arrow; text may be .gz"
+        )
+    try:
+        with found.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    return LocalFile(found, name or _upload_name(found.name, digest), size, digest, progress)
+
+
+def _upload_name(name: str, digest: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+    room = _NAME_CHARACTERS - _DIGEST_CHARACTERS - 1
+    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # a long name keeps its end, which says the format
+
+
+def check_output(path: str | Path) -> Path:
+    """The path of a Parquet file that is to be written. Raises UsageError where it cannot be."""
+    output = Path(path).expanduser()
+    if output.suffix != ".parquet":
+        raise UsageError(f"the output {path} would be a Parquet file; give it a name that ends in .parquet")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is no folder")
+    return output
+
+
+def emptied(file: IO[bytes]) -> IO[bytes]:
+    """The file without what an earlier try left in it."""
+    file.seek(0)
+    file.truncate()
+    return file

@@ -1,0 +1,159 @@
+"""Online scoring: what is sent, and what comes back.
+
+Knows the columns of question and answer. Does not know how they are sent. Called by `client`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.client import wire
+from reflogp.client.errors import RequestRefusedError, SequencesRefusedError
+from reflogp.store import UsageError
+from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
+from reflogp.store.keys import token_lists
+from reflogp.store.schema import one_array
+
+#: n lists of token ids: Python lists, numpy arrays (one of two dimensions too) or an Arrow list array.
+TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
+
+#: Seconds to wait for the values where no deadline is given: a reference model may have to be loaded first.
+_PATIENCE = 600.0
+#: Sequences and tokens of one request: half of what a service takes by default. Where its bounds are narrower it says 413, and
+#: less is sent at a time.
+_SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Values of n sequences.
+
+    Attributes:
+        token_logps: float32 arrays in the order of the request, one value per completion token, nats.
+        reference_id: which reference model gave them.
+        hits: sequences that the store had.
+        engine_seconds, queue_seconds: spent computing, and waiting for it.
+    """
+
+    token_logps: list[npt.NDArray[np.float32]]
+    reference_id: str
+    hits: int
+    engine_seconds: float
+    queue_seconds: float
+
+
+def scoring(
+    reference: str,
+    prompts: TokenIds,
+    completions: TokenIds,
+    temperature: float,
+    cache_read: bool,
+    cache_write: bool,
+    deadline: float | None,
+    patience: float | None,
+    attention_masks: TokenIds | None = None,
+) -> wire.Plan[Scores]:
+    """Score sequences, in as many requests as the service's bounds need.
+
+    Raises SequencesRefusedError where sequences have no values, after all were tried.
+    """
+    if deadline is not None and not deadline > 0:
+        raise UsageError(f"deadline {deadline}: give seconds above 0")
+    columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
+    if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
+        raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['completion_ids'])} completions")
+    if attention_masks is not None:
+        columns["attention_mask"] = _lists(attention_masks, "attention_masks")
+        if len(columns["attention_mask"]) != len(columns["prompt_ids"]):
+            raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['attention_mask'])} attention masks")
+    table = pa.table(columns)
+    params = {
+        "reference": reference,
+        "temperature": temperature,
+        "cache_read": str(cache_read).lower(),
+        "cache_write": str(cache_write).lower(),
+    }
+    until = None if deadline is None else time.monotonic() + deadline
+    before = _tokens_before(table)
+    parts: list[Scores] = []
+    problems: dict[int, str] = {}
+    at, most = 0, _SEQUENCES_AT_ONCE
+    while at < len(table) or not parts:
+        stop = int(np.searchsorted(before, before[at] + _TOKENS_AT_ONCE, "right")) - 1
+        part = table.slice(at, min(most, max(stop - at, 1)))
+        try:
+            answer = yield _score_call(params, part, patience, until)
+        except RequestRefusedError as error:
+            most = wire.fewer(error, len(part))
+            continue
+        errors, scores = _scores_of(answer)
+        problems |= {at + position: error for position, error in enumerate(errors) if error is not None}
+        parts.append(scores)
+        at += len(part)
+    scores = _joined(parts)
+    if problems:
+        raise SequencesRefusedError(problems, list(scores.token_logps))
+    return scores
+
+
+def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None, until: float | None) -> wire.Call:
+    return wire.Call(
+        "POST",
+        "/v1/score",
+        params,
+        stream_bytes(table),
+        {"content-type": ARROW_STREAM},
+        # A store keeps the first value of a key, so a repeat changes nothing; but after a timeout the service may still be
+        # computing, and a repeat would add to what made it late.
+        again=wire.DROPPED,
+        wait=patience or _PATIENCE,
+        until=until,
+    )
+
+
+def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
+    """(why a sequence has no values, or None, of each; the values)."""
+
+    def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
+        values = wire.float_lists(table["token_logps"])
+        seconds = float(about["engine_seconds"]), float(about["queue_seconds"])
+        scores = Scores(values, about["reference_id"], int(about["hits"]), *seconds)  # type: ignore[arg-type]
+        return table["error"].to_pylist(), scores
+
+    return wire.arrow_answer(response, read)
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    if len(parts) == 1:
+        return parts[0]
+    return Scores(
+        [values for part in parts for values in part.token_logps],
+        parts[0].reference_id,
+        sum(part.hits for part in parts),
+        sum(part.engine_seconds for part in parts),
+        sum(part.queue_seconds for part in parts),
+    )
+
+
+def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Tokens of the sequences before each, and of all; int64 (n + 1,)."""
+    tokens = np.zeros(len(table) + 1, np.int64)
+    for name in ("prompt_ids", "completion_ids"):
+        tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)
+    return np.cumsum(tokens)
+
+
+def _lists(ids: TokenIds, name: str) -> pa.ListArray:
+    """As list<uint32>; raises UsageError for anything else than lists of token ids."""
+    try:
+        return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
+    except (pa.ArrowException, TypeError) as error:
+        raise UsageError(f"{name}: expected lists of token ids ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,283 @@
+"""Requests and answers of a service, without sending them: what both clients share.
+
+Knows what a request is, which failure is worth another try, and the routes of references and lookups. Called by `client`, and
+by `jobs` and `scoring`, which know the other routes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import IO, Any, TypeAlias, TypeVar
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.client.errors import (
+    DeadlineExceededError,
+    NotAllowedError,
+    RequestRefusedError,
+    ServiceBusyError,
+    ServiceError,
+    ServiceFailedError,
+    ServiceUnreachableError,
+)
+from reflogp.client.files import LocalFile
+from reflogp.store import UsageError
+from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
+from reflogp.store.keys import KEY_TYPE
+from reflogp.store.lookup import QUESTION
+from reflogp.store.safe_text import hide_secrets, visible
+
+T = TypeVar("T")
+
+#: Seconds to connect, and to wait for the next bytes of an answer.
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
+#: Tries of a request that has no deadline, and the longest pause between two, in seconds.
+TRIES, LONGEST_PAUSE = 5, 10.0
+#: Keys of one lookup, and of one that gives token values: 16 MB of keys, or 500 MB of values of 2,000 tokens each. Where a
+#: service's bounds are narrower it says 413, and less is sent at a time.
+_KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
+#: Seconds that a service gets beyond a deadline to say itself that it has passed.
+_GRACE = 0.5
+#: A service takes no longer deadline.
+_LONGEST_DEADLINE_MS = 3_600_000
+_BUSY = (429, 503)
+
+#: What reading JSON of another shape than expected raises.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+
+#: Failures after which the service has surely not seen a request; may have seen it; may still be at it.
+NOT_SENT: tuple[type[httpx.TransportError], ...] = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.ProxyError,
+)
+DROPPED = (*NOT_SENT, httpx.NetworkError, httpx.RemoteProtocolError)
+ANY_LOSS = (*DROPPED, httpx.TimeoutException)
+
+
+@dataclass(frozen=True)
+class ReferenceInfo:
+    """A reference that a service knows; `name` is None for one that only its store knows."""
+
+    name: str | None
+    reference_id: str
+    model: str
+    dtype: str
+    lm_head_dtype: str
+    snapshot: int | None
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a store has for n keys.
+
+    Attributes:
+        lengths: stored values of each key, int32 (n,); -1 for a miss.
+        sums: their sums in nats, float64 (n,); NaN for a miss.
+        token_logps: float32 arrays, None for a miss; None altogether where they were not asked for.
+        reference_id, snapshot: where it was looked up.
+    """
+
+    lengths: npt.NDArray[np.int32]
+    sums: npt.NDArray[np.float64]
+    token_logps: list[npt.NDArray[np.float32] | None] | None
+    reference_id: str
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request.
+
+    Attributes:
+        content: body; a file is streamed.
+        again: failures after which it is sent again; a busy answer (429, 503) is always worth another try.
+        wait: seconds to wait for the next bytes of the answer; None for the client's own.
+        until: time (time.monotonic) by which all is over, tries and pauses included; the service is told what is left of it.
+        into: where a good answer's body goes; None keeps it in memory.
+    """
+
+    method: str
+    path: str
+    params: dict[str, Any] = field(default_factory=dict)
+    content: bytes | LocalFile | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    again: tuple[type[httpx.TransportError], ...] = ANY_LOSS
+    wait: float | None = None
+    until: float | None = None
+    into: IO[bytes] | None = None
+
+
+#: Several calls, each made of the answers before it: yields a call, is given its answer (or its ServiceError), returns what
+#: came of it. Written once, driven by either client.
+Plan: TypeAlias = Generator[Call, httpx.Response, T]
+#: What came of one try: an answer, a loss of the connection, or (of a stream) its end.
+Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
+
+
+def references_call() -> Call:
+    return Call("GET", "/v1/references")
+
+
+def references_of(response: httpx.Response) -> list[ReferenceInfo]:
+    return parsed(response, lambda body: [ReferenceInfo(**known(ReferenceInfo, entry)) for entry in body["references"]])
+
+
+def looking_up(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
+    """Look keys up, in as many requests as the service's bounds need; all at the same snapshot."""
+    try:
+        column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
+    except pa.ArrowException as error:
+        raise UsageError(f"a key is 16 bytes, as sequence_keys makes them: {str(error).splitlines()[0]}") from error
+    table = pa.table([column], schema=QUESTION)
+    parts: list[Lookup] = []
+    at, most = 0, _VALUE_KEYS_AT_ONCE if values else _KEYS_AT_ONCE
+    while at < len(table) or not parts:
+        part = table.slice(at, most)
+        try:
+            answer = yield _lookup_call(reference, part, values, parts[0].snapshot if parts else snapshot)
+        except RequestRefusedError as error:
+            most = fewer(error, len(part))
+            continue
+        parts.append(_lookup_of(answer))
+        at += len(part)
+    if len(parts) == 1:
+        return parts[0]
+    found = [entry for part in parts for entry in part.token_logps or []] if values else None
+    lengths, sums = np.concatenate([part.lengths for part in parts]), np.concatenate([part.sums for part in parts])
+    return Lookup(lengths, sums, found, parts[0].reference_id, parts[0].snapshot)
+
+
+def fewer(error: RequestRefusedError, count: int) -> int:
+    """How many to send at a time where a request of `count` was too large. Raises the error where it cannot be divided."""
+    if error.status != 413 or count < 2:
+        raise error
+    return count // 2
+
+
+def _lookup_call(reference: str, table: pa.Table, values: bool, snapshot: int | None) -> Call:
+    params: dict[str, Any] = {"reference": reference, "values": str(values).lower()}
+    if snapshot is not None:
+        params["snapshot"] = snapshot
+    return Call("POST", "/v1/lookup", params, stream_bytes(table), {"content-type": ARROW_STREAM})
+
+
+def _lookup_of(response: httpx.Response) -> Lookup:
+    def read(table: pa.Table, about: dict[str, str]) -> Lookup:
+        values = float_lists(table["token_logps"]) if "token_logps" in table.column_names else None
+        lengths, sums = table["scored_len"].fill_null(-1).to_numpy(), table["logp_sum"].to_numpy()
+        return Lookup(lengths, sums, values, about["reference_id"], int(about["snapshot"]))
+
+    return arrow_answer(response, read)
+
+
+def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:
+    """What `read` makes of an answer's table and its metadata. Raises ServiceFailedError where it cannot be read."""
+    try:
+        table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
+        return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise ServiceFailedError(f"the service's answer cannot be read: {error}") from error
+
+
+def float_lists(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]:
+    """A list<float32> column as arrays, None where it is null."""
+    return [entry.values.to_numpy() if entry.is_valid else None for entry in column]
+
+
+def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
+    """What `read` makes of an answer's JSON. Raises ServiceFailedError where it is none, or not of the expected shape."""
+    try:
+        return read(response.json())
+    except UNREADABLE as error:
+        raise ServiceFailedError(f"the service's answer cannot be read ({type(error).__name__}: {error})") from error
+
+
+def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that an answer has; a newer service may send more."""
+    return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
+
+
+def error_of(response: httpx.Response) -> ServiceError:
+    """The error that an answer with a status from 400 on stands for."""
+    try:
+        problem = response.json()
+        detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
+    except (ValueError, KeyError, TypeError):
+        detail, next_step = visible(f"{response.status_code} {response.reason_phrase}"), ""
+    status = response.status_code
+    kind: type[ServiceError] = ServiceFailedError if status >= 500 else RequestRefusedError
+    if status in (401, 403):
+        kind = NotAllowedError
+    if status in _BUSY:
+        kind = ServiceBusyError
+    if status == 504:
+        kind = DeadlineExceededError
+    return kind(detail, status, next_step)
+
+
+def arguments(call: Call) -> dict[str, Any]:
+    """What httpx' `stream` takes for a call that is sent now, but for its body."""
+    found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": call.headers}
+    if call.wait is not None:
+        found["timeout"] = httpx.Timeout(call.wait, connect=min(call.wait, CONNECT_SECONDS))
+    if call.until is not None:
+        left = max(call.until - time.monotonic(), 0.001)
+        found["params"] = call.params | {"deadline_ms": min(math.ceil(1000 * left), _LONGEST_DEADLINE_MS)}
+        found["timeout"] = httpx.Timeout(left + _GRACE, connect=min(left, CONNECT_SECONDS))
+    return found
+
+
+def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:
+    """Seconds to wait before the next try; None when the answer is good.
+
+    Raises the error that the answer stands for where another try (after number `attempt`, from 1) is not worth it.
+    """
+    if isinstance(answer, httpx.Response) and answer.status_code < 400:
+        return None
+    pause, now = pause_seconds(answer, attempt), time.monotonic()
+    in_time = attempt < TRIES if call.until is None else now + pause < call.until
+    if in_time and (is_busy(answer) or isinstance(answer, call.again)):
+        return pause
+    if call.until is not None and isinstance(answer, httpx.TimeoutException) and now >= call.until:
+        raise DeadlineExceededError(f"{hide_secrets(url)} gave no answer within the deadline") from answer
+    raise failure(url, answer)
+
+
+def failure(url: str, answer: Outcome) -> ServiceError:
+    """The error that a try stands for that came to nothing."""
+    if isinstance(answer, httpx.Response):
+        return error_of(answer)
+    said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
+    shown = hide_secrets(url)
+    error = ServiceUnreachableError(f"{shown} gives no answer ({said}); `reflogp doctor --url {shown}` looks")
+    error.__cause__ = answer
+    return error
+
+
+def check_whole(response: httpx.Response, file: IO[bytes]) -> None:
+    """Raises httpx.RemoteProtocolError where an answer that went into a file is not as long as was announced."""
+    announced = response.headers.get("content-length", "")
+    if announced.isdigit() and file.tell() != int(announced):
+        raise httpx.RemoteProtocolError(f"{file.tell()} bytes of {announced} arrived")
+
+
+def is_busy(answer: Outcome) -> bool:
+    return isinstance(answer, httpx.Response) and answer.status_code in _BUSY
+
+
+def pause_seconds(answer: Outcome, attempt: int) -> float:
+    """What a busy service asks for, else longer after every failed attempt; partly by chance, so that clients spread out."""
+    asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
+    if asked.isdigit():
+        return min(LONGEST_PAUSE, float(asked) + random.uniform(0, 0.1))
+    return random.uniform(0, min(LONGEST_PAUSE, 0.1 * 2 ** min(attempt, 10)))

@@ -1,5 +1,0 @@
-"""The `reflogp` command. Each subcommand is one module; the service and the trainers are imported when one needs them."""
-
-from reflogp_client.cli.main import main
-
-__all__ = ["main"]

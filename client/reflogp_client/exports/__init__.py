@@ -1,8 +1,0 @@
-"""Joined preference pairs as the files that other training stacks read: one module for each stack."""
-
-from reflogp_client.exports.fairseq2 import write_fairseq2
-from reflogp_client.exports.joined import JoinedPairs, read_pairs
-from reflogp_client.exports.megatron_bridge import write_megatron_bridge
-from reflogp_client.exports.open_instruct import LossType, write_open_instruct
-
-__all__ = ["JoinedPairs", "LossType", "read_pairs", "write_fairseq2", "write_megatron_bridge", "write_open_instruct"]

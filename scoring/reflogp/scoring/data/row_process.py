@@ -1,0 +1,513 @@
+"""Tokenise rows in child processes that can be killed.
+
+A chat template is a program and a row is its input: together they may run for ever, or build a string of terabytes, and neither
+Python nor a tokenizer can be interrupted in the middle of one operation. So rows are rendered and encoded in forked children of
+this process, which hold the tokenizer as it was loaded here. Each row has a deadline of processor time, which the kernel
+enforces (ITIMER_PROF), and a limit of memory (RLIMIT_AS). A row that ends its child is a bad row; a new child goes on with the
+others. The caller is asked many times a second whether to go on.
+
+What goes over the pipes is JSON and raw token ids. A child closes every file that it inherits, and reads and writes no other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, encode, render
+from reflogp.scoring.data.shape import TEXT_COLUMNS, Format, RowError, RowLimitError, examples_of, require_text
+from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.store.texts import shortened
+
+#: Processor time that tokenising one row may take.
+ROW_SECONDS = 10.0
+#: Rows of one pass over a dataset that may reach their deadline. Beyond, it is the template or the dataset that does not end.
+SLOW_ROWS = 20
+#: Memory that a child may take beside what it inherits, where the machine has twice as much.
+_MEMORY = 8 << 30
+#: Children of one pass, where there are as many cores.
+_CHILDREN = 4
+#: Rows, or bytes of JSON, that a child gets at a time.
+_CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
+#: Characters of a row as the template renders it that are encoded together with other rows', which is faster.
+_TOGETHER = 1 << 17
+#: How often the caller is asked whether to go on.
+_POLL_SECONDS = 0.1
+#: A row that takes no processor time for this many times its deadline is given up too (a lock, a network).
+_STILL = 6
+_LENGTHS = struct.Struct("<QQ")
+_MARK = struct.Struct("<q")
+#: In place of a row: none yet, or several together.
+_NO_ROW, _SEVERAL = -1, -2
+
+Ids = npt.NDArray[np.int64]
+#: A prompt and its completions.
+TokenArrays = tuple[Ids, tuple[Ids, ...]]
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What tokenising one row may take.
+
+    Attributes:
+        seconds: of processor time.
+        memory: bytes beside what the process takes anyway.
+        children: processes at a time.
+    """
+
+    seconds: float = ROW_SECONDS
+    memory: int = field(default_factory=lambda: min(_MEMORY, psutil.virtual_memory().total // 2))
+    children: int = field(default_factory=lambda: min(_CHILDREN, _cores()))
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class RowTokenizer:
+    """Tokenises rows of one dataset; a context manager, which ends its children.
+
+    Args:
+        tokenizer: as it was loaded; children inherit it.
+        form: "preference" or "kto".
+        limits: of each row.
+        check: called about ten times a second while rows are tokenised; raises to stop.
+    """
+
+    def __init__(
+        self, tokenizer: Any, form: Format, limits: RowLimits | None = None, check: Callable[[], None] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._form: Format = form
+        self._limits = limits or RowLimits()
+        self._check = check or (lambda: None)
+        self._children: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._slow = 0
+
+    def __enter__(self) -> RowTokenizer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for child in list(self._children):
+            self._end(child)
+        self._selector.close()
+
+    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[list[TokenArrays | RowError]]:
+        """The examples of each row, in order: token ids, or what is wrong. A row that cannot be used at all has one entry.
+
+        Raises:
+            TokenizerError: the tokenizer lacks what the rows need.
+            DatasetError: many rows reached their deadline.
+        """
+        found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
+        waiting = deque(self._chunks(rows, found))
+        while waiting or any(child.chunk for child in self._children):
+            self._check()
+            self._hand_out(waiting)
+            for key, events in self._selector.select(_POLL_SECONDS):
+                child: _Child = key.data
+                if child.chunk is None:
+                    self._end(child)  # killed from outside while it had nothing to do
+                    continue
+                if child.pump(events):
+                    self._selector.modify(child.socket, child.events(), child)
+                if child.answer is not None:
+                    self._take(child, found)
+                elif child.ended:
+                    self._lost(child, found, waiting)
+            for child in self._children:
+                child.watch(_STILL * self._limits.seconds)
+        return found
+
+    def _chunks(self, rows: Sequence[dict[str, Any]], found: list[list[TokenArrays | RowError]]) -> Iterable[_Chunk]:
+        chunk = _Chunk([], [])
+        size = 0
+        for at, columns in enumerate(rows):
+            try:
+                text = _as_json(columns)
+            except RowError as error:
+                found[at] = [error]
+                continue
+            if chunk.rows and (size + len(text) > _CHUNK_BYTES or len(chunk.rows) == _CHUNK_ROWS):
+                yield chunk
+                chunk, size = _Chunk([], []), 0
+            chunk.rows.append(at)
+            chunk.texts.append(text)
+            size += len(text)
+        if chunk.rows:
+            yield chunk
+
+    def _hand_out(self, waiting: deque[_Chunk]) -> None:
+        idle = [child for child in self._children if child.chunk is None]
+        while waiting and (idle or len(self._children) < self._limits.children):
+            child = idle.pop() if idle else self._begin()
+            child.give(waiting.popleft())
+            self._selector.modify(child.socket, child.events(), child)
+
+    def _begin(self) -> _Child:
+        child = _Child(self._tokenizer, self._form, self._limits)
+        self._children.append(child)
+        self._selector.register(child.socket, child.events(), child)
+        return child
+
+    def _end(self, child: _Child) -> int:
+        self._children.remove(child)
+        self._selector.unregister(child.socket)
+        return child.end()
+
+    def _take(self, child: _Child, found: list[list[TokenArrays | RowError]]) -> None:
+        assert child.answer is not None and child.chunk is not None
+        (head, ids), chunk = child.answer, child.chunk
+        child.answer = child.chunk = None
+        if "error" in head:
+            raise TokenizerError(head["error"])
+        for at, examples in zip(chunk.rows, _read_answer(head["rows"], ids), strict=True):
+            found[at] = examples
+
+    def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
+        """A child has ended: the row it was at is bad, or has a second try where it need not be that row's fault."""
+        chunk, place, still = child.chunk, child.mark(), child.still
+        status = self._end(child)
+        assert chunk is not None
+        timed_out = status == -signal.SIGPROF or still
+        if place in (_NO_ROW, _SEVERAL):
+            if len(chunk.rows) > 1:  # which of them it was shows when each is alone
+                pairs = zip(reversed(chunk.rows), reversed(chunk.texts), strict=True)
+                waiting.extendleft(_Chunk([at], [text], alone=True) for at, text in pairs)
+                return
+            place = 0
+        at, text = chunk.rows[place], chunk.texts[place]
+        rest = _Chunk(chunk.rows[:place] + chunk.rows[place + 1 :], chunk.texts[:place] + chunk.texts[place + 1 :])
+        if not timed_out and not chunk.alone:
+            waiting.appendleft(_Chunk([at], [text], alone=True))
+        else:
+            found[at] = [RowLimitError(self._why(status, still))]
+        if rest.rows:
+            waiting.appendleft(rest)
+        if timed_out:
+            self._slow += 1
+            if self._slow >= SLOW_ROWS:
+                raise DatasetError(
+                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: the chat template, or what "
+                    "these rows hold, does not end"
+                )
+
+    def _why(self, status: int, still: bool) -> str:
+        if still:
+            return f"tokenising it stood still for {_STILL * self._limits.seconds:g} s"
+        if status == -signal.SIGPROF:
+            return f"tokenising it took more than {self._limits.seconds:g} s of processor time"
+        if status < 0:
+            return f"tokenising it ended its process ({signal.Signals(-status).name}; too much memory, perhaps)"
+        return f"tokenising it ended its process (status {status})"
+
+
+@dataclass
+class _Chunk:
+    """Some rows for a child.
+
+    Attributes:
+        rows: places in the call.
+        texts: the rows as JSON.
+        alone: a second try.
+    """
+
+    rows: list[int]
+    texts: list[bytes]
+    alone: bool = False
+
+
+class _Child:
+    """A forked process and what is under way to it and from it.
+
+    Attributes:
+        chunk: what it works at.
+        answer: the answer when it is complete: its head, and token ids.
+        ended: its end of the socket is closed.
+        still: it was killed because it used no processor time and did not get on.
+    """
+
+    def __init__(self, tokenizer: Any, form: Format, limits: RowLimits) -> None:
+        self.chunk: _Chunk | None = None
+        self.answer: tuple[dict[str, Any], Ids] | None = None
+        self.ended = self.still = False
+        self._to_send = memoryview(b"")
+        self._received = bytearray()
+        self._place = mmap.mmap(-1, mmap.PAGESIZE)
+        self._stood, self._seen, self._looked = 0.0, (_NO_ROW, 0.0), time.monotonic()
+        self.socket, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(tokenizer, form, limits, theirs, self._place)
+        theirs.close()
+        self.socket.setblocking(False)
+
+    def events(self) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
+
+    def give(self, chunk: _Chunk) -> None:
+        """Begin to send a chunk."""
+        body = b"[" + b",".join(chunk.texts) + b"]"
+        self.chunk = chunk
+        self._stood = 0.0
+        _MARK.pack_into(self._place, 0, _NO_ROW)
+        self._to_send = memoryview(_LENGTHS.pack(len(body), 0) + body)
+
+    def pump(self, events: int) -> bool:
+        """Send and receive what is possible now; return True where what to wait for has changed."""
+        waited_for = self.events()
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._to_send = self._to_send[self.socket.send(self._to_send) :]
+            if events & selectors.EVENT_READ:
+                received = self.socket.recv(1 << 20)
+                self._received += received
+                self.ended = not received
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.ended = True
+        if len(self._received) >= _LENGTHS.size:
+            head_size, body_size = _LENGTHS.unpack_from(self._received)
+            end = _LENGTHS.size + head_size + body_size
+            if len(self._received) >= end:
+                head = json.loads(self._received[_LENGTHS.size : _LENGTHS.size + head_size])
+                body = np.frombuffer(self._received, np.int64, body_size // 8, _LENGTHS.size + head_size).copy()
+                self._received = bytearray()
+                self.answer = (head, body)
+        return self.events() != waited_for
+
+    def mark(self) -> int:
+        """Which row of its chunk it is at."""
+        return int(_MARK.unpack_from(self._place)[0])
+
+    def watch(self, seconds: float) -> None:
+        """Kill it when it has been at one row for so long without using the processor.
+
+        Time in which this process did not run (a suspended machine) does not count.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, 1.0), now
+        if self.chunk is None or self.still:
+            return
+        self._stood += passed
+        if self._stood < seconds / 10:
+            return
+        seen = (self.mark(), _processor_seconds(self.pid))
+        if seen != self._seen:
+            self._seen, self._stood = seen, 0.0
+        elif self._stood > seconds:
+            self.still = True
+            os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kill it; its exit status, negative for a signal."""
+        self.socket.close()
+        try:
+            # A child that has ended by itself keeps the status that it ended with.
+            os.kill(self.pid, signal.SIGKILL)
+            _, status = os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            return -signal.SIGKILL
+        self._place.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return -1.0
+
+
+def _as_json(columns: dict[str, Any]) -> bytes:
+    """What tokens are made of in a row. Raises RowError for what no JSON text can hold."""
+    require_text(columns)
+    used = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
+    for name, value in used.items():
+        if not isinstance(value, str | int | float | list | dict | None):
+            raise RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+    try:
+        return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
+    except UnicodeEncodeError:
+        raise RowError("it has half of a surrogate pair (such as \\ud800), which no tokenizer takes") from None
+    except (RecursionError, ValueError, TypeError) as error:
+        raise RowError(f"it cannot be written as JSON: {error}") from error
+
+
+def _placeholder(value: Any) -> str:
+    """What transformers shows a chat template in place of a value that is not of JSON (chat_template_utils)."""
+    return f"<{type(value).__name__}>"
+
+
+def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
+    """Each row's examples out of lengths and one array of token ids."""
+    start = 0
+    for examples in rows:
+        found: list[TokenArrays | RowError] = []
+        for lengths in examples:
+            if isinstance(lengths, str):
+                found.append(RowLimitError(lengths) if lengths == TOO_MUCH_MEMORY else RowError(lengths))
+                continue
+            parts = []
+            for length in lengths:
+                parts.append(ids[start : start + length])
+                start += length
+            found.append((parts[0], tuple(parts[1:])))
+        yield found
+
+
+# In the child
+
+
+def _run(tokenizer: Any, form: Format, limits: RowLimits, theirs: socket.socket, place: mmap.mmap) -> NoReturn:
+    """Answer chunks until the other side closes the socket. Never returns: this is a fork of a process that has other work."""
+    try:
+        _confine(limits, theirs)
+        with os.fdopen(_SOCKET, "rb", closefd=False) as reader:
+            while (texts := _read_chunk(reader)) is not None:
+                _send(*_answer(texts, tokenizer, form, limits, place))
+        os._exit(0)
+    except BaseException as error:
+        os.write(2, f"reflogp: a process that tokenises ended: {shortened(repr(error))}\n".encode("utf-8", "replace"))
+    finally:
+        os._exit(1)
+
+
+#: Where a child finds its socket.
+_SOCKET = 3
+
+
+def _confine(limits: RowLimits, theirs: socket.socket) -> None:
+    """Close what was inherited, take no signals but deadly ones, limit memory, keep to one thread."""
+    for number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    gc.freeze()  # a collection would copy every page that is shared with the parent
+    os.dup2(theirs.fileno(), _SOCKET)
+    os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads are not here; there are several children instead
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:  # noqa: PTH123
+            taken = int(file.read().split()[0]) * mmap.PAGESIZE
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = taken + limits.memory if hard == resource.RLIM_INFINITY else min(taken + limits.memory, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+            file.write("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
+    lengths = reader.read(_LENGTHS.size)
+    if len(lengths) < _LENGTHS.size:
+        return None
+    body = reader.read(_LENGTHS.unpack(lengths)[0])
+    texts: list[dict[str, Any]] = json.loads(body)
+    return texts
+
+
+def _answer(
+    rows: list[dict[str, Any]], tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap
+) -> tuple[dict[str, Any], array[int]]:
+    """Tokenise the rows of a chunk: render them one by one, encode them together."""
+
+    def begin(row: int) -> None:
+        _MARK.pack_into(place, 0, row)
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+
+    #: For each row, its examples: rendered, encoded, or what is wrong.
+    found: list[list[Any]] = []
+    together: list[tuple[int, int]] = []
+    try:
+        for at, columns in enumerate(rows):
+            begin(at)
+            examples = _of_row(partial(_rendered, columns, form, tokenizer))
+            if not tokenizer.is_fast or sum(len(t) for e in examples if isinstance(e, list) for t in e) > _TOGETHER:
+                examples = _of_row(partial(encode, examples, tokenizer))
+            together += [(at, number) for number, example in enumerate(examples) if isinstance(example, list)]
+            found.append(examples)
+        begin(_SEVERAL)
+        try:
+            for (at, number), tokens in zip(together, encode([found[at][n] for at, n in together], tokenizer), strict=True):
+                found[at][number] = tokens
+        except Exception:  # one of them cannot be encoded
+            for at in dict.fromkeys(at for at, _ in together):
+                begin(at)
+                found[at] = _of_row(partial(encode, found[at], tokenizer))
+    except TokenizerError as error:
+        return {"error": shortened(str(error))}, array("q")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    ids = array("q")
+    return {"rows": [[_add(example, ids) for example in examples] for examples in found]}, ids
+
+
+def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
+    """What comes of a row; whatever a row makes Python, a template or a tokenizer raise is a problem of that row."""
+    try:
+        return work()
+    except TokenizerError:
+        raise
+    except RowError as error:
+        return [error]
+    except MemoryError:
+        return [RowError(TOO_MUCH_MEMORY)]
+    except Exception as error:
+        return [RowError(f"it cannot be tokenised: {type(error).__name__}: {_first_line(error)}")]
+
+
+def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[list[Any] | RowError]:
+    found: list[list[Any] | RowError] = []
+    for example in examples_of(columns, form):
+        try:
+            found.append(render(example, tokenizer))
+        except RowError as error:
+            found.append(error)
+    return found
+
+
+def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
+    """Lengths of an example's prompt and completions, whose token ids are added to `ids`; or what is wrong, in words."""
+    if isinstance(example, RowError):
+        return shortened(str(example))
+    prompt, completions = example
+    for part in (prompt, *completions):
+        ids.extend(part)
+    return [len(prompt), *map(len, completions)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _send(head: dict[str, Any], ids: array[int]) -> None:
+    text = json.dumps(head).encode()
+    view = memoryview(_LENGTHS.pack(len(text), len(ids) * ids.itemsize) + text + ids.tobytes())
+    while view:
+        view = view[os.write(_SOCKET, view) :]

@@ -1,0 +1,203 @@
+"""What a row's columns mean: preference pair, KTO row or tokens, plain or conversational, explicit or implicit prompt.
+
+Follows TRL 1.16's reading of the same columns (trl/data_utils.py: is_conversational, extract_prompt,
+unpair_preference_dataset). Does not know tokenizers. Called by `tokenize`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from reflogp.scoring.errors import DatasetError
+from reflogp.store.media import media_of
+from reflogp.store.texts import shortened_names
+
+Format = Literal["preference", "kto", "tokens"]
+FORMATS = get_args(Format)
+
+#: Columns that a row's tokens are made from.
+TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
+#: Parameters of apply_chat_template that are data for the template, as TRL passes `tools`.
+_DATA_PARAMETERS = frozenset({"tools", "documents"})
+
+
+class RowError(ValueError):
+    """A row that cannot be used. The message says why; the caller knows its number."""
+
+
+class RowLimitError(RowError):
+    """A row that takes more time or memory than it may; with more of either it might be usable."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and its completions, as text or as messages.
+
+    Attributes:
+        prompt: text, or a list of messages.
+        completions: one per output column: (chosen, rejected), or (completion,).
+        template_kwargs: what a chat template gets beside the messages: `tools` and the row's chat_template_kwargs, none of
+            which is a parameter that changes the template, the encoding or what is rendered.
+    """
+
+    prompt: Any
+    completions: tuple[Any, ...]
+    template_kwargs: dict[str, Any]
+
+    @property
+    def conversational(self) -> bool:
+        return is_conversational(self.prompt, *self.completions)
+
+
+def detect_format(columns: dict[str, Any]) -> Format:
+    """The format of a dataset whose first readable row has these columns.
+
+    Raises DatasetError, listing the columns, when they fit none.
+    """
+    names = set(columns)
+    if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
+        return "tokens"
+    if {"chosen", "rejected"} <= names:
+        return "preference"
+    if {"prompt", "completion"} <= names:
+        return "kto"
+    shown = shortened_names(sorted(map(str, names))) or "(none)"
+    raise DatasetError(
+        f"columns {shown} fit no known format; expected prompt, chosen, rejected (prompt may be left out), or prompt, "
+        "completion, label, or prompt_ids with chosen_ids and rejected_ids or completion_ids"
+    )
+
+
+def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the completion columns that a dataset of this format yields."""
+    if form == "preference" or (form == "tokens" and "completion_ids" not in first):
+        return ("chosen_ids", "rejected_ids")
+    if form == "tokens" and first.get("KL_completion_ids") is not None:
+        return ("completion_ids", "KL_completion_ids")
+    return ("completion_ids",)
+
+
+def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
+    """Read one row: one example, or two when a pair is asked for as KTO rows (as TRL unpairs them).
+
+    Raises RowError when a column is missing, null, empty or of the wrong type, when the row holds images, video or audio, and
+    when its chat_template_kwargs hold more than variables of the template.
+    """
+    require_text(columns)
+    pair = form == "preference" or "completion" not in columns
+    names = ("chosen", "rejected") if pair else ("completion",)
+    for name in names if "prompt" not in columns and pair else ("prompt", *names):
+        if columns.get(name) is None:
+            raise RowError(f"{name} is null or missing")
+    prompt, completions = columns.get("prompt"), tuple(columns[name] for name in names)
+    for name, value in zip(names, completions, strict=True):
+        if not isinstance(value, str | list):
+            raise _wrong_type(name, value)
+    if "prompt" not in columns:
+        prompt, *rest = split_implicit_prompt(*completions)
+        completions = tuple(rest)
+    conversational = is_conversational(prompt, *completions)
+    if conversational and not prompt:
+        raise RowError("chosen and rejected share no turn, so there is no prompt")
+    for name, value in zip(("prompt", *names), (prompt, *completions), strict=True):
+        _check_type(name, value, conversational)
+    kwargs = _template_kwargs(columns)
+    if pair and form == "kto":
+        return [Example(prompt, (completion,), kwargs) for completion in completions]
+    return [Example(prompt, completions, kwargs)]
+
+
+def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of a pair whose prompt is what both begin with; text or messages.
+
+    The same cut as TRL's extract_prompt, its edges included, because another cut would be another key: a space before
+    the first difference belongs to the completions, and of two that never differ the shorter's last element does.
+    Raises RowError when a side is empty.
+    """
+    if not len(chosen) or not len(rejected):
+        raise RowError("chosen or rejected is empty, and there is no prompt column")
+    cut = min(len(chosen), len(rejected)) - 1
+    for at, (left, right) in enumerate(zip(chosen, rejected, strict=False)):
+        if left != right:
+            cut = at - 1 if chosen[at - 1] == " " else at
+            break
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def is_conversational(*values: Any) -> bool:
+    """Whether any of a row's values is a list of messages (an empty list says nothing either way)."""
+    return any(isinstance(v, list) and v and isinstance(v[0], dict) and "role" in v[0] for v in values)
+
+
+def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
+    """(prompt_ids, completions) of a row that holds tokens already.
+
+    Raises RowError when one is not a list of integers in [0, 2**32), and when the row holds images, video or audio.
+    """
+    require_text(columns)
+    found = []
+    for name in ("prompt_ids", *outputs):
+        ids = columns.get(name)
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**32 for i in ids):
+            raise RowError(f"{name} is not a list of token ids")
+        found.append(ids)
+    return found[0], tuple(found[1:])
+
+
+def require_text(columns: dict[str, Any]) -> None:
+    """Raise RowError for a row with images, video or audio: scored as text, it would get values of another input."""
+    media = media_of(columns)
+    if media is not None:
+        raise RowError(f"it holds more than text ({media}), and only text is scored; remove what is not text, or the row")
+
+
+def _check_type(name: str, value: Any, conversational: bool) -> None:
+    if conversational:
+        if not isinstance(value, list) or not all(isinstance(m, dict) and m.get("role") for m in value):
+            raise RowError(f"{name} is not a list of messages with a role")
+    elif not isinstance(value, str):
+        raise _wrong_type(name, value)
+
+
+def _wrong_type(name: str, value: Any) -> RowError:
+    return RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+
+
+def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
+    tools, extra = columns.get("tools"), columns.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"tools is not JSON: {error}") from error
+    if extra is not None and not isinstance(extra, dict):
+        raise RowError("chat_template_kwargs is not an object")
+    extra = {name: value for name, value in (extra or {}).items() if value is not None or name not in reserved_kwargs()}
+    refused = sorted(set(extra) & reserved_kwargs())
+    if refused:
+        raise RowError(
+            f"chat_template_kwargs has {', '.join(refused)}, which would change how a row is rendered or encoded; only "
+            "variables of the model's own chat template may stand there"
+        )
+    return {"tools": tools, **extra}
+
+
+@cache
+def reserved_kwargs() -> frozenset[str]:
+    """Names that mean something to apply_chat_template itself, and so may not come from a row.
+
+    Found from the signatures of transformers' functions: whatever is no parameter there becomes a variable of the template.
+    """
+    parameters: set[str] = {"messages"}  # what the template calls the conversation
+    for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                parameters.add(name)
+    return frozenset(parameters - _DATA_PARAMETERS)

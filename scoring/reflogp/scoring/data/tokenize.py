@@ -1,0 +1,172 @@
+"""Datasets as token sequences exactly as TRL makes them, so that a key here is the key of what a trainer trains on.
+
+Text is rendered and encoded by `encode`, in processes that `row_process` may kill. Does not import trl. Called by scoring, by
+`reflogp join` and by reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.read import Row, RowSource, batched
+from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
+from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
+from reflogp.scoring.data.tokenizer_files import open_tokenizer
+from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.store.texts import shortened, shortened_names
+
+
+@dataclass(frozen=True)
+class TokenizedRows:
+    """Some rows of a dataset as token ids.
+
+    Attributes:
+        table: columns row (int64: the row's number in the dataset), prompt_ids and one column per completion
+            (list<int64>): chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
+        rows: the same rows as they were read, in the table's order.
+        problems: row number -> why it is not in the table.
+        last_row: number of the last row that was read, usable or not.
+        limited: some problems are limits of time or memory, so that another run might end otherwise.
+    """
+
+    table: pa.Table
+    rows: list[dict[str, Any]]
+    problems: dict[int, str] = field(default_factory=dict)
+    last_row: int = -1
+    limited: bool = False
+
+
+def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; an adapter's folder without one has its base model's.
+
+    Raises TokenizerError when there is none, FileChangedError when its files are being written.
+    """
+    with open_tokenizer(model) as files:
+        return files.load(trust_remote_code)
+
+
+def tokenize_dataset(
+    source: RowSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    form: Format | None = None,
+    window: int = 1024,
+    *,
+    limits: RowLimits | None = None,
+    check: Callable[[], None] | None = None,
+) -> Iterator[TokenizedRows]:
+    """Tokenise a dataset, `window` rows at a time, in bounded memory.
+
+    Args:
+        source: the rows.
+        tokenizer: the reference model's; None is enough for the tokens format.
+        form: "preference", "kto" or "tokens"; None finds it from the first row whose columns fit one.
+        window: rows per item.
+        limits: what tokenising a row may take; a row that takes more is a bad row. None for the defaults.
+        check: called about ten times a second, and for each row of tokens; raises to stop.
+
+    Raises:
+        DatasetError: no row is readable, no row at the beginning has columns that fit a format, or many rows took too long.
+        TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
+    """
+    outputs: tuple[str, ...] | None = None
+    why = "it is empty"
+    children: RowTokenizer | None = None
+    with ExitStack() as stack:
+        for rows in batched(source, window):
+            if outputs is None and any(row.columns is not None for row in rows):
+                form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
+                if form != "tokens":
+                    if tokenizer is None:
+                        raise TokenizerError("text rows need a tokenizer")
+                    children = stack.enter_context(RowTokenizer(tokenizer, form, limits, check))
+            if outputs is None and rows[0].number == 0:
+                why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
+            if outputs is None:
+                problems = {row.number: shortened(row.problem or "") for row in rows}
+                yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
+                continue
+            yield _tokenize_window(rows, children, outputs, check)
+    if outputs is None:
+        raise DatasetError(f"{source.name} has no readable row; {why}")
+
+
+def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
+    """The format of the first row that has one, and the columns of its completions; the rows before it are bad rows.
+
+    Raises DatasetError, about the first row, where none has one.
+    """
+    error: DatasetError | None = None
+    for columns in rows:
+        try:
+            found = detect_format(columns)
+            if form is not None and form != found and (form, found) != ("kto", "preference"):
+                raise DatasetError(f"the columns {shortened_names(list(columns))} are of format {found}, not {form}")
+            return form or found, output_columns(form or found, columns)
+        except DatasetError as this:
+            error = error or this
+    assert error is not None
+    raise error
+
+
+def _tokenize_window(
+    rows: list[Row], children: RowTokenizer | None, outputs: tuple[str, ...], check: Callable[[], None] | None
+) -> TokenizedRows:
+    """Tokenise some rows; `children` is None for rows that hold tokens."""
+    problems: dict[int, str] = {}
+    readable: list[Row] = []
+    for row in rows:
+        if row.columns is None:
+            problems[row.number] = shortened(row.problem or "unreadable")
+        else:
+            readable.append(row)
+    columns = [row.columns or {} for row in readable]
+    found = children.tokenize(columns) if children is not None else _token_rows(columns, outputs, check)
+    numbers: list[int] = []
+    kept: list[dict[str, Any]] = []
+    ids: list[TokenArrays] = []
+    limited = False
+    for row, examples in zip(readable, found, strict=True):
+        for example in examples:
+            if isinstance(example, RowError):
+                problems[row.number] = shortened(str(example))
+                limited |= isinstance(example, RowLimitError)
+                continue
+            numbers.append(row.number)
+            kept.append(row.columns or {})
+            ids.append(example)
+    return TokenizedRows(_table(numbers, ids, outputs), kept, dict(sorted(problems.items())), rows[-1].number, limited)
+
+
+def _token_rows(
+    rows: list[dict[str, Any]], outputs: tuple[str, ...], check: Callable[[], None] | None
+) -> list[list[TokenArrays | RowError]]:
+    found: list[list[TokenArrays | RowError]] = []
+    for columns in rows:
+        if check is not None:
+            check()
+        try:
+            prompt, completions = token_row(columns, outputs)
+            found.append([(np.array(prompt, np.int64), tuple(np.array(ids, np.int64) for ids in completions))])
+        except RowError as error:
+            found.append([error])
+    return found
+
+
+def _table(numbers: list[int], ids: list[TokenArrays], outputs: tuple[str, ...]) -> pa.Table:
+    columns = {"row": pa.array(numbers, pa.int64()), "prompt_ids": _lists([prompt for prompt, _ in ids])}
+    columns |= {name: _lists([completions[i] for _, completions in ids]) for i, name in enumerate(outputs)}
+    return pa.table(columns)
+
+
+def _lists(arrays: list[Ids]) -> pa.ListArray:
+    offsets = np.cumsum([0, *map(len, arrays)])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()), pa.array(np.concatenate([np.zeros(0, np.int64), *arrays]), pa.int64())
+    )

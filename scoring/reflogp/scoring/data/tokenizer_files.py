@@ -1,0 +1,133 @@
+"""A tokenizer's files: opened together, named by their content, loaded as they were opened."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reflogp.scoring.errors import TokenizerError
+from reflogp.store import FileChangedError, read_checkpoint, resolve_model
+from reflogp.store.digests import OpenFiles, folder_of_open_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: No tokenizer is read from these: weights, their indexes, and texts for people.
+_NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".md")
+#: Folder of named chat templates, beside the tokenizer's own files (transformers.utils.CHAT_TEMPLATE_DIR).
+_TEMPLATES = "additional_chat_templates"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Open files of a tokenizer.
+
+    Attributes:
+        folder: where they lie.
+        files: the open files: all that a tokenizer may be read from.
+        digest: of their names and content.
+    """
+
+    folder: Path
+    files: OpenFiles
+    digest: str
+
+    def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+        """The tokenizer that these files are, whatever lies at their paths meanwhile.
+
+        Raises:
+            TokenizerError: there is none, or it cannot be loaded.
+            FileChangedError: a file was written to while it was loaded.
+        """
+        from transformers import AutoTokenizer  # whoever only names a tokenizer does not need it
+
+        opened = {str(path.relative_to(self.folder)): file for path, file in self.files.files.items()}
+        with folder_of_open_files(opened, f"tokenizer_{self.digest}") as folder:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(folder or self.folder, trust_remote_code=trust_remote_code)
+            except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for a broken tokenizer
+                self.files.check(by_path=folder is None)
+                text = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(self.folder))
+                raise TokenizerError(f"{self.folder}: the tokenizer cannot be loaded: {text}") from error
+            self.files.check(by_path=folder is None)
+        tokenizer.name_or_path = str(self.folder)
+        return tokenizer
+
+
+@contextmanager
+def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
+    """Open the tokenizer's files of a model folder for the time of a block; an adapter without a tokenizer has its base's.
+
+    Raises TokenizerError when they cannot be read.
+    """
+    folder = resolve_model(model)
+    if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        folder = read_checkpoint(folder).folder
+    try:
+        files = OpenFiles(_paths(folder))
+    except OSError as error:
+        raise TokenizerError(f"{folder}: the tokenizer's files cannot be read: {error}") from error
+    with files:
+        names = sorted((str(path.relative_to(folder)), digest) for path, digest in files.digests().items())
+        digest = hashlib.blake2b(repr(names).encode(), digest_size=16, person=b"reflogp.tokenize")
+        yield TokenizerFiles(folder, files, digest.hexdigest())
+
+
+def _paths(folder: Path) -> list[Path]:
+    found = [*folder.glob("*"), *folder.glob(f"{_TEMPLATES}/*")]
+    return sorted(
+        file for file in found if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_NOT_READ)
+    )
+
+
+class TokenizerCache:
+    """Loaded tokenizers by what their files contain, the least recently used out.
+
+    Args:
+        most: tokenizers that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
+
+    def find(self, model: str, trust_remote_code: bool) -> NamedTokenizer:
+        """The tokenizer that a model folder has now. Loads nothing; raises as `open_tokenizer`."""
+        with open_tokenizer(model) as opened:
+            return NamedTokenizer(model, trust_remote_code, opened.digest, self)
+
+    def get(self, named: NamedTokenizer) -> PreTrainedTokenizerBase:
+        key = (named.digest, named.trust_remote_code)
+        if key not in self._loaded:
+            with open_tokenizer(named.model) as opened:
+                if opened.digest != named.digest:
+                    raise FileChangedError(f"the tokenizer's files in {opened.folder} changed meanwhile; run again")
+                self._loaded[key] = opened.load(named.trust_remote_code)
+        self._loaded.move_to_end(key)
+        while len(self._loaded) > self._most:
+            self._loaded.popitem(last=False)
+        return self._loaded[key]
+
+
+@dataclass(frozen=True)
+class NamedTokenizer:
+    """A tokenizer by its content: `load` gives that one or fails, also when its files have changed since.
+
+    Attributes:
+        model: its folder.
+        digest: of its files.
+    """
+
+    model: str
+    trust_remote_code: bool
+    digest: str
+    cache: TokenizerCache
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """Raises TokenizerError, or FileChangedError when its files are others now and it is no longer kept."""
+        return self.cache.get(self)

@@ -1,0 +1,84 @@
+"""Errors of the scoring side, below the store's ReflogpError.
+
+ReflogpError (reflogp.store.errors)
+├── DatasetError             a dataset cannot be opened or has columns that fit no shape
+├── TokenizerError           a tokenizer lacks what the data needs
+├── OtherEngineError         a store has values of an engine that was not wanted
+├── LedgerError              a service's ledger of jobs cannot be used now
+│   ├── LedgerUnavailableError  it is locked, its disk is full or fails
+│   ├── LedgerDamagedError      some of its pages are damaged
+│   └── LedgerTakenError        it is another service's, or is not there any more
+└── EngineError              the engine cannot load a model or score with it
+    ├── OutOfMemoryError     the device's memory does not hold the model or a pass
+    ├── WorkerGoneError      one of a run's workers is gone
+    └── InvalidSequencesError   some sequences cannot be scored; the others were
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflogp.store.errors import ReflogpError, UsageError
+
+
+class DatasetError(UsageError):
+    """A dataset cannot be opened, or its columns fit no known shape."""
+
+
+class TokenizerError(ReflogpError):
+    """A tokenizer lacks what the data needs: an EOS token, a chat template."""
+
+
+class OtherEngineError(ReflogpError):
+    """A store has values of another engine than the one that is wanted alone."""
+
+
+class LedgerError(ReflogpError):
+    """A service's ledger of jobs cannot be used now; the message says why and what to do."""
+
+
+class LedgerUnavailableError(LedgerError):
+    """The ledger is locked by another process, or its disk is full or fails: the same call may succeed later."""
+
+
+class LedgerDamagedError(LedgerError):
+    """Pages of the ledger are damaged."""
+
+
+class LedgerTakenError(LedgerError):
+    """Another service has taken the ledger over, or its file was moved, deleted or replaced."""
+
+
+class EngineError(ReflogpError):
+    """The engine cannot load a model, or cannot score with it."""
+
+
+class OutOfMemoryError(EngineError):
+    """A device's memory does not hold a model, or ran out; the message says what was asked for and what to do."""
+
+
+class WorkerGoneError(EngineError):
+    """One of a run's workers is gone; others go on.
+
+    Attributes:
+        blamed: what it was at may be the reason; False where it was called away.
+    """
+
+    def __init__(self, reason: str, blamed: bool = True) -> None:
+        super().__init__(reason)
+        self.blamed = blamed
+
+
+class InvalidSequencesError(EngineError):
+    """Some sequences cannot be scored.
+
+    Attributes:
+        problems: index in the call -> what is wrong.
+        results: one entry per sequence of the call: its float32 token_logps, or None where `problems` names it.
+    """
+
+    def __init__(self, problems: dict[int, str], results: list[Any]) -> None:
+        first = min(problems)
+        super().__init__(f"{len(problems)} of {len(results)} sequences cannot be scored; sequence {first}: {problems[first]}")
+        self.problems = problems
+        self.results = results

@@ -1,0 +1,94 @@
+"""Devices by name, and the group of them that each engine gets.
+
+Knows torch's names of devices and CUDA_VISIBLE_DEVICES. Does not import torch, which a service's process does without.
+Called by the command line and by a service.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reflogp.store import UsageError
+
+#: What lies in /dev where there is a GPU: of NVIDIA's driver, of WSL's, of AMD's.
+_DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+_ASK = "import torch; print(torch.cuda.device_count())"
+_ASK_SECONDS = 300.0
+_NAME = re.compile(r"all|auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one engine computes on.
+
+    Attributes:
+        name: in words.
+        device: for EngineChoice.
+        visible: CUDA_VISIBLE_DEVICES of its process, where it must see these GPUs alone; None for all.
+    """
+
+    name: str
+    device: str
+    visible: str | None = None
+
+
+def places(
+    devices: Sequence[str], count_gpus: Callable[[], int], gpus_each: int = 1, chooses_itself: bool = False
+) -> list[Place]:
+    """The place of each engine.
+
+    Args:
+        devices: names as torch has them; "all" stands for every GPU, or the CPU where there is none, "auto" for one of them.
+        count_gpus: GPUs of this machine that are visible here.
+        gpus_each: that an engine is spread over.
+        chooses_itself: an engine chooses among the GPUs that its process sees, as vLLM does.
+
+    Raises UsageError for an unknown name, for a GPU that is not there, and for GPUs that do not fill their last group.
+    """
+    if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
+        raise UsageError(f"device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
+    numbered = "all" in devices or any(":" in name for name in devices)
+    count = count_gpus() if numbered else 0
+    every = [f"cuda:{number}" for number in range(count)] or ["cpu"]
+    names = [name for entry in devices for name in (every if entry == "all" else [entry])]
+    for name in names:
+        if name.startswith("cuda:") and int(name[5:]) >= count:
+            instead = f"use cuda:0 to cuda:{count - 1}" if count else "use cpu"
+            raise UsageError(f"device {name}: there are {count} GPUs here; {instead}")
+    if not chooses_itself and gpus_each == 1:
+        return [Place(name, name) for name in names]
+    if names in (["cpu"], ["auto"], ["cuda"]):  # the engine's own default
+        return [Place(names[0], names[0])]
+    if others := [name for name in names if not name.startswith("cuda:")]:
+        raise UsageError(f"device {others[0]}: an engine that chooses its GPUs itself needs them by number, as cuda:0,cuda:1")
+    groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
+    if "all" in devices and len(groups) > 1:  # some are left over
+        groups = [group for group in groups if len(group) == gpus_each]
+    if len(groups[-1]) < gpus_each:
+        raise UsageError(f"{len(names)} GPUs make no groups of {gpus_each}: give a multiple of that many")
+    return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
+
+
+def gpus_in_a_child() -> int:
+    """GPUs as torch counts them, asked in a process of its own where there is any. Raises UsageError where it does not say."""
+    if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
+        return 0
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    counted = asked.stdout.split()
+    if asked.returncode or not counted or not counted[-1].isdigit():
+        said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(f"the GPUs of this machine could not be counted ({said}): name them, as cuda:0,cuda:1, or cpu")
+    return int(counted[-1])
+
+
+def _visible(group: Sequence[str], count: int) -> str:
+    """What CUDA_VISIBLE_DEVICES names these GPUs, where this process may see only some of the machine's."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(count)]
+    return ",".join(names[int(name[5:])] for name in group)

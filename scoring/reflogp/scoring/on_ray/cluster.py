@@ -1,0 +1,114 @@
+"""The Ray cluster that is used: this machine or a running one, what it has, and what went wrong in it, in words.
+
+Knows ray's connection and its errors. Does not know what actors do. Called by the command line, a service, and the scorer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import ray
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError
+from reflogp.store import ReflogpError, UsageError
+
+#: Ray on this machine alone, for as long as it is used.
+LOCAL = "local"
+_CONNECT_SECONDS = 5.0
+
+
+def connect(address: str | None) -> bool:
+    """Use the cluster at an address; False where this process is connected to one already, which is then used.
+
+    Args:
+        address: "auto", host:port, ray://host:port, "local"; None for $RAY_ADDRESS, or this machine where it is not set.
+
+    Raises UsageError when there is none.
+    """
+    if ray.is_initialized():
+        return False
+    where = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    own = {"include_dashboard": False} if where == LOCAL else {}
+    try:
+        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray would try for minutes
+            socket.create_connection((named[1], int(named[2])), _CONNECT_SECONDS).close()
+        ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        hint = "`ray start --head` begins one; where it asks for a token, set RAY_AUTH_MODE=token"
+        raise UsageError(f"no Ray cluster at {where}: {_first_line(error)} ({hint})") from error
+    return True
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """The cluster for the time of the block, as `connect`. What runs on it for this process then ends."""
+    ours = connect(address)
+    try:
+        yield
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def on_workers(choice: EngineChoice) -> EngineChoice:
+    """The engine on workers that Ray gives their GPUs: "auto" is a GPU where the cluster has one.
+
+    Raises UsageError for a device with a number.
+    """
+    if choice.device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {choice.device}: on Ray each worker is given its own GPU; use auto, cpu or cuda")
+    gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    return replace(choice, device="cuda" if gpu else "cpu") if choice.device == "auto" else choice
+
+
+def default_workers(choice: EngineChoice) -> int:
+    """As many as the cluster has room for now; one where it has none, for Ray may add nodes."""
+    resources = ray.cluster_resources()
+    room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
+    return max(1, int(room))
+
+
+def resources_of(choice: EngineChoice) -> dict[str, float]:
+    """What a worker asks Ray for, as options of an actor."""
+    return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
+
+
+def what_there_is() -> str:
+    """The cluster's nodes and what they have, in words."""
+    resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
+    return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs in {len(alive)} nodes"
+
+
+def this_node() -> str:
+    """The node that this runs on, in words; for actors."""
+    return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
+
+
+def reason_of(error: RayError) -> str:
+    """Why an actor is gone, in a few words."""
+    text = str(error)
+    if "its node has died" in text or "node was terminated" in text:
+        return "its node died"
+    if isinstance(error, ActorDiedError) and not error.actor_init_failed:
+        return "its process was killed or crashed"
+    return _first_line(error)
+
+
+def raised_on(node: str, error: RayTaskError) -> ReflogpError:
+    """An error that our own code raised on a node, with the node's name."""
+    cause = error.cause
+    kind = UsageError if isinstance(cause, UsageError) else EngineError
+    said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
+    return kind(f"on node {node}: {said}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,167 @@
+"""Workers of a run on a Ray cluster: actors, placed where there is room.
+
+Knows actors and what happens to them. Does not know units. Made by the command line, for `spread.scorer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError, WorkerGoneError
+from reflogp.scoring.on_ray.cluster import default_workers, on_workers, reason_of, resources_of, this_node, what_there_is
+from reflogp.scoring.on_ray.shared import probe, require_seen
+from reflogp.scoring.runs.spread.scorer import Worker, settle
+from reflogp.scoring.runs.spread.units import IN_FLIGHT
+from reflogp.scoring.runs.spread.worker import ScoringWorker
+from reflogp.store import LogprobTable, Reference
+from reflogp.store.storage import is_local
+
+#: Seconds without any worker after which that is said, and after which it is given up: nodes that Ray adds need minutes.
+_SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
+
+
+class NodeWorker(ScoringWorker):
+    """A ScoringWorker that says where it is, and looks whether the store's folder is the run's."""
+
+    def place(self) -> str:
+        """The node that it is on, in words."""
+        return f"node {this_node()}"
+
+    def prepare_here(self, file: str | None) -> dict[str, Any]:
+        """As `prepare`.
+
+        Args:
+            file: lies in the store's folder, where it is one. Raises EngineError where it is not here.
+        """
+        if file is not None:
+            require_seen(file)
+        return self.prepare()
+
+
+class ClusterWorkers:
+    """Workers on the cluster that this process is connected to (see `cluster.connected`).
+
+    Args:
+        model: folder or hub id, as every node finds it.
+        revision: of a hub id.
+        reference: the model under the numerics that are wanted.
+        choice: the engine of each worker.
+        count: None for as many as the cluster has GPUs, or CPUs where it has none.
+        place_seconds: given up when no worker could be placed for so long.
+    """
+
+    may_come = True
+
+    def __init__(
+        self,
+        model: str,
+        revision: str | None,
+        reference: Reference,
+        choice: EngineChoice,
+        count: int | None = None,
+        place_seconds: float = PLACE_SECONDS,
+    ) -> None:
+        choice = on_workers(choice)
+        self.count = count or default_workers(choice)
+        folder = Path(model).expanduser()
+        self._made_of = (str(folder.absolute()) if folder.is_dir() else model, revision, reference.to_json(), asdict(choice))
+        self._resources = resources_of(choice)
+        self._place_seconds = place_seconds
+        self._table_folder = ""
+        self._without_since: float | None = None
+        self._said = False
+
+    def open(self, table: LogprobTable) -> None:
+        """As Workers.open."""
+        self._table_folder = table.uri
+
+    def begin(self, have: int) -> list[Worker]:
+        """As Workers.begin. One that has no place yet is there already."""
+        store = self._table_folder.rsplit("/", 2)[0]
+        actor_class: Any = ray.remote(NodeWorker)  # ray's types know neither options nor a class's methods
+        lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
+        placed = actor_class.options(**self._resources, **lives)
+        return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
+
+    def look(self, is_any_placed: bool) -> None:
+        """Say that no worker has begun, and give up after a while. Those that wait do no harm while others work.
+
+        Ray does not say whether a worker waits for room or for its process to start.
+        """
+        now = time.monotonic()
+        if is_any_placed:
+            self._without_since = None
+            return
+        self._without_since = self._without_since or now
+        waited = now - self._without_since
+        asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
+        what = f"no worker could begin: each asks for {asked}, and the Ray cluster has {what_there_is()}"
+        if waited > self._place_seconds:
+            raise EngineError(f"{what}, for {waited:.0f} s now")
+        if waited > _SAID_SECONDS and not self._said:
+            self._said = True
+            warnings.warn(f"{what}; waiting {self._place_seconds:.0f} s for nodes", stacklevel=2)
+
+
+class _RayWorker:
+    """A NodeWorker from here."""
+
+    def __init__(self, actor: Any, table_folder: str) -> None:
+        self._actor = actor
+        self._table_folder = table_folder
+        self._probe = contextlib.ExitStack()
+
+    def place(self) -> Future[str]:
+        """As Worker.place."""
+        return _future(self._actor.place.remote())
+
+    def prepare(self) -> Future[dict[str, Any]]:
+        """As Worker.prepare."""
+        file = self._probe.enter_context(probe(Path(self._table_folder))) if is_local(self._table_folder) else None
+        prepared = _future(self._actor.prepare_here.remote(file))
+        prepared.add_done_callback(lambda _: self._probe.close())
+        return prepared
+
+    def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
+        """As Worker.score."""
+        return _future(self._actor.score.remote(content, again))
+
+    def peak(self) -> Future[float | None]:
+        """As Worker.peak."""
+        return _future(self._actor.peak.remote())
+
+    def stop(self) -> Future[None]:
+        """As Worker.stop."""
+        return _future(self._actor.stop.remote())
+
+    def end(self) -> None:
+        """As Worker.end."""
+        self._probe.close()
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
+
+
+def _future(reference: Any) -> Future[Any]:
+    """What an actor answers; what it raised is raised, and WorkerGoneError when it is gone."""
+    answer: Future[Any] = Future()
+
+    def take(arrived: Future[Any]) -> None:
+        error = arrived.exception()
+        if isinstance(error, RayTaskError):
+            error = error.cause
+        elif isinstance(error, RayError):
+            error = WorkerGoneError(reason_of(error))
+        settle(answer, None if error else arrived.result(), error)
+
+    reference.future().add_done_callback(take)
+    return answer

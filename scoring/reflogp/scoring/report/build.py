@@ -1,0 +1,223 @@
+"""`reflogp report`: what a scored dataset looks like, as a page that needs nothing else, and its charts as PNG.
+
+Reads top to bottom in `write_report`: one pass for numbers, a second one for the few examples that are shown. Loads no model,
+writes nothing into the store. Called by the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.shape import Format
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.report import findings
+from reflogp.scoring.report.charts import write_pngs
+from reflogp.scoring.report.collect import ALIKE, Collected, collect
+from reflogp.scoring.report.duplicates import find_duplicates
+from reflogp.scoring.report.figures import make_figures
+from reflogp.scoring.report.folder import PAGE_NAME, check_folder, forget_other_charts
+from reflogp.scoring.report.outliers import find_outliers
+from reflogp.scoring.report.page import Content, Setting, render_page
+from reflogp.scoring.report.preference import label_preference, pair_preference
+from reflogp.scoring.report.shown import read_shown
+from reflogp.scoring.report.truncation import TRL_MAX_LENGTH, cut, cuts, enough_for
+from reflogp.scoring.report.visible import visible
+from reflogp.scoring.runs.score import Watcher
+from reflogp.store import Reference, Snapshot, UsageError
+from reflogp.store.whole_files import appears_whole
+from reflogp.store.windows import check_truncation
+
+#: Examples that are shown of each kind of outlier, of pairs that hardly differ, of near repeats.
+_SHOWN = 4
+#: The share that `enough_for` leaves whole.
+_MOST = 0.99
+
+
+@dataclass
+class ReportSummary:
+    """What a report found. `examples` are rows, or twice as many where pairs are unpaired for KTO.
+
+    Attributes:
+        with_values, missing, bad_rows, dropped_rows: as in `joining.JoinSummary`; the first hundred rows are named.
+        coverage: with_values over what a trainer keeps.
+        accuracy, accuracy_per_token: share of pairs whose chosen is above rejected, by sums and by means; None for KTO.
+        exact_duplicates, contrary, identical, near_duplicates: as in `duplicates.Duplicates`.
+        alike: pairs whose completions hardly differ.
+        outliers: rule -> examples.
+        truncation: one entry for each max_length, as in `truncation.Cut`.
+        findings: what the page says first.
+        files: names in `output`.
+    """
+
+    rows: int = 0
+    examples: int = 0
+    with_values: int = 0
+    missing: int = 0
+    missing_row_numbers: list[int] = field(default_factory=list)
+    bad_rows: int = 0
+    bad_row_numbers: list[int] = field(default_factory=list)
+    dropped_rows: int = 0
+    coverage: float = 0.0
+    accuracy: float | None = None
+    accuracy_per_token: float | None = None
+    exact_duplicates: int = 0
+    contrary: int = 0
+    identical: int = 0
+    near_duplicates: int = 0
+    alike: int = 0
+    outliers: dict[str, int] = field(default_factory=dict)
+    truncation: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    reference_id: str = ""
+    snapshot: int = 0
+    store: str = ""
+    output: str = ""
+    files: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_report(
+    source: RowSource,
+    model_folder: str,
+    store_uri: str,
+    reference: Reference,
+    snapshot: Snapshot,
+    output: str,
+    *,
+    score: str,
+    model: str = "",
+    form: Format | None = None,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    watcher: Watcher | None = None,
+) -> ReportSummary:
+    """Write `output`/index.html and the charts.
+
+    Args:
+        score: the command line that scores what is missing, for the page to quote.
+        model: what the user calls the model; the folder where it is left out.
+        tokenizer: None for the model folder's.
+
+    Raises:
+        UsageError: bad settings, a dataset that cannot be used, or a folder that holds something else.
+    """
+    started = time.monotonic()
+    check_truncation(max_length, truncation_mode)
+    folder = Path(output)
+    check_folder(folder)
+    used = load_tokenizer(model_folder) if tokenizer is None else tokenizer
+    dataset = TokenizedDataset(source, lambda: used, form)
+    collected = collect(dataset, snapshot, max_length=max_length, truncation_mode=truncation_mode, watcher=watcher)
+    if not len(collected.rows):
+        row, problem = collected.coverage.problems[0]
+        raise UsageError(f"{source.name} has no row that can be used, so there is nothing to report; row {row}: {problem}")
+
+    figures = make_figures(collected, truncation_mode)
+    duplicates, outliers = find_duplicates(collected, _SHOWN), find_outliers(collected, _SHOWN)
+    pairs = pair_preference(collected) if collected.pairs else None
+    labels = None if collected.pairs else label_preference(collected)
+    alike = _alike(collected)
+    lengths = collected.lengths()
+    at = cut(lengths, max_length or TRL_MAX_LENGTH, truncation_mode)
+    enough = enough_for(lengths, _MOST)
+
+    noun, coverage = "pair" if collected.pairs else "row", collected.coverage
+    said = [
+        *findings.coverage_findings(coverage, score, snapshot.repair_command() if snapshot.damaged else None),
+        *findings.value_findings(collected, len(used)),
+        *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
+        *findings.truncation_findings(at, max_length is not None, enough, noun),
+        *findings.duplicate_findings(duplicates, coverage.examples, noun),
+        *findings.outlier_findings(outliers, coverage.with_values),
+    ]
+    said.sort(key=lambda finding: ("mend", "look", "fact", "good").index(finding.kind))
+    near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
+    farthest = {place for kind in outliers for place, _ in kind.worst}
+    compared = [place for place, _ in alike[:_SHOWN]]
+    shown = read_shown(
+        {*near, *farthest, *compared},
+        compared,
+        collected,
+        source,
+        used,
+        form,
+        snapshot,
+        max_length,
+        truncation_mode,
+    )
+    setting = Setting(
+        source.name, model or model_folder, store_uri, reference, snapshot.number, max_length, truncation_mode, score
+    )
+    content = Content(
+        setting,
+        noun,
+        findings.verdict(said),
+        said,
+        collected,
+        figures,
+        pairs,
+        labels,
+        at,
+        cuts(lengths, max_length, truncation_mode),
+        enough,
+        duplicates,
+        outliers,
+        alike[:_SHOWN],
+        len(alike),
+        shown,
+        time.monotonic() - started,
+    )
+    source.check_unchanged()  # it was read twice: numbers first, then the texts that are shown
+    with appears_whole(folder / PAGE_NAME) as partial:
+        partial.write_text(render_page(content), encoding="utf-8", errors="replace")
+    charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)
+    forget_other_charts(folder, charts)
+    return ReportSummary(
+        rows=coverage.rows,
+        examples=coverage.examples,
+        with_values=coverage.with_values,
+        missing=coverage.missing,
+        missing_row_numbers=coverage.missing_row_numbers,
+        bad_rows=coverage.bad_rows,
+        bad_row_numbers=[row for row, _ in coverage.problems],
+        dropped_rows=coverage.dropped,
+        coverage=coverage.share(),
+        accuracy=None if pairs is None else pairs.accuracy,
+        accuracy_per_token=None if pairs is None else pairs.accuracy_per_token,
+        exact_duplicates=duplicates.exact,
+        contrary=duplicates.contrary,
+        identical=duplicates.identical,
+        near_duplicates=duplicates.near,
+        alike=len(alike),
+        outliers={kind.name: kind.count for kind in outliers},
+        truncation=[asdict(one) for one in content.cuts],
+        findings=[asdict(finding) for finding in said],
+        seconds=time.monotonic() - started,
+        reference_id=reference.reference_id,
+        snapshot=snapshot.number,
+        store=store_uri,
+        output=str(folder / PAGE_NAME),
+        files=[PAGE_NAME, *charts],
+    )
+
+
+def _alike(collected: Collected) -> list[tuple[int, float]]:
+    """Places of pairs that hardly differ, but do, the most alike first."""
+    if collected.similarity is None:
+        return []
+    chosen, rejected = (side.keys for side in collected.sides.values())
+    places = np.flatnonzero((collected.similarity >= ALIKE) & (chosen != rejected))
+    order = np.argsort(-collected.similarity[places], kind="stable")
+    return [(int(place), float(collected.similarity[place])) for place in places[order]]

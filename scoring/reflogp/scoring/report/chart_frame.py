@@ -1,0 +1,96 @@
+"""The parts of a chart as SVG: a frame with title and description, grid, axes with round numbers, places in the plot.
+
+Knows numbers and SVG; colours and fonts are the stylesheet's, by class. Does not know what is shown. Called by the charts of
+the pages and of the report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from reflogp.scoring.data.formats import short_number
+
+#: Style of a report and of a service's pages, which says how a chart looks too.
+STYLE = Path(__file__).parent / "templates" / "style.css"
+
+#: Of a chart, in the SVG's own units; the page scales it. The plot lies inside the margins.
+WIDTH, HEIGHT = 400.0, 180.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 26.0, 10.0, 42.0
+PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+
+def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
+    """A chart around what is plotted.
+
+    Args:
+        name: unique in the page; letters, digits and hyphens.
+        title: what is shown.
+        described: the same in words, for who does not see it.
+    """
+    return Markup(
+        '<svg class="chart" role="img" viewBox="0 0 {:.0f} {:.0f}" aria-labelledby="{name}-title {name}-desc">'
+        '<title id="{name}-title">{}</title><desc id="{name}-desc">{}</desc>{}</svg>'
+    ).format(WIDTH, HEIGHT, title, described, plot, name=name)
+
+
+def message(text: str) -> Markup:
+    """Words where there is nothing to plot."""
+    return Markup('<text class="message" x="{}" y="{}">{}</text>').format(WIDTH / 2, HEIGHT / 2, text)
+
+
+def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
+    """Horizontal lines with their numbers, the lowest one the axis."""
+    return Markup("").join(
+        Markup(
+            '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'
+        ).format("grid" if tick > low else "axis", LEFT, WIDTH - RIGHT, LEFT - 7, write(tick), y=written(y_at(tick, low, high)))
+        for tick in ticks
+    )
+
+
+def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
+    """Numbers below the plot, and what they count."""
+    floor = TOP + PLOT_HEIGHT
+    shown = [tick for tick in ticks if low <= tick <= high]
+    marks = Markup("").join(
+        Markup('<line class="tick" x1="{x}" x2="{x}" y1="{}" y2="{}"/><text class="x" x="{x}" y="{}">{}</text>').format(
+            floor, floor + 4, floor + 18, write(tick), x=written(x_at(tick, low, high))
+        )
+        for tick in shown
+    )
+    return marks + Markup('<text class="unit" x="{}" y="{}">{}</text>').format(LEFT + PLOT_WIDTH / 2, HEIGHT - 6, unit)
+
+
+def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
+    """Round numbers, evenly apart: the first at or below `low`, the last at or above `high`."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    if whole:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(step * count, 12) for count in range(first, last + 1)]
+
+
+def x_at(value: float, low: float, high: float) -> float:
+    """Where a value lies between the left and the right of the plot."""
+    return LEFT + PLOT_WIDTH * (value - low) / (high - low)
+
+
+def y_at(value: float, low: float, high: float) -> float:
+    """Where a value lies between the bottom and the top of the plot."""
+    return TOP + PLOT_HEIGHT * (1 - (value - low) / (high - low))
+
+
+def written(place: float) -> str:
+    """A coordinate."""
+    return f"{place:.2f}".rstrip("0").rstrip(".")
+
+
+def plain(value: float) -> str:
+    """An edge or a tick."""
+    return short_number(0.0 if abs(value) < 1e-12 else value)

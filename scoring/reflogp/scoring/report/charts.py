@@ -1,0 +1,83 @@
+"""A report's charts as PNG files, for slides and issues. The page itself has them as SVG.
+
+Knows figures and matplotlib. Called by `build`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from reflogp.scoring.report.figures import Curve, Density, Figures, Histograms
+from reflogp.store.whole_files import appears_whole
+
+_COLOURS = ("#1f5fae", "#c4601d", "#6b7280")
+_SIZE, _DPI = (7.2, 4.0), 110
+#: Every name that a report may leave in its folder, beside the page.
+PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png")
+
+
+def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> list[str]:
+    """Write one file for each figure that there is; gives their names.
+
+    Args:
+        heading: what the dataset is called; stands above each chart.
+        marked: the max_length that the truncation chart marks.
+    """
+    draw: dict[str, Callable[[Any], None]] = {}
+    if figures.logps is not None:
+        draw["logps.png"] = partial(_histograms, values=figures.logps)
+    if figures.margins is not None:
+        draw["margins.png"] = partial(_histograms, values=figures.margins)
+    if figures.margins_per_token is not None:
+        draw["margins-per-token.png"] = partial(_histograms, values=figures.margins_per_token)
+    if figures.density is not None:
+        draw["length.png"] = partial(_density, density=figures.density)
+    draw["truncation.png"] = partial(_truncation, curve=figures.truncation, marked=marked)
+    for name, paint in draw.items():
+        figure = Figure(_SIZE, dpi=_DPI, layout="constrained")
+        paint(figure.add_subplot())
+        figure.suptitle(heading, fontsize=9, color="#555e69", parse_math=False)
+        with appears_whole(folder / name) as unfinished, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may have letters that the font has not
+            FigureCanvasAgg(figure).print_png(str(unfinished))
+    return list(draw)
+
+
+def _histograms(axes: Any, values: Histograms) -> None:
+    for colour, (series, counts) in zip(_COLOURS, values.counts.items(), strict=False):
+        axes.stairs(counts, values.edges, fill=True, alpha=0.55, color=colour, label=f"{series} ({sum(counts):,})")
+    if values.zero:
+        axes.axvline(0, color="#1b1f24", linewidth=1)
+    axes.set(title=values.title, xlabel=values.unit)
+    axes.legend(frameon=False)
+
+
+def _density(axes: Any, density: Density) -> None:
+    counts = np.array(density.counts, float).T
+    edges = 2 ** np.array(density.lengths)
+    axes.pcolormesh(edges, density.means, np.where(counts > 0, counts, np.nan), cmap="Blues", vmin=-0.2 * counts.max())
+    middles = np.sqrt(edges[:-1] * edges[1:])
+    medians = [np.nan if median is None else median for median in density.medians]
+    axes.plot(middles, medians, color=_COLOURS[1], linewidth=2, label="median")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axes.set(title="Length against mean log-prob per token", xlabel="tokens of the completion", ylabel="nats per token")
+    axes.legend(frameon=False)
+
+
+def _truncation(axes: Any, curve: Curve, marked: int) -> None:
+    for colour, (series, shares) in zip(_COLOURS, curve.shares.items(), strict=False):
+        axes.plot(curve.max_lengths, [100 * share for share in shares], color=colour, linewidth=2, label=series)
+    axes.axvline(marked, color="#6b7280", linewidth=1, linestyle="--", label=f"{marked:,}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
+    axes.set(title="What each max_length would cut", xlabel="max_length, tokens", ylabel="%", ylim=(0, 101))
+    axes.legend(frameon=False)

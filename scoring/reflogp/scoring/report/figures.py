@@ -1,0 +1,175 @@
+"""What a report's charts show, as numbers: computed once, drawn twice (as SVG in the page, as PNG beside it).
+
+Knows numbers of examples. Does not know colours or files. Called by `build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.report.collect import NO_LABEL, Collected
+from reflogp.scoring.report.truncation import Lengths, cut
+
+_BINS = 40
+#: Bars end so many deviations (by the median absolute deviation) from the median; what lies beyond is in the last bars.
+_FARTHEST = 6.0
+_MAD_TO_DEVIATION = 1.4826
+_COLUMNS, _LINES = 32, 22
+_CURVE_POINTS = 48
+#: A column of the length chart has a median from so many completions on.
+_MEDIAN_OF = 5
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Histograms:
+    """Counts of several series between the same edges.
+
+    Attributes:
+        edges: one more than counts.
+        counts: series -> counts.
+        medians: series -> median of its values.
+        beyond: values outside of the edges, which are counted in the first and the last bar.
+        zero: whether zero divides what is good from what is not.
+    """
+
+    title: str
+    unit: str
+    edges: list[float]
+    counts: dict[str, list[int]]
+    medians: dict[str, float]
+    beyond: int
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Density:
+    """How many completions have so many tokens and such a mean log-prob.
+
+    Attributes:
+        lengths: edges of the columns, log2 of tokens.
+        means: edges of the lines, nats per token.
+        counts: (columns, lines).
+        medians: of each column; None where it holds few.
+        correlation: Spearman's, of length and mean log-prob.
+    """
+
+    lengths: list[float]
+    means: list[float]
+    counts: list[list[int]]
+    medians: list[float | None]
+    correlation: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Shares, by max_length."""
+
+    max_lengths: list[int]
+    shares: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All of them; None where there are no values."""
+
+    logps: Histograms | None
+    margins: Histograms | None
+    margins_per_token: Histograms | None
+    density: Density | None
+    truncation: Curve
+
+
+def make_figures(collected: Collected, truncation_mode: str) -> Figures:
+    """What is drawn of a dataset."""
+    good = collected.usable
+    truncation = _curve(collected.lengths(), truncation_mode)
+    if not good.any():
+        return Figures(None, None, None, None, truncation)
+    series = {name: side.means()[good] for name, side in collected.sides.items()}
+    if collected.labels is not None:
+        [means], labels = series.values(), collected.labels[good]
+        names = {1: "desirable", 0: "undesirable", NO_LABEL: "without label"}
+        series = {name: means[labels == label] for label, name in names.items() if (labels == label).any()}
+    logps = _histograms("Mean log-prob per token", "nats per token", series)
+    tokens = np.concatenate([side.tokens[good] for side in collected.sides.values()])
+    density = _density(tokens, np.concatenate([side.means()[good] for side in collected.sides.values()]))
+    if not collected.pairs:
+        return Figures(logps, None, None, density, truncation)
+    chosen, rejected = collected.sides.values()
+    margins = {"pairs": (chosen.sums - rejected.sums)[good]}
+    per_token = {"pairs": (chosen.means() - rejected.means())[good]}
+    return Figures(
+        logps,
+        _histograms("Margin: log-prob of chosen minus rejected, sums", "nats", margins, zero=True),
+        _histograms("Margin per token: means instead of sums", "nats per token", per_token, zero=True),
+        density,
+        truncation,
+    )
+
+
+def _histograms(title: str, unit: str, series: dict[str, Floats], zero: bool = False) -> Histograms:
+    values = np.concatenate(list(series.values()))
+    middle = float(np.median(values))
+    reach = _FARTHEST * _MAD_TO_DEVIATION * float(np.median(np.abs(values - middle)))
+    low, high = float(values.min()), float(values.max())
+    if reach > 0:
+        low, high = max(low, middle - reach), min(high, middle + reach)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high <= low:
+        low, high = low - 0.5, high + 0.5
+    edges = np.linspace(low, high, _BINS + 1)
+    counts = {name: np.histogram(np.clip(part, low, high), edges)[0].tolist() for name, part in series.items()}
+    medians = {name: float(np.median(part)) for name, part in series.items()}
+    beyond = int(((values < low) | (values > high)).sum())
+    return Histograms(title, unit, edges.tolist(), counts, medians, beyond, zero)
+
+
+def _density(tokens: npt.NDArray[np.int32], means: Floats) -> Density:
+    logs = np.log2(np.maximum(tokens, 1))
+    columns = _edges(logs, _COLUMNS)
+    middle = np.median(means)
+    reach = _FARTHEST * _MAD_TO_DEVIATION * np.median(np.abs(means - middle))
+    clipped = np.clip(means, middle - reach, middle + reach) if reach > 0 else means
+    lines = _edges(clipped, _LINES)
+    counts, _, _ = np.histogram2d(logs, clipped, [columns, lines])
+    column = np.clip(np.digitize(logs, columns) - 1, 0, _COLUMNS - 1)
+    order = np.argsort(column, kind="stable")
+    parts = np.split(means[order], np.searchsorted(column[order], np.arange(1, _COLUMNS)))
+    medians = [float(np.median(part)) if len(part) >= _MEDIAN_OF else None for part in parts]
+    return Density(columns.tolist(), lines.tolist(), counts.astype(int).tolist(), medians, _spearman(tokens, means))
+
+
+def _edges(values: Floats, count: int) -> Floats:
+    low, high = float(values.min()), float(values.max())
+    return np.linspace(low, high, count + 1) if high > low else np.linspace(low - 0.5, high + 0.5, count + 1)
+
+
+def _spearman(left: npt.NDArray[np.int32], right: Floats) -> float:
+    first, second = mean_ranks(left), mean_ranks(right)
+    if first.min() == first.max() or second.min() == second.max():
+        return 0.0
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:
+    """Ranks from 0; equal values have the mean of theirs."""
+    ordered = np.sort(values)
+    return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
+
+
+def _curve(lengths: Lengths, truncation_mode: str) -> Curve:
+    whole = lengths.whole()
+    least, most = max(2, int(whole.min())), max(4, int(whole.max()))
+    points = np.unique(np.geomspace(max(2, least / 2), most, _CURVE_POINTS).round().astype(int))
+    found = [cut(lengths, int(point), truncation_mode) for point in points]
+    shares = {
+        "rows cut or dropped": [(one.touched + one.dropped) / one.examples for one in found],
+        "completion tokens lost": [(one.lost + one.dropped_tokens) / max(1, one.tokens) for one in found],
+    }
+    return Curve(points.tolist(), shares)

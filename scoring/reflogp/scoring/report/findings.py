@@ -1,0 +1,279 @@
+"""What a report says first: its numbers in plain sentences, and what to do where something can be done.
+
+Knows what the other parts found. A sentence says no more than its numbers. Called by `build`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from reflogp.scoring.data.formats import percent
+from reflogp.scoring.report.collect import ALIKE, Collected, Coverage
+from reflogp.scoring.report.duplicates import Duplicates
+from reflogp.scoring.report.outliers import OutlierKind
+from reflogp.scoring.report.preference import LabelPreference, PairPreference
+from reflogp.scoring.report.truncation import TRL_MAX_LENGTH, Cut
+
+#: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: neither.
+Kind = Literal["mend", "look", "good", "fact"]
+
+#: Shares from which a finding is worth a look.
+_MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
+#: TRL's KTOTrainer recommends desirable_weight · desirable / undesirable between 1 and 1.33 (trl/trainer/kto_trainer.py).
+_KTO_RANGE = (1.0, 1.33)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence; `command`, where there is one, is what to run."""
+
+    kind: Kind
+    text: str
+    command: str | None = None
+
+
+def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> list[Finding]:
+    """What has values.
+
+    Args:
+        score: the command that scores what is missing.
+        repair: the command to run before, where the store is damaged.
+    """
+    found = []
+    if repair:
+        found.append(Finding("mend", "The store is damaged, and what is damaged counts as missing. Repair it first.", repair))
+    if coverage.missing:
+        of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
+        rest = "The numbers below are of the others." if coverage.with_values else "So only what needs no values is below."
+        found.append(Finding("mend", f"{of} {rest} Score what is missing:", score))
+    elif coverage.with_values:
+        dropped = f"; {coverage.dropped:,} dropped under max_length" if coverage.dropped else ""
+        text = (
+            f"No value is missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} theirs"
+        )
+        found.append(Finding("good", f"{text}{dropped}."))
+    if coverage.bad_rows:
+        row, problem = coverage.problems[0]
+        found.append(
+            Finding(
+                "mend",
+                f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Mend or "
+                "remove them; all are listed under Coverage.",
+            )
+        )
+    if coverage.bare:
+        found.append(
+            Finding(
+                "look",
+                f"{_of(coverage.bare, coverage.examples, 'row')} {_have(coverage.bare)} an empty prompt: the first completion "
+                "token is then context and has no value, as in TRL's loss.",
+            )
+        )
+    return found
+
+
+def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
+    """Whether the reference knows this kind of text at all."""
+    if not collected.usable.any():
+        return []
+    means = np.concatenate([side.means()[collected.usable] for side in collected.sides.values()])
+    middle, even = float(np.median(means)), -math.log(vocabulary)
+    said = f"The median completion has {_nats(middle)} nats per token, a perplexity of {_perplexity(middle)}"
+    if middle < even:
+        return [
+            Finding(
+                "mend",
+                f"{said}. That is worse than guessing evenly among the vocabulary's {vocabulary:,} tokens ({_nats(even)}): "
+                "check that this is the model that was meant, with its own chat template.",
+            )
+        ]
+    return [Finding("fact", f"{said}; guessing evenly among the vocabulary's {vocabulary:,} tokens has {_nats(even)}.")]
+
+
+def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
+    """What the reference prefers, and what a length could tell."""
+    found = []
+    if preference is not None:
+        low, high = preference.interval()
+        text = (
+            f"The reference gives chosen the higher log-prob in {percent(preference.right, preference.pairs)} of "
+            f"{preference.pairs:,} pairs (95% interval {low:.1%} to {high:.1%}), and in "
+            f"{percent(preference.per_token_right, preference.pairs)} by the mean per token. "
+        )
+        if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
+            found.append(Finding("mend", f"{text}Both are far below one half: check that chosen and rejected are not swapped."))
+        else:
+            text += (
+                "One half is what a coin has. DPO measures from the reference, so this is where training starts and not a mark "
+                "for the data."
+            )
+            found.append(Finding("fact", text))
+        if preference.shorter_higher is not None:
+            shorter = percent(preference.shorter_higher, 1)
+            found.append(
+                Finding(
+                    "fact",
+                    f"The shorter completion has the higher sum in {shorter} of the pairs with unequal lengths: the "
+                    "nearer to 100%, the more do the sums tell lengths.",
+                )
+            )
+        longer = preference.chosen_longer
+        median = _signed(preference.median_longer)
+        said = f"Chosen is longer than rejected in {percent(longer, 1)} of pairs, at the median by {median} tokens"
+        if longer >= _MUCH_LONGER:
+            found.append(
+                Finding(
+                    "look", f"{said}. Length alone tells much of the preference: watch the length of what the policy writes."
+                )
+            )
+        else:
+            found.append(Finding("fact", f"{said}."))
+    assert collected.similarity is not None, "pairs are compared"
+    alike = int((collected.similarity >= ALIKE).sum())
+    if alike:
+        found.append(
+            Finding(
+                "look" if alike >= _MUCH_ALIKE * len(collected.rows) else "fact",
+                f"In {_of(alike, len(collected.rows), 'pair')} chosen and rejected hardly differ: {ALIKE:.0%} or more of "
+                "their tokens are the same, in the same order.",
+            )
+        )
+    return found
+
+
+def label_findings(preference: LabelPreference) -> list[Finding]:
+    """KTO's two kinds of examples."""
+    found = []
+    if preference.without:
+        found.append(
+            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs one on each.")
+        )
+    desirable, undesirable = preference.desirable, preference.undesirable
+    said = f"{desirable:,} completions are desirable, {undesirable:,} are not."
+    if desirable and undesirable:
+        low, high = (bound * undesirable / desirable for bound in _KTO_RANGE)
+        if low <= 1.0 <= high:
+            found.append(Finding("good", f"{said} Weights of 1 are within the range that TRL's KTOTrainer recommends."))
+        else:
+            found.append(
+                Finding("look", f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} for that.")
+            )
+    elif desirable or undesirable:
+        found.append(Finding("mend", f"{said} KTO compares the two kinds, and one is not there."))
+    if preference.desirable_higher is not None:
+        found.append(
+            Finding(
+                "fact",
+                f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
+                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; one half would be no relation.",
+            )
+        )
+    return found
+
+
+def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
+    """What the trainer's max_length cuts.
+
+    Args:
+        at: at the max_length that was asked for, or TRL's own.
+        asked: whether it was asked for.
+        enough: the least max_length that leaves 99% whole.
+        noun: pair or row.
+    """
+    which = f"max_length {at.max_length:,}," + ("" if asked or at.max_length != TRL_MAX_LENGTH else " TRL's default,")
+    if not at.touched and not at.dropped:
+        return [Finding("good", f"At {which} nothing is cut.")]
+    lost = at.lost + at.dropped_tokens
+    parts = []
+    if at.touched:
+        parts.append(f"{_of(at.touched, at.examples, noun)} {'is' if at.touched == 1 else 'are'} cut")
+    if at.dropped:
+        dropped = f"{_of(at.dropped, at.examples, noun)} {'is' if at.dropped == 1 else 'are'} dropped"
+        parts.append(f"{dropped} because the prompt alone fills it")
+    text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
+    if at.same:
+        text += f"Of the cut pairs {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
+    text += f"A max_length of {enough:,} leaves 99% of the {noun}s whole."
+    much = (at.touched + at.dropped) / at.examples >= _MUCH_CUT or at.same
+    return [Finding("look" if much else "fact", text)]
+
+
+def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
+    """What occurs more than once."""
+    found = []
+    if duplicates.identical:
+        found.append(
+            Finding(
+                "mend",
+                f"In {_of(duplicates.identical, examples, 'pair')} chosen and rejected are the same tokens: nothing can be "
+                "learnt from them. Remove them.",
+            )
+        )
+    if duplicates.contrary:
+        kind = "with chosen and rejected swapped" if noun == "pair" else "with the opposite label"
+        found.append(
+            Finding(
+                "mend", f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep one side."
+            )
+        )
+    if duplicates.exact:
+        found.append(
+            Finding(
+                "look", f"{_of(duplicates.exact, examples, noun)} {_repeat(duplicates.exact)} an earlier one token for token."
+            )
+        )
+    if duplicates.near:
+        text = f"By estimate {_of(duplicates.near, examples, noun)} nearly {_repeat(duplicates.near)} an earlier one."
+        found.append(Finding("look", text))
+    return found or [Finding("good", f"No {noun} repeats another, exactly or nearly.")]
+
+
+def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:
+    """What stands out, kind by kind."""
+    if not with_values:
+        return []
+    if not kinds:
+        return [Finding("good", "No row stands out by the rules under Outliers.")]
+    said = ", ".join(f"{kind.count:,} by “{kind.name}”" for kind in kinds)
+    return [Finding("look", f"Rows that stand out: {said}. The farthest of each are under Outliers.")]
+
+
+def verdict(findings: list[Finding]) -> str:
+    """All findings in a line."""
+    mend, look = (sum(finding.kind == kind for finding in findings) for kind in ("mend", "look"))
+    parts = [f"{mend} to mend"] if mend else []
+    parts += [f"{look} worth a look"] if look else []
+    return " · ".join(parts) or "Nothing to mend was found"
+
+
+def _of(part: int, whole: int, noun: str) -> str:
+    """7 of 1,000 rows (0.7%)."""
+    return f"{part:,} of {whole:,} {noun}{'' if whole == 1 else 's'} ({percent(part, whole)})"
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _repeat(count: int) -> str:
+    return "repeats" if count == 1 else "repeat"
+
+
+def _occur(count: int) -> str:
+    return "occurs" if count == 1 else "occur"
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2f}".replace("-", "−")
+
+
+def _perplexity(mean: float) -> str:
+    return f"{math.exp(-mean):,.1f}" if mean > -14 else f"{math.exp(min(-mean, 700)):.1e}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.0f}".replace("-", "−")

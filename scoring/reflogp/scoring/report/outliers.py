@@ -1,0 +1,131 @@
+"""Which examples stand out, by three stated rules.
+
+Knows numbers of each example. Does not know tokens or texts. Called by `build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.report.collect import Collected
+
+#: Robust z-scores beyond this stand out (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
+FAR = 3.5
+#: One token that carries more than this share of a completion's sum stands out, in completions of so many tokens and more.
+ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
+#: Completions of similar length that are compared, at least.
+_ENOUGH = 50
+_SIMILAR = "among completions of similar length (the same power of two)"
+#: What makes the median absolute deviation of normal values their standard deviation.
+_NORMAL = 0.6745
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OutlierKind:
+    """A rule, how many examples it finds, and the farthest out.
+
+    Attributes:
+        name: what it finds; rule: how; unit: of the values.
+        count: examples.
+        worst: (place, value) of the farthest out, in order.
+    """
+
+    name: str
+    rule: str
+    unit: str
+    count: int
+    worst: list[tuple[int, float]]
+
+
+def robust_z(values: Floats) -> Floats:
+    """0.6745 · (value − median) / median absolute deviation; 0 where more than half of the values are the same."""
+    if not len(values):
+        return values
+    middle = np.median(values)
+    spread = np.median(np.abs(values - middle))
+    return _NORMAL * (values - middle) / spread if spread > 0 else np.zeros_like(values)
+
+
+def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
+    """`robust_z` among those of a similar length, since means of few tokens scatter more than means of many.
+
+    Similar: the same power of two; one that holds fewer than _ENOUGH joins the next, the last one the one before.
+
+    Args:
+        values: (n,).
+        tokens: how many each value is a mean of, (n,).
+    """
+    powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(int)
+    groups: list[list[int]] = [[]]
+    for power in np.unique(powers):
+        groups[-1].append(int(power))
+        if np.isin(powers, groups[-1]).sum() >= _ENOUGH:
+            groups.append([])
+    if not groups[-1] or len(groups) > 1:
+        last = groups.pop()
+        groups[-1] += last
+    z = np.zeros_like(values)
+    for group in groups:
+        these = np.isin(powers, group)
+        z[these] = robust_z(values[these])
+    return z
+
+
+def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
+    """The rules that found something, with up to `shown` examples each."""
+    good = np.flatnonzero(collected.usable)
+    if not len(good):
+        return []
+    sides = list(collected.sides.values())
+    means = np.stack([side.means()[good] for side in sides])
+    tokens = np.stack([side.tokens[good] for side in sides])
+    z = robust_z_by_length(means.ravel(), tokens.ravel()).reshape(means.shape)
+    every = np.arange(len(good))
+    kinds = [
+        _kind(
+            "very unlikely completions",
+            f"mean log-prob per token with a robust z below −{FAR} {_SIMILAR}",
+            "nats per token",
+            good,
+            -z.min(0) - FAR,
+            means[z.argmin(0), every],
+            shown,
+        ),
+        _kind(
+            "very likely completions",
+            f"mean log-prob per token with a robust z above {FAR} {_SIMILAR}",
+            "nats per token",
+            good,
+            z.max(0) - FAR,
+            means[z.argmax(0), every],
+            shown,
+        ),
+    ]
+    if collected.pairs:
+        margins = means[0] - means[1]
+        far = -robust_z_by_length(margins, tokens.min(0)) - FAR
+        rule = f"chosen minus rejected, means per token, with a robust z below −{FAR} among pairs "
+        rule += "whose shorter side is of similar length"
+        kinds.append(
+            _kind("rejected far above chosen", rule, "nats per token", good, np.where(margins < 0, far, -1.0), margins, shown)
+        )
+    of_one = np.stack([side.lowest[good] / np.minimum(side.sums[good], -1e-9) for side in sides])
+    shares = np.where(tokens >= ONE_TOKEN_OF, of_one, 0.0).max(0)
+    rule = f"one token carries more than {ONE_TOKEN_SHARE:.0%} of the sum, in a completion of {ONE_TOKEN_OF} tokens or more"
+    kinds.append(_kind("one token decides", rule, "of the sum", good, shares - ONE_TOKEN_SHARE, shares, shown))
+    return [kind for kind in kinds if kind.count]
+
+
+def _kind(
+    name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
+) -> OutlierKind:
+    """Of a rule that finds where `beyond` is above 0, and what is the farther out the larger it is."""
+    places = np.flatnonzero(beyond > 0)
+    order = np.argsort(-beyond[places], kind="stable")
+    worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]
+    return OutlierKind(name, rule, unit, len(places), worst)

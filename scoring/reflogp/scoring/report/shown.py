@@ -1,0 +1,210 @@
+"""The examples that a report shows, read a second time: texts, and each token's log-prob as one of seven levels.
+
+Knows tokens and values. Does not know why an example is shown, nor HTML. Called by `build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.shape import Format
+from reflogp.scoring.data.tokenize import tokenize_dataset
+from reflogp.scoring.report.collect import Collected
+from reflogp.scoring.report.visible import token_texts
+from reflogp.store import Snapshot
+from reflogp.store.windows import windows
+
+#: Upper bounds of a token's surprise (minus its log-prob) in nats, level by level; beyond the last is one level more.
+LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: Tokens that are shown of a completion's beginning, around a place that matters, and of a prompt's two ends.
+_HEAD, _AROUND, _PROMPT_END = 220, 30, 110
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token as it is shown.
+
+    Attributes:
+        text: visible text.
+        level: 0, no surprise, to len(LEVELS); None for a token without a value.
+        note: its log-prob, in words.
+        special: shown as a sign rather than as text.
+        differs: not in the other completion of a pair that is compared.
+    """
+
+    text: str
+    level: int | None
+    note: str = ""
+    special: bool = False
+    differs: bool = False
+
+
+@dataclass(frozen=True)
+class ShownSide:
+    """A completion as it is shown. `values` of `tokens` have log-probs; `mean` and `sum` are of these."""
+
+    name: str
+    tokens: int
+    values: int
+    mean: float | None
+    sum: float | None
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An example as it is shown. `label`: 1 desirable, 0 not, None for pairs and where there is none."""
+
+    row: int
+    label: int | None
+    prompt: list[Piece]
+    prompt_tokens: int
+    sides: list[ShownSide]
+
+
+def read_shown(
+    places: Iterable[int],
+    compared: Iterable[int],
+    collected: Collected,
+    source: RowSource,
+    tokenizer: PreTrainedTokenizerBase,
+    form: Format | None,
+    snapshot: Snapshot,
+    max_length: int | None,
+    truncation_mode: str,
+) -> dict[int, Shown]:
+    """Examples by place.
+
+    Args:
+        places: of the examples that are shown.
+        compared: of these, pairs whose completions are compared token by token.
+        collected: of the same dataset; its places count.
+        source, tokenizer, form, snapshot, max_length, truncation_mode: as for `collect`.
+    """
+    asked, compared = sorted(set(places)), set(compared)
+    if not asked:
+        return {}
+    rows = {int(collected.rows[place]) for place in asked}
+    first = int(collected.rows[0])  # so that the format is found from the same row
+    found: dict[int, Shown] = {}
+    for window in tokenize_dataset(source.only({*rows, first}), tokenizer, form):
+        numbers = window.table["row"].to_numpy()
+        for at, row in enumerate(numbers):
+            place = int(np.searchsorted(collected.rows, row)) + int((numbers[:at] == row).sum())
+            if place in asked:
+                found[place] = _shown(
+                    window.table.slice(at, 1),
+                    None if collected.labels is None or collected.labels[place] < 0 else int(collected.labels[place]),
+                    tokenizer,
+                    snapshot,
+                    max_length,
+                    truncation_mode,
+                    place in compared,
+                )
+    return found
+
+
+def _shown(
+    example: pa.Table,
+    label: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    snapshot: Snapshot,
+    max_length: int | None,
+    truncation_mode: str,
+    compared: bool,
+) -> Shown:
+    ids = {
+        name: [int(i) for i in example[name].to_pylist()[0]]
+        for name in example.column_names
+        if name not in ("row", "KL_completion_ids")
+    }
+    prompt = ids.pop("prompt_ids")
+    differs = _differing(*ids.values()) if compared else {number: set() for number in range(len(ids))}
+    sides = []
+    for number, (name, completion) in enumerate(ids.items()):
+        view = windows(example["prompt_ids"], example[name], max_length, truncation_mode)
+        [values] = snapshot.token_logps(view.keys())
+        logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
+        begin = len(completion) - len(view.completion_ids[0])  # keep_end cuts the beginning, a bare prompt the first token
+        sides.append(_side(name.removesuffix("_ids"), completion, begin, logps, differs[number], tokenizer))
+    ends = [(0, len(prompt))]
+    if len(prompt) > 2 * _PROMPT_END:
+        ends = [(0, _PROMPT_END), (len(prompt) - _PROMPT_END, len(prompt))]
+    pieces = _pieces(prompt, ends, tokenizer, None, 0, set())
+    return Shown(int(example["row"][0].as_py()), label, pieces, len(prompt), sides)
+
+
+def _side(
+    name: str,
+    ids: list[int],
+    begin: int,
+    logps: npt.NDArray[np.float64] | None,
+    differs: set[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> ShownSide:
+    matter = sorted(differs)[:1]
+    if logps is not None and len(logps):
+        matter.append(begin + int(np.argmin(logps)))
+    pieces = _pieces(ids, _parts(len(ids), matter), tokenizer, logps, begin, differs)
+    if logps is None or not len(logps):
+        return ShownSide(name, len(ids), 0, None, None, pieces)
+    return ShownSide(name, len(ids), len(logps), float(logps.mean()), float(logps.sum()), pieces)
+
+
+def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of tokens to show: the beginning, and what lies around the places that matter."""
+    parts = [(0, min(count, _HEAD))]
+    for place in sorted(matter):
+        if place + _AROUND <= parts[-1][1]:
+            continue
+        begin, end = max(0, place - _AROUND), min(count, place + _AROUND)
+        if begin <= parts[-1][1] + _AROUND:
+            parts[-1] = (parts[-1][0], end)
+        else:
+            parts.append((begin, end))
+    if count - parts[-1][1] <= _AROUND:  # a short rest is not worth a gap
+        parts[-1] = (parts[-1][0], count)
+    return parts
+
+
+def _pieces(
+    ids: list[int],
+    parts: list[tuple[int, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    logps: npt.NDArray[np.float64] | None,
+    begin: int,
+    differs: set[int],
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    shown_to = 0
+    for start, end in [*parts, (len(ids), len(ids))]:
+        if start > shown_to:
+            pieces.append(Piece(f" … {start - shown_to:,} tokens … ", None, special=True))
+        at = start
+        for text in token_texts(ids[start:end], tokenizer):
+            these = range(at, at + text.tokens)
+            values = [] if logps is None else [float(logps[i - begin]) for i in these if 0 <= i - begin < len(logps)]
+            level = int(np.searchsorted(LEVELS, -sum(values))) if values else None
+            note = f"{sum(values):.2f} nats".replace("-", "−") if values else ""
+            pieces.append(Piece(text.text, level, note, text.special, not differs.isdisjoint(these)))
+            at += text.tokens
+        shown_to = end
+    return pieces
+
+
+def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
+    """Places of the tokens that the other completion has not, of the left one (0) and of the right one (1)."""
+    found: dict[int, set[int]] = {0: set(), 1: set()}
+    for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        if kind != "equal":
+            found[0] |= set(range(left_from, left_to))
+            found[1] |= set(range(right_from, right_to))
+    return found

@@ -1,0 +1,165 @@
+"""MinHash sketches of a dataset's examples, and which of them nearly repeat another one.
+
+A sketch is the least of each of 64 hashes over all runs of three tokens (Broder, 1997), of the prompt and of the completions
+apart; 16 bits of each are kept, so 256 bytes an example. Two sketches agree in a place about as often as the two share runs
+(Jaccard). Examples whose completions agree in four places side by side are compared, each with the first that agrees and
+the one before it, so the work grows with the examples and not with their square. Knows tokens only. Called by `collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.store.keys import list_lengths
+from reflogp.store.windows import without_first
+
+#: Runs of so many tokens are compared.
+RUN_TOKENS = 3
+HASHES = 64
+#: Both the prompts and the completions must share so much for two examples to nearly repeat each other.
+NEAR = 0.8
+#: Examples that are sketched; in 256 bytes each.
+MOST_SKETCHED = 1_000_000
+#: Places of a sketch that must agree, side by side, for two examples to be compared: 0.41 of the time at 0.8, in 16 tries.
+_BAND = 4
+_COMPARED_AT_ONCE = 1 << 14
+_NO_TOKEN = 0xFFFFFFFF
+_EMPTY = np.uint32(0xFFFFFFFF)
+
+Uint32s = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class NearPair:
+    """Two examples, by place, and the estimated share of runs that their prompts and their completions have in common."""
+
+    first: int
+    second: int
+    prompts: float
+    completions: float
+
+    @property
+    def least(self) -> float:
+        return min(self.prompts, self.completions)
+
+
+class Sketches:
+    """Sketches of examples in the order in which they are added."""
+
+    def __init__(self) -> None:
+        numbers = np.random.default_rng(0)  # the same every time, so that two reports agree
+        self._factors = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32) | np.uint32(1)
+        self._shifts = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32)
+        self._prompts: list[npt.NDArray[np.uint16]] = []
+        self._completions: list[npt.NDArray[np.uint16]] = []
+        self._start: Uint32s | None = None
+        self.count = 0
+
+    def add(self, prompts: pa.LargeListArray, completions: Sequence[pa.LargeListArray]) -> None:
+        """Sketch n more examples, until there are MOST_SKETCHED.
+
+        What all prompts of the first call begin with (a system prompt, a template) is left out of every prompt that begins so.
+
+        Args:
+            prompts: large_list<uint32>, n lists.
+            completions: one or more of these; an example's completions are sketched as one.
+        """
+        room = MOST_SKETCHED - self.count
+        if room <= 0 or not len(prompts):
+            return
+        prompts, completions = prompts.slice(0, room), [lists.slice(0, room) for lists in completions]
+        if self._start is None:
+            self._start = _shared_start(prompts)
+        self._prompts.append(self._minima(without_first(prompts, _begins_with(prompts, self._start))).astype(np.uint16))
+        both = np.minimum.reduce([self._minima(lists) for lists in completions])
+        self._completions.append(both.astype(np.uint16))
+        self.count += len(prompts)
+
+    def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
+        """Pairs that nearly repeat each other, the most alike first; the later example of each is `second`.
+
+        Args:
+            repeats: examples that are left out, since they repeat an earlier one exactly, bool (n,).
+        """
+        if not self.count:
+            return []
+        self._prompts, self._completions = [np.concatenate(self._prompts)], [np.concatenate(self._completions)]
+        examples = np.flatnonzero(~repeats[: self.count])
+        prompts, completions = self._prompts[0][examples], self._completions[0][examples]
+        found: list[NearPair] = []
+        first, second = _candidates(completions.view(np.uint64))
+        for at in range(0, len(first), _COMPARED_AT_ONCE):
+            left, right = first[at : at + _COMPARED_AT_ONCE], second[at : at + _COMPARED_AT_ONCE]
+            of_completions = (completions[left] == completions[right]).mean(1)
+            of_prompts = (prompts[left] == prompts[right]).mean(1)
+            for i in np.flatnonzero((of_completions >= NEAR) & (of_prompts >= NEAR)):
+                places = int(examples[left[i]]), int(examples[right[i]])
+                found.append(NearPair(*places, float(of_prompts[i]), float(of_completions[i])))
+        return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
+
+    def _minima(self, lists: pa.LargeListArray) -> Uint32s:
+        """The least of each hash over each list's runs, uint32 (n, HASHES)."""
+        offsets = lists.offsets.to_numpy()
+        offsets, values = offsets - offsets[0], lists.values.to_numpy()[offsets[0] : offsets[-1]]
+        runs = _runs(values, offsets)
+        minima = np.full((len(lists), HASHES), _EMPTY)
+        filled = np.flatnonzero(np.diff(offsets))
+        if len(filled):
+            for number, (factor, shift) in enumerate(zip(self._factors, self._shifts, strict=True)):
+                minima[filled, number] = np.minimum.reduceat(runs * factor + shift, offsets[:-1][filled])
+        return minima
+
+
+def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
+    """A hash of the run that begins at each token; runs that would reach over a list's end are filled up."""
+    ends = np.repeat(offsets[1:], np.diff(offsets))
+    places = np.arange(len(values))
+    runs = np.zeros(len(values), np.uint32)
+    padded = np.concatenate([values, np.full(RUN_TOKENS, _NO_TOKEN, np.uint32)])
+    for ahead in range(RUN_TOKENS):
+        token = np.where(places + ahead < ends, padded[ahead : ahead + len(values)], np.uint32(_NO_TOKEN))
+        runs = (runs ^ token) * np.uint32(0x9E3779B1)
+        runs ^= runs >> np.uint32(15)
+    runs *= np.uint32(0x85EBCA6B)
+    runs ^= runs >> np.uint32(13)
+    return runs
+
+
+def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Pairs (first < second) that agree in a band: each with the first of those that agree, and with the one before it."""
+    count = len(bands)
+    codes = np.zeros(0, np.int64)
+    for band in range(bands.shape[1]):
+        order = np.argsort(bands[:, band], kind="stable")
+        same = np.concatenate([[False], np.diff(bands[order, band]) == 0])
+        heads = order[np.maximum.accumulate(np.where(same, 0, np.arange(count)))]
+        later = np.flatnonzero(same)
+        pairs = [heads[later] * count + order[later], order[later - 1] * count + order[later]]
+        codes = np.unique(np.concatenate([codes, *pairs]))
+    return codes // max(1, count), codes % max(1, count)
+
+
+def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
+    """The tokens that all prompts begin with."""
+    offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
+    start: Uint32s = values[offsets[0] : offsets[0] + list_lengths(prompts).min()]
+    for at in offsets[:-1]:
+        differs = np.flatnonzero(values[at : at + len(start)] != start)
+        start = start[: differs[0]] if len(differs) else start
+    return start
+
+
+def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.int64]:
+    """len(start) for the prompts that begin with it, 0 for the others."""
+    offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
+    long_enough = np.flatnonzero(list_lengths(prompts) >= len(start))
+    cut = np.zeros(len(prompts), np.int64)
+    if len(start) and len(long_enough):
+        first = values[offsets[:-1][long_enough][:, None] + np.arange(len(start))]
+        cut[long_enough[(first == start).all(1)]] = len(start)
+    return cut

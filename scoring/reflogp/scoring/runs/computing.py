@@ -1,0 +1,291 @@
+"""One engine and one table, side by side: groups of misses go in, values are computed and committed, events come out.
+
+    put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
+            bounded    its own thread  bounded    their own thread
+
+So a device waits neither for tokenising nor for a commit. Knows when to commit. Does not know where misses come from. Used by
+`Here` and by the workers of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from reflogp.scoring.engines import Engine
+from reflogp.scoring.runs.commits import COMMIT_SECONDS, COMMIT_SEQUENCES, Commits
+from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
+from reflogp.store import LogprobTable
+
+#: Groups that wait for the engine, and passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
+_GROUPS, _PASSES = 1, 32
+#: Seconds that `stop` waits for the pass that is computed.
+_LAST_SECONDS = 20.0
+#: Seconds between two looks for a group, where the engine has none.
+_LOOK_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A miss has values; they are committed a little later."""
+
+    miss: Miss
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A miss has no values, and why."""
+
+    miss: Miss
+    problem: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The values of these are in the store, as of that snapshot."""
+
+    misses: list[Miss]
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last event: everything that was computed is committed, or why not."""
+
+    error: BaseException | None
+
+
+Event = Scored | Failed | Committed | Ended
+
+
+class Computing:
+    """Computes and commits until `finish` or `stop`.
+
+    Args:
+        engine: used by one thread of this object only.
+        table: where values go.
+        provenance: of the values.
+        tell: gets each event, in a thread of this object.
+        commit_sequences, commit_seconds: commit when either is reached.
+
+    Attributes:
+        seconds: in which something was computed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: LogprobTable,
+        provenance: dict[str, Any],
+        tell: Callable[[Event], None],
+        commit_sequences: int = COMMIT_SEQUENCES,
+        commit_seconds: float = COMMIT_SECONDS,
+    ) -> None:
+        self.seconds = 0.0
+        self._engine = engine
+        self._commits = Commits(table)
+        self._provenance = provenance
+        self._tell = tell
+        self._commit_sequences = commit_sequences
+        self._commit_seconds = commit_seconds
+        self._groups = _Groups()
+        self._passes: queue.Queue[_Pass | Ended] = queue.Queue(_PASSES)
+        self._stopped = threading.Event()
+        self._done: list[tuple[Miss, Logps]] = []
+        self._since = 0.0
+        self._threads = [
+            threading.Thread(target=self._compute, name="reflogp-engine", daemon=True),
+            threading.Thread(target=self._commit_passes, name="reflogp-commit", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, misses: list[Miss], at_once: bool = False) -> bool:
+        """Give a group of misses without `problems`; False where there is no room for it now.
+
+        Args:
+            at_once: commit as soon as all of them are computed.
+        """
+        return self._groups.put(_Group(misses, at_once))
+
+    def is_starved(self) -> bool:
+        """Whether the engine would take a group now, were there one."""
+        return self._groups.is_empty()
+
+    def finish(self) -> None:
+        """No further group comes. `Ended` is told when all are committed."""
+        self._groups.close()
+
+    def stop(self) -> None:
+        """Compute no further pass; commit what is computed; return when that is done.
+
+        A pass that does not end is not waited for: vLLM may be asked for minutes.
+        """
+        self._stopped.set()
+        self._groups.close()
+        engine, commits = self._threads
+        if not commits.is_alive():  # the last event was told
+            return
+        engine.join(_LAST_SECONDS)
+        if engine.is_alive():
+            self._passes.put(Ended(None))
+        commits.join()
+
+    def _compute(self) -> None:
+        error: BaseException | None = None
+        try:
+            with closing(self._engine.flow(self._groups)) as flow:
+                since = time.monotonic()
+                while not self._stopped.is_set():
+                    landed = next(flow, None)
+                    if landed is None:
+                        break
+                    if not landed:
+                        self._groups.wait(_LOOK_SECONDS)
+                        since = time.monotonic()
+                        continue
+                    now = time.monotonic()
+                    self.seconds += now - since  # also where a commit held this thread up: the device goes on meanwhile
+                    since = now
+                    self._passes.put([(*self._groups.computed(number), outcome) for number, outcome in landed])
+        except BaseException as caught:
+            error = caught
+        self._passes.put(Ended(error))
+
+    def _commit_passes(self) -> None:
+        """Commit until the engine has ended; where the store fails, only wait for that."""
+        error: BaseException | None = None
+        is_failed = False
+        while True:
+            try:
+                arrived = self._passes.get(timeout=None if is_failed else self._patience())
+            except queue.Empty:
+                arrived = []
+            is_last = isinstance(arrived, Ended)
+            if isinstance(arrived, Ended):
+                error, arrived = error or arrived.error, []
+            if not is_failed:
+                try:
+                    is_due = self._take(arrived)
+                    if is_last or is_due or self._patience() == 0.0:
+                        self._commit()
+                except BaseException as caught:
+                    error, is_failed = error or caught, True
+                    self._stopped.set()
+                    self._groups.close()
+            if is_last:
+                self._tell(Ended(error))
+                return
+
+    def _patience(self) -> float | None:
+        """Seconds until a commit is due; None where nothing waits for one."""
+        if not self._done:
+            return None
+        return max(0.0, self._since + self._commit_seconds - time.monotonic())
+
+    def _take(self, arrived: _Pass) -> bool:
+        """Count a pass's outcomes and commit full batches; whether a group that is wanted at once is complete."""
+        is_due = False
+        for miss, group, outcome in arrived:
+            group.left -= 1
+            is_due |= group.at_once and not group.left
+            if isinstance(outcome, str):
+                self._tell(Failed(miss, outcome))
+                continue
+            if not self._done:
+                self._since = time.monotonic()
+            self._done.append((miss, outcome))
+            self._tell(Scored(miss))
+            if len(self._done) >= self._commit_sequences:
+                self._commit()
+        return is_due
+
+    def _commit(self) -> None:
+        done, self._done = self._done, []
+        if not done:
+            return
+        misses = [miss for miss, _ in done]
+        snapshot = self._commits.commit(
+            pa.array([miss.key for miss in misses], pa.binary()),
+            [miss.sequence for miss in misses],
+            np.array([miss.completion_len for miss in misses], np.int32),
+            [logps for _, logps in done],
+            self._provenance,
+        )
+        self._tell(Committed(misses, snapshot))
+
+
+@dataclass
+class _Group:
+    """Misses that are computed together; `left` of them have no outcome yet."""
+
+    misses: list[Miss]
+    at_once: bool
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.misses)
+
+
+_Pass = list[tuple[Miss, _Group, Outcome]]
+
+
+class _Groups(Iterator[list[Sequence]]):
+    """Groups on their way to the engine, which takes them without waiting: an empty one where there is none."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Group] = deque()
+        self._begun: dict[int, tuple[Miss, _Group]] = {}
+        self._count = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, group: _Group) -> bool:
+        """Whether there was room."""
+        with self._changed:
+            if len(self._waiting) >= _GROUPS:
+                return False
+            self._waiting.append(group)
+            self._changed.notify_all()
+            return True
+
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+    def close(self) -> None:
+        """No group comes after those that wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a group, or for the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
+
+    def __next__(self) -> list[Sequence]:
+        with self._changed:
+            if not self._waiting:
+                if self._closed:
+                    raise StopIteration
+                return []
+            group = self._waiting.popleft()
+            for miss in group.misses:
+                self._begun[self._count] = (miss, group)
+                self._count += 1
+            return [miss.sequence for miss in group.misses]
+
+    def computed(self, number: int) -> tuple[Miss, _Group]:
+        """What the engine numbered so in its flow, and is done with."""
+        with self._changed:
+            return self._begun.pop(number)

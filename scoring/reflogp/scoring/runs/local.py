@@ -1,0 +1,147 @@
+"""Misses scored in this process, by one engine.
+
+Knows when an engine is made and how its events are told. Does not know where misses come from. Made by the command line and
+by a service's job.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from importlib.metadata import version
+
+from reflogp.scoring.engines import Engine
+from reflogp.scoring.runs.commits import COMMIT_SECONDS, COMMIT_SEQUENCES
+from reflogp.scoring.runs.computing import Committed, Computing, Ended, Event, Failed, Scored
+from reflogp.scoring.runs.pending import Miss, Told, Work
+from reflogp.store import LogprobTable
+
+#: Seconds between two looks whether there is room for a group.
+_LOOK_SECONDS = 0.02
+
+
+class Here:
+    """A Scorer around one engine, which computes and commits in threads of its own.
+
+    Args:
+        make_engine: called on the first miss, in the caller's thread; a run of hits loads no model.
+        commit_sequences, commit_seconds: commit when either is reached.
+
+    Attributes:
+        batch: as Scorer.batch.
+        scored, done: misses that have values, and with them those that have none.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        commit_sequences: int = COMMIT_SEQUENCES,
+        commit_seconds: float = COMMIT_SECONDS,
+    ) -> None:
+        self.batch = min(commit_sequences, COMMIT_SEQUENCES)
+        self.scored = self.done = 0
+        self._make_engine = make_engine
+        self._commit_sequences = commit_sequences
+        self._commit_seconds = commit_seconds
+        self._engine: Engine | None = None
+        self._table: LogprobTable | None = None
+        self._computing: Computing | None = None
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._work = Work()
+
+    @property
+    def seconds(self) -> float:
+        """In which something was computed."""
+        return 0.0 if self._computing is None else self._computing.seconds
+
+    def open(self, table: LogprobTable) -> None:
+        """As Scorer.open."""
+        self._table = table
+
+    def is_starved(self) -> bool:
+        """As Scorer.is_starved."""
+        return self._computing is None or self._computing.is_starved()
+
+    def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
+        """As Scorer.score; returns when the engine has room for the group."""
+        computing, engine = self._begin()
+        problems = engine.problems([miss.sequence for miss in misses])
+        for index, problem in problems.items():
+            self.done += 1
+            told.failed(misses[index], problem)
+        group = [miss for index, miss in enumerate(misses) if index not in problems]
+        while group and not computing.put(group):
+            self._tell(told, _LOOK_SECONDS)
+        self._tell(told)
+
+    def tell(self, told: Told) -> None:
+        """As Scorer.tell."""
+        self._tell(told)
+
+    def finish(self, told: Told) -> None:
+        """As Scorer.finish."""
+        if self._computing is not None:
+            self._computing.finish()
+            while not self._tell(told, None):
+                pass
+
+    def stop(self) -> None:
+        """As Scorer.stop."""
+        if self._computing is not None:
+            self._computing.stop()
+
+    def work(self) -> Work:
+        """As Scorer.work."""
+        if self._engine is not None and self._computing is not None:
+            self._work.seconds, self._work.operations = self._computing.seconds, self._engine.operations()
+            if self._work.seconds > 0:
+                self._work.peak = self._engine.peak_flops_per_second()
+        return self._work
+
+    def close(self) -> None:
+        """End the engine, where one was made."""
+        self.stop()
+        if self._engine is not None:
+            self._engine.close()
+
+    def _begin(self) -> tuple[Computing, Engine]:
+        if self._engine is None or self._computing is None:
+            assert self._table is not None, "opened before"
+            self._engine = self._make_engine()
+            self._work.workers = 1
+            self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
+            self._computing = Computing(
+                self._engine,
+                self._table,
+                self._work.provenance,
+                self._events.put,
+                self._commit_sequences,
+                self._commit_seconds,
+            )
+        return self._computing, self._engine
+
+    def _tell(self, told: Told, patience: float | None = 0.0) -> bool:
+        """Tell what has happened, waiting so long for a first event (None: for ever); whether it was the last one.
+
+        Raises the error that ended the computing.
+        """
+        while True:
+            try:
+                event = self._events.get(timeout=patience) if patience != 0.0 else self._events.get_nowait()
+            except queue.Empty:
+                return False
+            patience = 0.0
+            match event:
+                case Scored(miss):
+                    self.scored += 1
+                    self.done += 1
+                    told.scored(miss)
+                case Failed(miss, problem):
+                    self.done += 1
+                    told.failed(miss, problem)
+                case Committed(misses, snapshot):
+                    told.committed(misses, snapshot)
+                case Ended(error):
+                    if error is not None:
+                        raise error
+                    return True

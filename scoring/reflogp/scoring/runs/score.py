@@ -1,0 +1,376 @@
+"""The main path: dataset file -> tokens -> keys -> minus what the snapshot has -> a scorer, which computes and commits.
+
+Reads top to bottom in `score_dataset`. Knows every part's interface and no part's inside. Called by the command line and by
+the service's workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.errors import OtherEngineError
+from reflogp.scoring.runs.ahead import Ahead
+from reflogp.scoring.runs.pending import Miss, Scorer
+from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store import LogprobStore, LogprobTable, Reference, Snapshot
+from reflogp.store.joins import completion_columns
+from reflogp.store.snapshot import Found
+from reflogp.store.windows import Windows, check_truncation, windows
+
+#: Windows of rows that are read, tokenised and looked up while others are scored.
+_WINDOWS_AHEAD = 2
+#: Sequences that failed whose keys are remembered.
+_FAILED_KEYS = 10_000
+#: Row numbers that a summary names in full; the rest is counted.
+NAMED_ROWS = 100
+
+
+class Watcher(Protocol):
+    """Told how a scoring run gets on."""
+
+    def begin(self, sequences: int) -> None:
+        """How many sequences the dataset has, as far as can be told before reading it."""
+
+    def read(self, rows: int) -> None:
+        """So many rows are read and tokenised."""
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        """So many more sequences are done, for which so many tokens were computed."""
+
+    def bad_row(self, row: int, problem: str) -> None:
+        """A row that has no values after this run, and why."""
+
+    def note(self, row: int, remark: str) -> None:
+        """A row that has values, and something worth knowing about it."""
+
+    def committed(self, snapshot: int) -> None:
+        """What is computed so far is in the store, as of that snapshot."""
+
+
+@dataclass
+class ScoreSummary:
+    """What a scoring run did. `sequences` is hits + duplicates + scored + failed.
+
+    Attributes:
+        rows: rows read.
+        bad_rows: rows without values after the run; `bad_row_numbers` names the first hundred.
+        dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
+        empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
+        sequences: sequences of usable rows.
+        hits: of these, ones that the store had before the run.
+        duplicates: ones that came up earlier in the same run.
+        scored: ones that were computed.
+        failed: ones that could not be.
+        tokens: prompt and completion tokens of the scored ones.
+        seconds: wall time of the run; `scoring_seconds` is the part in which something was computed.
+        tokens_per_second: tokens over scoring_seconds.
+        model_flops_utilization: operations computed per scoring second, over the rate of a product of random matrices on all
+            devices: at most 1. What is shared counts once, padding not at all (engine/operations.py). None where nothing ran,
+            or the engine cannot tell.
+        sharing_gain: operations of a forward pass over each scored sequence on its own, over those computed: at least 1. None
+            as above.
+        workers: engines that computed, the most at a time; 0 where nothing ran.
+        reference_id, snapshot, store: where the values are.
+        provenance: how they were made; None where nothing ran.
+    """
+
+    rows: int = 0
+    bad_rows: int = 0
+    bad_row_numbers: list[int] = field(default_factory=list)
+    dropped_rows: int = 0
+    empty_prompts: int = 0
+    sequences: int = 0
+    hits: int = 0
+    duplicates: int = 0
+    scored: int = 0
+    failed: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    scoring_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    model_flops_utilization: float | None = None
+    sharing_gain: float | None = None
+    workers: int = 0
+    reference_id: str = ""
+    snapshot: int = 0
+    store: str = ""
+    provenance: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def score_dataset(
+    dataset: TokenizedDataset,
+    store: LogprobStore,
+    reference: Reference,
+    scorer: Scorer,
+    *,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    watcher: Watcher | None = None,
+    strict_engine: str | None = None,
+) -> ScoreSummary:
+    """Score what the store lacks of a dataset.
+
+    Args:
+        dataset: what to score.
+        store: where values go.
+        reference: the model that the scorer computes with.
+        scorer: computes and commits; asked for nothing where nothing is missing.
+        max_length: score no token past this position (keep_start), or only the last so many (keep_end).
+        truncation_mode: "keep_start" or "keep_end".
+        watcher: told of progress and of bad rows.
+        strict_engine: stop where the store has values of another engine than this for a row.
+
+    Returns:
+        What was done. An interrupt (KeyboardInterrupt) or an engine's error keeps what is committed and passes on.
+
+    Raises:
+        OtherEngineError: a row's values are another engine's than `strict_engine`; what is committed by then stays.
+        UsageError and its kin for input that cannot be used; StoreError when the store cannot be written.
+    """
+    check_truncation(max_length, truncation_mode)
+    started = time.monotonic()
+    table = store.create_table(reference)
+    before = table.snapshot()
+    before.require_whole()  # what a damaged shard held could be stored a second time, differently
+    summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
+    run = _Run(table, before, scorer, summary, watcher, strict_engine)
+    scorer.open(table)
+    looked_up = _looked_up(dataset, before, max_length, truncation_mode)
+    with Ahead(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+        try:
+            for window in windows_ahead.items(lambda: scorer.tell(run)):
+                run.take(window)
+            run.finish()
+        except BaseException:
+            dataset.stop()
+            scorer.stop()
+            raise
+    summary.seconds = time.monotonic() - started
+    run.close()
+    return summary
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Some rows, as tokens that were looked up in the snapshot from before the run.
+
+    Attributes:
+        rows_in_all: rows that the dataset has, as far as can be told.
+        sides: completions of a row.
+        last_row: number of the last row that was read.
+        problems: row number -> why it cannot be used.
+        rows: numbers of the rows in the views, int64 (n,).
+        bare: rows without a prompt, bool (n,).
+        looked_up: of each completion its view, its keys and what the snapshot has of them.
+    """
+
+    rows_in_all: int
+    sides: int
+    last_row: int
+    problems: dict[int, str]
+    rows: npt.NDArray[np.int64]
+    bare: npt.NDArray[np.bool_]
+    looked_up: list[tuple[Windows, pa.Array, Found]]
+
+
+def _looked_up(dataset: TokenizedDataset, before: Snapshot, max_length: int | None, truncation_mode: str) -> Iterator[_Window]:
+    """A dataset's windows, looked up. Iterated in a thread of its own."""
+    rows_in_all: int | None = None
+    for window in dataset:
+        rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
+        columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
+        views = [windows(window.table["prompt_ids"], window.table[c], max_length, truncation_mode) for c in columns]
+        keys = [view.keys() for view in views]
+        yield _Window(
+            rows_in_all,
+            len(window.table.column_names) - 2,  # all but row and prompt_ids
+            window.last_row,
+            window.problems,
+            window.table["row"].to_numpy(),
+            pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
+            [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)],
+        )
+
+
+class _Run:
+    """State of one scoring run: what waits for values, and what was counted. The scorer tells it."""
+
+    def __init__(
+        self,
+        table: LogprobTable,
+        before: Snapshot,
+        scorer: Scorer,
+        summary: ScoreSummary,
+        watcher: Watcher | None,
+        strict_engine: str | None,
+    ) -> None:
+        self._table = table
+        self._before = before
+        self._now = before
+        self._scorer = scorer
+        self._summary = summary
+        self._watcher = watcher
+        self._strict_engine = strict_engine
+        self._rows = self._sides = 0
+        self._collected: dict[bytes, Miss] = {}  # for the scorer
+        self._handed: dict[bytes, Miss] = {}  # the scorer has them, or `_now` is older than their values
+        self._fresh: list[Miss] = []  # committed since `_now`
+        self._bad: set[int] = set()
+        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> tokens of the completion that had no values, and why
+
+    def take(self, window: _Window) -> None:
+        """Count a window's rows and hand its misses on."""
+        if not self._rows:
+            self._rows, self._sides = window.rows_in_all, max(1, window.sides)
+            if self._watcher:
+                self._watcher.begin(self._rows * self._sides)
+        self._summary.rows = window.last_row + 1
+        if self._watcher:
+            self._watcher.read(self._summary.rows)
+        for row, problem in window.problems.items():
+            self._bad_row(row, problem)
+        if not window.looked_up:
+            return
+        rows, views = window.rows, [view for view, _, _ in window.looked_up]
+        dropped = views[0].dropped
+        empty = np.logical_or.reduce([view.needed == 0 for view in views]) & ~dropped
+        self._summary.dropped_rows += int(dropped.sum())
+        for row in rows[empty]:
+            self._bad_row(int(row), "a completion is empty: it has no token to score")
+        for row in rows[window.bare & ~dropped]:
+            self._summary.empty_prompts += 1
+            if self._watcher:
+                self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")
+        self._look_again()
+        for view, keys, stored in window.looked_up:
+            hit_before = stored.lengths >= view.needed
+            hit_now = hit_before
+            if self._now is not self._before:
+                hit_now = self._now.stored_lengths(keys) >= view.needed
+            usable = np.flatnonzero(~dropped & (view.needed > 0))  # an empty side counts 0, the other is still needed
+            if self._strict_engine is not None:
+                _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
+            self._summary.sequences += len(usable)
+            self._summary.hits += int(hit_before[usable].sum())
+            self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
+            self._advance(int(hit_now[usable].sum()), 0)
+            for at in usable[~hit_now[usable]]:
+                self._wait(keys[at].as_py(), view, int(at), int(rows[at]))
+        if len(self._collected) >= self._scorer.batch or self._scorer.is_starved():
+            self._hand_on()
+
+    def finish(self) -> None:
+        """Return when everything has values, or a problem."""
+        self._rows = self._summary.rows  # no more will come
+        self._hand_on()
+        self._scorer.finish(self)
+
+    def close(self) -> None:
+        """Finish the summary's rates."""
+        work = self._scorer.work()
+        summary = self._summary
+        summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
+        if work.seconds > 0:
+            summary.tokens_per_second = summary.tokens / work.seconds
+            if work.peak is not None:
+                summary.model_flops_utilization = work.operations.computed / work.seconds / work.peak
+        summary.sharing_gain = work.operations.sharing_gain
+
+    def scored(self, miss: Miss) -> None:
+        """As Told.scored."""
+        self._summary.scored += 1
+        self._summary.tokens += len(miss.sequence)
+        self._advance(1, len(miss.sequence))
+
+    def failed(self, miss: Miss, problem: str) -> None:
+        """As Told.failed."""
+        self._summary.failed += 1
+        if len(self._failed) < _FAILED_KEYS:
+            self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
+        self._forget(miss)
+        for row in miss.rows:
+            self._bad_row(row, problem)
+
+    def committed(self, misses: list[Miss], snapshot: int) -> None:
+        """As Told.committed."""
+        self._fresh += misses
+        self._summary.snapshot = max(self._summary.snapshot, snapshot)
+        if self._watcher:
+            self._watcher.committed(snapshot)
+
+    def _wait(self, key: bytes, view: Any, at: int, row: int) -> None:
+        needed = int(view.needed[at])
+        tokens, problem = self._failed.get(key, (needed + 1, ""))
+        if tokens <= needed:  # it would fail again
+            self._summary.duplicates += 1
+            self._advance(1, 0)
+            self._bad_row(row, problem)
+            return
+        collected = self._collected.get(key)
+        known = collected or self._handed.get(key)
+        enough = known is not None and len(known.sequence.completion_ids) >= needed
+        if known is not None and (enough or collected is not None):
+            self._summary.duplicates += 1
+            self._advance(1, 0)
+            known.rows.append(row)
+            if enough:
+                return
+        completion = view.completion_ids[at].values.to_numpy()
+        sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed])
+        self._collected[key] = Miss(key, sequence, len(completion), collected.rows if collected else [row])
+
+    def _hand_on(self) -> None:
+        if not self._collected:
+            return
+        misses, self._collected = list(self._collected.values()), {}
+        self._handed.update((miss.key, miss) for miss in misses)
+        self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
+
+    def _look_again(self) -> None:
+        """Let the snapshot answer for what was committed, and forget it here."""
+        if not self._fresh:
+            return
+        self._now = self._table.snapshot()
+        for miss in self._fresh:
+            self._forget(miss)
+        self._fresh = []
+
+    def _forget(self, miss: Miss) -> None:
+        if self._handed.get(miss.key) is miss:  # a longer one may be in its place
+            del self._handed[miss.key]
+
+    def _advance(self, sequences: int, tokens: int) -> None:
+        if self._watcher and sequences:
+            self._watcher.advance(sequences, tokens)
+
+    def _bad_row(self, row: int, problem: str) -> None:
+        if row in self._bad:
+            return
+        self._bad.add(row)
+        self._summary.bad_rows += 1
+        if len(self._summary.bad_row_numbers) < NAMED_ROWS:
+            self._summary.bad_row_numbers.append(row)
+        if self._watcher:
+            self._watcher.bad_row(row, problem)
+
+
+def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
+    """Raise OtherEngineError where values of these places were not made by `engine`."""
+    others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
+    if others:
+        raise OtherEngineError(
+            f"the store has values of this dataset that {', '.join(sorted(others))} made, and --strict-engine wants those of "
+            f"{engine} only: give a store of its own, or leave --strict-engine out (engines differ by rounding)"
+        )

@@ -1,0 +1,178 @@
+"""Workers of a run in processes of this machine, one for each place; they end when the run does, however it does.
+
+Knows processes and pipes. Does not know units. Made by the command line, for `spread.scorer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError, WorkerGoneError
+from reflogp.scoring.machine.devices import Place
+from reflogp.scoring.machine.exits import reason_of
+from reflogp.scoring.machine.quiet import quiet_libraries
+from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
+from reflogp.scoring.runs.spread.units import IN_FLIGHT
+from reflogp.scoring.runs.spread.worker import ScoringWorker
+from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
+
+#: Imported once, in a process without a device that workers are forked from: a worker that replaces another one starts at once.
+_PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
+
+
+class LocalWorkers:
+    """As Workers: one process for each place.
+
+    Args:
+        folder: of the model.
+        reference: the model under the numerics that are wanted.
+        choice: the engine of each worker, but for its device.
+        places: of the workers.
+    """
+
+    may_come = True
+
+    def __init__(self, folder: str, reference: Reference, choice: EngineChoice, places: list[Place]) -> None:
+        self.count = len(places)
+        self._folder = folder
+        self._reference = reference
+        self._choice = choice
+        self._free = list(places)
+        on_the_processor = sum(place.device == "cpu" for place in places)
+        self._threads = max(1, torch.get_num_threads() // max(1, on_the_processor))
+        self._store = ""
+
+    def open(self, table: LogprobTable) -> None:
+        """As Workers.open."""
+        self._store = table.uri.rsplit("/", 2)[0]
+
+    def begin(self, have: int) -> list[Worker]:
+        """As Workers.begin: one on every place that has none."""
+        free = list(self._free)
+        self._free.clear()
+        return [self._begin(place) for place in free]
+
+    def look(self, is_any_placed: bool) -> None:
+        """As Workers.look: a place is never waited for."""
+
+    def _begin(self, place: Place) -> _LocalWorker:
+        choice = asdict(replace(self._choice, device=place.device))
+        made_of = (self._folder, None, self._reference.to_json(), choice, self._store, self._threads)
+        return _LocalWorker(place, made_of, self._free)
+
+
+class _LocalWorker:
+    """A ScoringWorker in a process of its own. Its place is free again when it has ended."""
+
+    def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
+        self._place = place
+        self._free = free
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, made_of, place.visible)
+        self._process = context.Process(target=_serve, args=arguments, name=f"reflogp-{place.name}", daemon=True)
+        self._process.start()
+        theirs.close()
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._lost: EngineError | None = None
+        threading.Thread(target=self._read, name="reflogp-worker-answers", daemon=True).start()
+
+    def place(self) -> Future[str]:
+        """As Worker.place."""
+        return settled(self._place.name)
+
+    def prepare(self) -> Future[dict[str, Any]]:
+        """As Worker.prepare."""
+        return self._ask("prepare")
+
+    def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
+        """As Worker.score."""
+        return self._ask("score", content, again)
+
+    def peak(self) -> Future[float | None]:
+        """As Worker.peak."""
+        return self._ask("peak")
+
+    def stop(self) -> Future[None]:
+        """As Worker.stop."""
+        return self._ask("stop")
+
+    def end(self) -> None:
+        """As Worker.end. The next worker of this place begins when this one's memory is free."""
+        self._process.kill()
+        self._process.join()
+        self._free.append(self._place)
+
+    def _ask(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._lost is not None:
+                answer.set_exception(self._lost)
+                return answer
+            number = next(self._numbers)
+            self._asked[number] = answer
+            with contextlib.suppress(OSError):  # the reader finds out too, and says why
+                self._pipe.send((number, method, arguments))
+        return answer
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, value, error = self._pipe.recv()
+                with self._lock:
+                    answer = self._asked.pop(number)
+                settle(answer, value, error)
+        except Exception as error:  # the end of the pipe; or what arrived cannot be read, and then nothing after it can
+            if not isinstance(error, EOFError | OSError):
+                self._process.kill()
+        self._process.join()
+        with self._lock:
+            self._lost = WorkerGoneError(reason_of(self._process.exitcode or 0, "standard error"))
+            asked, self._asked = self._asked, {}
+        for answer in asked.values():
+            settle(answer, None, self._lost)
+
+
+def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> None:
+    """A worker's process: answer calls, several at a time, until the run ends or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the run says when to end
+    os.dup2(2, 1)  # whatever prints does not end up in the run's output
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    quiet_libraries()
+    worker = ScoringWorker(*made_of)
+    sending = threading.Lock()
+
+    def answer(number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        value, raised = None, None
+        try:
+            value = getattr(worker, method)(*arguments)
+        except ReflogpError as error:
+            raised = next(kind for kind in (UsageError, EngineError, ReflogpError) if isinstance(error, kind))(str(error))
+        except BaseException as error:  # of a library, whose own classes may not travel
+            raised = ReflogpError(f"{type(error).__name__}: {error}")
+        with sending, contextlib.suppress(OSError):  # the run is gone
+            pipe.send((number, value, raised))
+
+    with ThreadPoolExecutor(IN_FLIGHT + 2) as pool:
+        while True:
+            try:
+                asked = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            pool.submit(answer, *asked)

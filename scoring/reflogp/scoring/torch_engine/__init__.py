@@ -1,0 +1,21 @@
+"""Engines: token sequences in, float32 log-probs per completion token out. They know nothing of text or stores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
+
+if TYPE_CHECKING:
+    from reflogp.scoring.torch_engine.engine import TorchEngine
+
+__all__ = ["Logps", "Outcome", "Sequence", "TorchEngine"]
+
+
+def __getattr__(name: str) -> Any:
+    """TorchEngine, imported with torch and transformers when it is first asked for."""
+    if name == "TorchEngine":
+        from reflogp.scoring.torch_engine.engine import TorchEngine
+
+        return TorchEngine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

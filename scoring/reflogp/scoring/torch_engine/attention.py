@@ -1,0 +1,561 @@
+"""Attention over packs: each branch's queries attend to the keys on its own path. One place decides which kernel runs.
+
+Registered with transformers' AttentionInterface as "reflogp_packed", so a model needs no code of its own; what a layer passes
+(scaling, sliding window, soft cap, sinks) is honoured here. Knows packs and kernels, not models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as fx_config
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from reflogp.scoring.torch_engine import cpu_attention
+from reflogp.scoring.torch_engine.device import to_device
+from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory
+from reflogp.scoring.torch_engine.packing import Pack
+
+NAME = "reflogp_packed"
+
+#: Scores held at once by the kernel for soft caps and sinks, in float32 numbers: 2**26 are 256 MiB.
+_MAX_SCORES = 1 << 26
+#: Queries and keys of one FlexAttention block, torch's default.
+_FLEX_BLOCK = 128
+#: Largest head size of FlashAttention's kernels, and what a head size must be a multiple of (flash-attn, README).
+_FLASH_MOST, _FLASH_MULTIPLE = 256, 8
+
+
+class UnsupportedAttentionError(RuntimeError):
+    """A layer asks for something that packed attention does not do. The engine then takes the padded path."""
+
+
+class KernelFailedError(RuntimeError):
+    """An attention kernel raised. The self-check then tries the next one.
+
+    Attributes:
+        kernel: its name.
+        reason: the first line of what it raised.
+    """
+
+    def __init__(self, kernel: str, error: Exception) -> None:
+        self.kernel = kernel
+        self.reason = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
+        super().__init__(f"{kernel}: {self.reason}")
+
+
+class PackLayout:
+    """A pack as tensors on a device, uploaded at once, before its pass, and used by every layer.
+
+    Args:
+        pack: the pack.
+        device: where the tensors go.
+        refused: names of kernels that no layer may use, because they failed for this model.
+
+    Attributes:
+        token_ids, positions: of the pack, int64 (tokens,).
+        parents, targets: places of the tokens that predict, and the token ids they predict, int64 (predictions,).
+    """
+
+    def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = ()) -> None:
+        self.device = device
+        self.refused = refused
+        self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
+        self.layers_seen = 0
+        self.windows_seen = 0
+        self.kernels: set[str] = set()
+        self.declined: dict[str, str] = {}
+        self._paths = [branch.path for branch in pack.branches]
+        self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
+        self._every_place = np.concatenate(self._paths)
+        queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
+        # Without sharing every token is its own key, and nobody needs the places.
+        places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
+        targets = pack.token_ids[pack.predicted]
+        arrays = [pack.token_ids, pack.positions, pack.parents, targets, queries, self._offsets, places]
+        uploaded = to_device(arrays, device)
+        self.token_ids, self.positions, self.parents, self.targets, self._queries, self._keys, self._places = uploaded
+        self._pack = pack
+        self._cache: dict[str, Any] = {}
+
+    def path(self, branch: int) -> torch.Tensor:
+        """Places of the branch's keys, int64."""
+        if not len(self._places):
+            start, stop, _ = self.spans[branch]
+            return torch.arange(start, stop, device=self.device)
+        return self._places[self._offsets[branch] : self._offsets[branch + 1]]
+
+    def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
+        """Which keys each of a branch's queries sees, bool (queries, keys); None where plain causality says it."""
+        start, stop, shared = self.spans[branch]
+        length = shared + stop - start
+        if window is not None and window >= length:
+            window = None
+        if window is None and shared == 0:
+            return None
+
+        def make() -> torch.Tensor:
+            query = torch.arange(shared, length, device=self.device)[:, None]
+            key = torch.arange(length, device=self.device)[None]
+            seen = key <= query
+            return seen if window is None else seen & (key > query - window)
+
+        made: torch.Tensor = self._once(f"mask {branch} {window}", make)
+        return made
+
+    def varlen(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
+        """(keys' places or None where every token is its own key, cu_seqlens of queries, of keys, longest of each)."""
+
+        def make() -> Any:
+            queries, keys = self._queries.to(torch.int32), self._keys.to(torch.int32)
+            gather = self._places if len(self._places) else None
+            return gather, queries, keys, max(stop - start for start, stop, _ in self.spans), max(map(len, self._paths))
+
+        made: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int] = self._once("varlen", make)
+        return made
+
+    def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64 (branches, 3): start, stop and keys before; int64: every branch's keys' places, one branch after another)."""
+        made: tuple[torch.Tensor, torch.Tensor] = self._once(
+            "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
+        )
+        return made
+
+    def block_mask(self, window: int | None) -> Any:
+        """FlexAttention's mask of the pack.
+
+        Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
+        behind the last token that descends from k.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
+        def make() -> Any:
+            tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
+            last = np.zeros(tokens, np.int64)
+            for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
+                last[path] = stop  # later branches come later, so the last writer is right
+            [ends], positions = to_device([last], self.device), self.positions
+            width = None if window is None else _scalar(window, self.device)
+
+            def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+                on_path = (k <= q) & (q < ends[k])
+                return on_path if width is None else on_path & (positions[q] - positions[k] < width)
+
+            def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                """Least and greatest of each block's values."""
+                padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
+                low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
+                return low, high
+
+            # Block against block, from each block's extremes: the whole (tokens, tokens) mask never exists.
+            first = torch.arange(blocks, device=self.device) * _FLEX_BLOCK
+            behind = torch.clamp(first + _FLEX_BLOCK, max=tokens)
+            least_end, greatest_end = extremes(ends)
+            before = first[:, None] > first[None]
+            some = (before & (first[:, None] < greatest_end)) | torch.eye(blocks, dtype=torch.bool, device=self.device)
+            full = before & (behind[:, None] <= least_end) & (behind[None] - first[None] == _FLEX_BLOCK)
+            if window is not None:
+                lowest, highest = extremes(positions)
+                some &= lowest[:, None] - highest < window
+                full &= highest[:, None] - lowest < window
+            partial = some & ~full
+            return BlockMask.from_kv_blocks(
+                *_block_lists(partial), *_block_lists(full), BLOCK_SIZE=_FLEX_BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
+            )
+
+        return self._once(f"block mask {window}", make)
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+
+_current = threading.local()
+
+
+@contextmanager
+def packed(layout: PackLayout) -> Iterator[None]:
+    """While the block runs, this thread's packed attention follows `layout`."""
+    _current.layout = layout
+    try:
+        yield
+    finally:
+        _current.layout = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one layer asks of attention; shapes as in `packed_attention`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the layout differs from pack to pack
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function for packs.
+
+    Args:
+        query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
+        attention_mask: None; the pack's layout is the mask.
+        scaling: of the scores; 1/sqrt(head size) when None.
+        sliding_window: keys that a query sees, itself included (Mistral, arxiv.org/abs/2310.06825).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
+        s_aux: one logit per head that joins the softmax and takes no value (attention sinks of gpt-oss), (heads,).
+
+    Returns:
+        (1, tokens, heads, head size), None.
+
+    Raises:
+        UnsupportedAttentionError: position biases, bidirectional layers, or no pack at hand.
+        KernelFailedError: the chosen kernel raised anything but out-of-memory.
+    """
+    layout: PackLayout | None = getattr(_current, "layout", None)
+    if layout is None:
+        raise UnsupportedAttentionError("packed attention outside of a pack")
+    if kwargs.get("position_bias") is not None or attention_mask is not None or kwargs.get("is_causal") is False:
+        raise UnsupportedAttentionError("the layer brings a mask or a position bias of its own")
+    if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise UnsupportedAttentionError("the layer is not causal self-attention")
+    layout.layers_seen += 1
+    layout.windows_seen += sliding_window is not None
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    device = query.device.type
+    autocast = torch.is_autocast_enabled(device)
+    if autocast:  # what autocast does for torch's own attention; it does not know other kernels
+        query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
+    call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
+    kernel = choose_kernel(call, layout.refused)
+    layout.kernels.add(kernel.__name__)
+    if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
+        layout.declined[cpu_blocks.__name__] = problem  # a kernel that was refused has its reason already
+    try:
+        # Scores by hand round under autocast as such a model's own attention does there.
+        with torch.autocast(device, enabled=autocast and kernel is by_branch):
+            return kernel(layout, call), None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise KernelFailedError(kernel.__name__, error) from error
+
+
+def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
+    """Choose the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
+    candidates = _CPU_KERNELS if call.query.device.type == "cpu" else _CUDA_KERNELS
+    for kernel, problem in candidates:
+        if kernel.__name__ not in refused and problem(call) is None:
+            return kernel
+    return by_branch
+
+
+def installed_kernels(device_type: str = "cuda") -> list[str]:
+    """Names of the kernels that `choose_kernel` can take for some layer on a "cuda" or "cpu" device, the fastest first."""
+    if device_type == "cpu":
+        return [*([] if cpu_attention.problem(64, 64) else [cpu_blocks.__name__]), by_branch.__name__]
+    optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
+    return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
+
+
+def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
+    """One attention call per branch; any device, dtype and variant."""
+    query, key, value = call.query, call.key, call.value
+    out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for branch, (start, stop, shared) in enumerate(layout.spans):
+        q = query[:, :, start:stop]
+        if shared:
+            path = layout.path(branch)
+            k, v = key.index_select(2, path), value.index_select(2, path)
+        else:
+            k, v = key[:, :, start:stop], value[:, :, start:stop]
+        mask = layout.mask(branch, call.window)
+        if call.softcap is None and call.sinks is None:
+            grouped = k.shape[1] != q.shape[1]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=call.scale, enable_gqa=grouped
+            )
+        else:
+            attended = _scores_by_hand(q, k, v, mask, call)
+        out[0, start:stop] = attended[0].transpose(0, 1)
+    return out
+
+
+def _cpu_blocks_problem(call: Call) -> str | None:
+    if call.query.dtype != torch.bfloat16:
+        return "only for bfloat16"
+    if call.softcap is not None or call.sinks is not None:
+        return "the layer has a soft cap or sinks"
+    return cpu_attention.problem(call.query.shape[-1], call.value.shape[-1])
+
+
+def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
+    """All branches at once in bfloat16 on a CPU that multiplies it (cpu_attention.py)."""
+    spans, paths = layout.tree()
+    return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
+
+
+def _scores_by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
+) -> torch.Tensor:
+    """softmax(cap(q·k)) with sinks, in float32, some queries at a time. Gives the queries' dtype back."""
+    heads, length = query.shape[1], key.shape[2]
+    repeat = heads // key.shape[1]
+    key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
+    step = max(1, _MAX_SCORES // (heads * length))
+    parts = []
+    for start in range(0, query.shape[2], step):
+        part = query[:, :, start : start + step].float()
+        rows = part.shape[2]
+        scores = torch.matmul(part, key.transpose(2, 3)) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if mask is None:
+            seen = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(start)
+        else:
+            seen = mask[start : start + rows]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if call.sinks is None:
+            weights = torch.softmax(scores, -1)
+        else:
+            sink = call.sinks.float().reshape(1, -1, 1, 1).expand(1, heads, rows, 1)
+            weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+        parts.append(torch.matmul(weights, value))
+    return torch.cat(parts, 2).to(query.dtype)
+
+
+def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
+    """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token.
+
+    torch 2.11 has no `enable_gqa`: its kernel takes grouped heads as they are. Later versions refuse them without it.
+    """
+    attend = _torch_varlen()
+    assert attend is not None
+    wanted = {"scale": call.scale, "window_size": _flash_window(call), "enable_gqa": call.key.shape[1] != call.query.shape[1]}
+    return _by_varlen(attend, layout, call, wanted, needed=("scale", "window_size"))
+
+
+def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
+    """FlashAttention 2's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
+    return _by_flash(_flash_varlen(), layout, call)
+
+
+def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
+    """FlashAttention 3's variable-length kernel, for Hopper; the same arguments as FlashAttention 2's."""
+    return _by_flash(_flash3_varlen(), layout, call)
+
+
+def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call) -> torch.Tensor:
+    assert attend is not None
+    wanted: dict[str, Any] = {"softmax_scale": call.scale, "causal": True, "window_size": _flash_window(call)}
+    if call.softcap is not None:
+        wanted["softcap"] = call.softcap
+    return _by_varlen(attend, layout, call, wanted, needed=tuple(wanted))
+
+
+def _flash_window(call: Call) -> tuple[int, int]:
+    """Keys to the left and to the right of a query that it sees; -1 is all."""
+    return (-1 if call.window is None else call.window - 1, 0)
+
+
+def _by_varlen(
+    attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
+) -> torch.Tensor:
+    """Call a variable-length kernel with the keywords of `wanted` that its installed version takes.
+
+    Raises:
+        UnsupportedAttentionError: it does not take one that is `needed`.
+    """
+    takes = _parameters(attend)
+    if lacking := [name for name in needed if name not in takes]:
+        raise UnsupportedAttentionError(f"the installed version takes no {', '.join(lacking)}")
+    gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
+    size = call.value.shape[-1]
+    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # latent attention: values are narrower than keys
+    query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
+    if gather is not None:
+        key, value = key[gather], value[gather]
+    keywords = {name: argument for name, argument in wanted.items() if name in takes}
+    found = attend(query, key, value, cu_queries, cu_keys, longest_query, longest_key, **keywords)
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return out[None, ..., :size]
+
+
+def flex(layout: PackLayout, call: Call) -> torch.Tensor:
+    """FlexAttention over the whole pack: no keys are gathered, the tree is the mask. Soft caps and sinks included."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    query = call.query
+    cap = call.softcap
+
+    def capped(score: torch.Tensor, batch: Any, head: Any, q: Any, k: Any) -> torch.Tensor:
+        return score if cap is None else cap * torch.tanh(score / cap)
+
+    found = _compiled_flex(query.device.type)(
+        query,
+        call.key,
+        call.value,
+        score_mod=None if cap is None else capped,
+        block_mask=layout.block_mask(call.window),
+        scale=call.scale,
+        enable_gqa=call.key.shape[1] != query.shape[1],
+        # Packs below 128 tokens would be lowered to another kernel, which does not support dynamic shapes (pytorch#147756).
+        kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
+        return_aux=None if call.sinks is None else AuxRequest(lse=True),
+    )
+    if call.sinks is None:
+        out: torch.Tensor = found
+    else:  # one more term in the denominator
+        plain, aux = found
+        out = plain * torch.sigmoid(aux.lse - call.sinks.float()[None, :, None])[..., None].to(plain.dtype)
+    return out.transpose(1, 2)
+
+
+def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which key blocks each query block reads, as FlexAttention takes them: counts (1, 1, n) and indices (1, 1, n, n)."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
+    return counts[None, None], indices[None, None]
+
+
+@cache
+def _scalar(value: float, device: torch.device) -> torch.Tensor:
+    """A number as a tensor of its device, (), for FlexAttention's compiled closures."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, device=device)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """(1, heads, tokens, size) -> (tokens, heads, size), contiguous."""
+    return tensor[0].transpose(0, 1).contiguous()
+
+
+def _varlen_problem(call: Call) -> str | None:
+    """Why FlashAttention's kernels, torch's own among them, cannot compute this layer."""
+    size = call.query.shape[-1]
+    if call.query.dtype not in (torch.bfloat16, torch.float16):
+        return "only for bfloat16 and float16"
+    if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
+        return f"head size {size}, and {call.value.shape[-1]} of values"
+    return "the layer has sinks" if call.sinks is not None else None
+
+
+def _torch_varlen_problem(call: Call) -> str | None:
+    if _torch_varlen() is None:
+        return "not in this torch"
+    return "the layer has a soft cap" if call.softcap is not None else _varlen_problem(call)
+
+
+def _flash_varlen_problem(call: Call) -> str | None:
+    return "not installed" if _flash_varlen() is None else _varlen_problem(call)
+
+
+def _flash3_varlen_problem(call: Call) -> str | None:
+    return "not installed" if _flash3_varlen() is None else _varlen_problem(call)
+
+
+#: Kernels by device type, the fastest first, each with why it cannot compute a layer (None: it can). `by_branch` comes last
+#: everywhere and can compute any.
+_CPU_KERNELS = ((cpu_blocks, _cpu_blocks_problem),)
+_CUDA_KERNELS = (
+    (flash3_varlen, _flash3_varlen_problem),
+    (torch_varlen, _torch_varlen_problem),
+    (flash_varlen, _flash_varlen_problem),
+    (flex, lambda call: None),
+)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+@cache
+def _torch_varlen() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Any = varlen_attn
+    return cast(Callable[..., Any], found)
+
+
+@cache
+def _flash_varlen() -> Callable[..., Any] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
+@cache
+def _flash3_varlen() -> Callable[..., Any] | None:
+    try:
+        if torch.cuda.get_device_capability()[0] != 9:  # its kernels are built for Hopper alone
+            return None
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, RuntimeError, AssertionError):
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
+@cache
+def _compiled_flex(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    chosen: Any = any_size(flex_attention) if device_type == "cuda" else flex_attention
+    return cast(Callable[..., Any], chosen)
+
+
+def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
+    """Compile a function once for every size of its tensors (and once more for sizes of 1).
+
+    Without `use_duck_shape=False` two sizes that are equal at first, such as two key heads and two blocks of a first pack, are
+    compiled as one. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's template for
+    CUDA loads as a pointer.
+    """
+    compiled = torch.compile(function, dynamic=True, backend=backend)
+    configs: tuple[Any, Any] = (fx_config, dynamo_config)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        with configs[0].patch(use_duck_shape=False), configs[1].patch(specialize_float=True):
+            return compiled(*args, **keywords)
+
+    return call
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """transformers' mask function for packs: the layout is the mask."""
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,145 @@
+"""Builds, tries and calls the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
+
+torch's own kernel reaches a tenth of the rate of the products around it there, so it takes a third to two thirds of a pass.
+Knows compilers and the CPU's units. Called by attention.py alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+
+from reflogp.store.digests import cache_dir
+from reflogp.store.own_folder import own_folder
+from reflogp.store.whole_files import appears_whole
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
+_COMPILE += ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c"]
+#: Root mean square difference from torch's own kernel that rounding explains; in the trial it is 0.00005, of outputs of 0.2.
+_TOLERANCE = 0.002
+#: Seconds that a build may take, and the wait for another process's.
+_PATIENCE = 300
+
+
+@cache
+def problem(size: int, value_size: int) -> str | None:
+    """Why the kernel cannot be used here for heads of these sizes, or None. The first call on a machine builds it (10 s)."""
+    if size % 2:
+        return f"heads of {size} numbers are not pairs"
+    unusable = _loading_problem()
+    if unusable is not None:
+        return unusable
+    try:
+        difference = _difference_from_torch(size, value_size)
+    except RuntimeError as error:  # oneDNN was told to use fewer units than the CPU has
+        return f"it does not run: {str(error).splitlines()[0]}"
+    return None if difference <= _TOLERANCE else f"it differs from torch's kernel by {difference:.2g}"
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: torch.Tensor,
+    paths: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Each branch's queries attend to the keys on its path, causally.
+
+    Args:
+        query: (heads, tokens, head size), bfloat16; key, value: (key heads, tokens, their sizes).
+        spans: int64 (branches, 3): its first own token, the end of its own tokens, how many keys come before them.
+        paths: int64, the places of every branch's keys, branch after branch.
+        scale: of the scores.
+        window: keys that a query sees, itself included; None for all.
+
+    Returns:
+        (tokens, heads, value size), bfloat16.
+    """
+    query, key, value = (side if side.stride(-1) == 1 else side.contiguous() for side in (query, key, value))
+    attended: torch.Tensor = torch.ops.reflogp.attend(query, key, value, spans, paths, scale, window or 0)
+    return attended
+
+
+@cache
+def _loading_problem() -> str | None:
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return f"torch {torch.__version__} does not say what this CPU can do"
+    if not torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "this CPU does not multiply bfloat16 (avx512_bf16)"
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "there is no C++ compiler (g++) to build it"
+    try:
+        library = _built(compiler)
+        if not hasattr(torch.ops.reflogp, "attend"):  # a second registration would end the process
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} does not build it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
+    except Exception as error:  # folders, locks and loaders fail in many ways; without the kernel, torch's own runs
+        return f"it cannot be built or loaded: {error.__cause__ or error}"
+    return None
+
+
+def _built(compiler: str) -> Path:
+    """The compiled kernel, made by the first process that asks and kept for this source, torch and compiler."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
+    folder = own_folder(cache_dir(), "kernels")  # what is in it is run, and a team may share the cache
+    library = folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    with FileLock(library.with_suffix(".lock"), timeout=_PATIENCE):
+        if not library.exists():
+            with appears_whole(library) as partial:
+                _build(compiler, partial)
+    return library
+
+
+def _build(compiler: str, library: Path) -> None:
+    torch_folder = Path(torch.__file__).parent
+    libraries = torch_folder / "lib"
+    with tempfile.TemporaryDirectory() as scratch:
+        made = f"{scratch}/attention.o"
+        # Linked without -fopenmp: torch brings its own OpenMP, and a second one would compete with it for the cores.
+        steps = [
+            [*_COMPILE, f"-I{torch_folder / 'include'}", "-c", str(_SOURCE), "-o", made],
+            ["-shared", made, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-o", str(library)],
+        ]
+        for step in steps:
+            subprocess.run([compiler, *step], check=True, capture_output=True, text=True, timeout=_PATIENCE)
+
+
+@torch.inference_mode()
+def _difference_from_torch(size: int, value_size: int) -> float:
+    """Largest root mean square difference between both kernels, over a branch and one that shares its start, window or not."""
+    first, second, shared, window = 300, 40, 100, 50
+    random = torch.Generator().manual_seed(0)
+
+    def heads(count: int, width: int) -> torch.Tensor:
+        return torch.randn(first + second, count, width, generator=random).to(torch.bfloat16).transpose(0, 1)
+
+    query, key, value = heads(4, size), heads(2, size), heads(2, value_size)
+    spans = torch.tensor([[0, first, 0], [first, first + second, shared]])
+    paths = [torch.arange(first), torch.cat([torch.arange(shared), torch.arange(first, first + second)])]
+    differences = []
+    for seen in (None, window):
+        ours = attend(query, key, value, spans, torch.cat(paths), size**-0.5, seen).float()
+        for (start, stop, before), path in zip(spans.tolist(), paths, strict=True):
+            mask = torch.ones(stop - start, len(path), dtype=torch.bool).tril(before)
+            if seen is not None:
+                mask &= ~mask.tril(before - seen)
+            sides = (query[None, :, start:stop], key[None, :, path], value[None, :, path])
+            theirs = F.scaled_dot_product_attention(*sides, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+            differences.append(float((ours[start:stop] - theirs.float()).square().mean().sqrt()))
+    return max(differences)

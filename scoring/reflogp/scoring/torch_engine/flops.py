@@ -1,0 +1,158 @@
+"""How much arithmetic a pass needs and how much a device can do: the two halves of model FLOPs utilization.
+
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B): operations per second that values depend on, over what the
+device reaches. Here "reaches" is measured by a large matrix product, not read from a data sheet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.scoring.torch_engine.packing import Pack
+from reflogp.scoring.torch_engine.sequences import Sequence
+
+Int64s = npt.NDArray[np.int64]
+
+_SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+#: Products of one size: some that are not timed, in which kernels are chosen and clocks rise, and those that are.
+_WARM_UP, _REPEATS = 2, 12
+#: Seconds that the products of one size may take: a CPU without units for a dtype needs minutes for the larger one.
+_PATIENCE = 2.0
+#: Kinds of layers (transformers' names) whose queries see every earlier token, or those of a window.
+_FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attention", "hybrid_sliding")
+
+
+class ForwardFlops:
+    """Counts the operations of a model's forward passes, two per multiply-add.
+
+    Every matrix weight of the decoder works on every token (an expert's on its share of them), attention on each token and the
+    earlier ones that it sees, the output embedding on tokens that predict. Attention of kinds that are not known here (linear,
+    sparse) counts as nothing beyond its weights: fewer operations are counted than computed, never more.
+    """
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        output = model.get_output_embeddings().weight
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        key_size, value_size = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
+        self._per_token = 2.0 * _active_weights(model, config, output)
+        self._per_pair = 2.0 * heads * (key_size + value_size)
+        self._per_prediction = 2.0 * float(output.numel())
+        self._layers = _attention_layers(config)
+
+    def plain(self, sequences: list[Sequence]) -> float:
+        """Operations of one forward pass over each sequence on its own."""
+        lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+        return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
+
+    def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
+        """Operations of a pack, which computes once what its members among `sequences` share."""
+        lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
+        shared = np.array([branch.shared for branch in pack.branches], np.int64)
+        plain = self.plain([sequences[index] for index, _ in pack.members])
+        return Operations(plain, self._passed(lengths, shared, len(pack.predicted)))
+
+    def padded(self, batch: list[Sequence]) -> Operations:
+        """Operations of a padded batch, in which nothing is shared. Tokens that a sequence masks itself count as others do."""
+        plain = self.plain(batch)
+        return Operations(plain, plain)
+
+    def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
+        """Operations for the tokens of paths of these lengths, without the first `before` tokens of each."""
+        pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
+        return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
+
+
+def expert_count(config: Any) -> int | None:
+    """Experts of each mixture layer; None for a dense model. Configs name it in several ways."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    parts = (config, getattr(config, "ffn_config", None))
+    return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
+
+
+def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
+    """Numbers of the decoder's weights that a token is multiplied with; towers for other input than text see none."""
+    experts = expert_count(config)
+    chosen = (
+        getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
+    )
+    share = (chosen or 1) / experts if experts else 1.0
+    decoder = model.get_decoder()
+    tables = {id(module.weight) for module in decoder.modules() if isinstance(module, torch.nn.Embedding)} | {id(output)}
+    return sum(
+        float(weight.numel()) * (share if ".experts." in name or (weight.dim() == 3 and len(weight) == experts) else 1.0)
+        for name, weight in decoder.named_parameters()
+        if weight.dim() >= 2 and id(weight) not in tables
+    )
+
+
+def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
+    """(how many layers, pairs of a query and a key that they compute for the first n tokens of a sequence)."""
+    window: Any = getattr(config, "sliding_window", None)
+    chunk: Any = getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        is_windowed = window is not None and getattr(config, "use_sliding_window", True)
+        kinds = [_WINDOWED[0] if is_windowed else _FULL[0]] * config.num_hidden_layers
+    layers: list[tuple[int, Callable[[Int64s], Int64s]]] = []
+    for kind, count in Counter(kinds).items():
+        if kind in _FULL or (kind in _WINDOWED and window is None):
+            layers.append((count, _pairs))
+        elif kind in _WINDOWED:
+            layers.append((count, lambda n: _pairs(np.minimum(n, window)) + np.maximum(n - window, 0) * window))
+        elif kind == "chunked_attention":
+            layers.append((count, lambda n: n // chunk * _pairs(chunk) + _pairs(n % chunk)))
+    return layers
+
+
+def _pairs(count: Any) -> Any:
+    """Pairs of a token and those up to it, itself included, among the first `count`."""
+    return count * (count + 1) // 2
+
+
+@cache
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Best rate of a square product of random matrices, in operations per second.
+
+    Random numbers, because a GPU multiplies constants with less power and so faster than any model's weights. The best of
+    several repeats and two sizes, because whatever disturbs a product makes it slower. The larger size is left out where the
+    smaller one says that it takes too long.
+    """
+    best = 0.0
+    for side in _SIDES[device.type]:
+        flops = 2.0 * side**3
+        if best and flops / best > _PATIENCE:
+            break
+        best = max(best, flops / _product_seconds(device, dtype, side))
+    return best
+
+
+@torch.inference_mode()
+def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Seconds of the fastest product of two random matrices, multiplied as a layer multiplies."""
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+    took: list[float] = []
+    while len(took) < _WARM_UP + _REPEATS and (len(took) <= _WARM_UP or sum(took) < _PATIENCE):
+        _wait_for(device)
+        start = time.perf_counter()
+        F.linear(left, right)
+        _wait_for(device)
+        took.append(time.perf_counter() - start)
+    return min(took[_WARM_UP:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

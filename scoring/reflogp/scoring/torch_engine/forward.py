@@ -1,0 +1,102 @@
+"""The three ways to run a model over sequences: packed, padded, one by one. Each gives float32 log-probs.
+
+Knows the backbone's interface and packs. Does not know budgets, queues or stores. Called by the torch engine and its
+self-check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from reflogp.scoring.torch_engine.attention import PackLayout, packed
+from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.packing import Pack
+from reflogp.scoring.torch_engine.sequences import Sequence
+
+Path = Literal["packed", "padded", "single"]
+
+
+@torch.inference_mode()
+def forward_pack(
+    model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0, refused: Collection[str] = ()
+) -> torch.Tensor:
+    """log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must be set to packed attention.
+
+    Args:
+        refused: attention kernels that may not be used, by name.
+
+    Raises:
+        UnsupportedAttentionError: a layer cannot be packed.
+        KernelFailedError: an attention kernel raised.
+    """
+    layout = PackLayout(pack, device, refused)
+    return head.logps(pack_states(model, layout), layout.parents, layout.targets, temperature)
+
+
+@torch.inference_mode()
+def pack_states(model: Any, layout: PackLayout) -> torch.Tensor:
+    """Last hidden states of a pack's tokens, (tokens, hidden size)."""
+    with packed(layout):
+        states: torch.Tensor = model.base_model(
+            input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False
+        ).last_hidden_state[0]
+    return states
+
+
+@torch.inference_mode()
+def forward_padded(
+    model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
+) -> torch.Tensor:
+    """log-probs of every completion token of a right-padded batch, float32 (tokens,) on the device, sequence by sequence.
+
+    Sequences with an attention mask keep it: their own padding stays where it is.
+    """
+    lengths = [len(sequence) for sequence in batch]
+    width = max(lengths)
+    input_ids = torch.zeros(len(batch), width, dtype=torch.long)
+    mask = torch.zeros(len(batch), width, dtype=torch.long)
+    predicts = torch.zeros(len(batch), width, dtype=torch.bool)  # positions whose next token is a completion token
+    for row, sequence in enumerate(batch):
+        input_ids[row, : lengths[row]] = torch.from_numpy(sequence.ids())
+        own = sequence.attention_mask
+        mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.array(own, np.int64))
+        predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
+    targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
+    padding = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}
+    states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **padding).last_hidden_state
+    parents = predicts.flatten().nonzero()[:, 0].to(device)
+    return head.logps(states.flatten(0, 1), parents, targets, temperature)
+
+
+@contextmanager
+def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
+    """While the block runs, the model attends by `implementation`, transformers' name of it."""
+    before = model.config._attn_implementation
+    if implementation != before:
+        model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        if implementation != before:
+            model.set_attn_implementation(before)
+
+
+def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
+    """Indices of sequences in batches whose padded size stays within the budget, longest first.
+
+    A sequence longer than the budget is a batch of its own.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > token_budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch

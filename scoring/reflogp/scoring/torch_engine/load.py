@@ -1,0 +1,286 @@
+"""A frozen causal language model out of a checkpoint folder: safetensors only, evaluation mode, no gradients.
+
+Weights go from the file to their device, a few tensors at a time. Knows transformers' loading. Does not know sequences. Called
+by the torch engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory, memory_errors
+from reflogp.scoring.torch_engine.room import is_quantized, require_room
+from reflogp.store import ReflogpError
+from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
+from reflogp.store.reference import autocast_dtype, resolve_dtype
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to score.
+
+    Attributes:
+        model: in evaluation mode, parameters without gradients, on `device`.
+        dtype: of the weights.
+        autocast: dtype that torch.autocast casts the operands of matrix products to; None for no autocast.
+        vocab_size: rows of the output embedding; ids must be below it.
+        max_positions: positions that the config allows, None where it names no limit.
+        rope_limit: the length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and
+            "dynamic" scaling), None elsewhere. Longer sequences are scored alone.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_positions: int | None
+    rope_limit: int | None
+    autocast: torch.dtype | None = None
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Dtype of the matrix products."""
+        return self.autocast or self.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """What the model computes in, as a reference names it."""
+        name = str(self.product_dtype).removeprefix("torch.")
+        return name if self.autocast is None else f"{name}-autocast"
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The context of every forward pass: torch.autocast as accelerate sets it up, or none, even if the caller has it on."""
+        return autocasting(self.device, self.autocast)
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch.autocast with this dtype; None switches off what the caller may have on."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def choose_device(device: str) -> torch.device:
+    """ "auto" is CUDA, else the CPU; anything else is torch's own name. CUDA without a number is this thread's current device.
+
+    Raises EngineError for a device that is not there.
+    """
+    if device == "auto":
+        return choose_device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.empty(0, device=device).device  # with a number, which other threads need: each has its current device
+        if chosen.type not in ("cpu", "cuda"):
+            raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
+        return chosen
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise EngineError(f"device {device!r} cannot be used ({why}): use auto, cpu, cuda or cuda:NUMBER") from error
+
+
+def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
+    """The model with the adapter's layers in place, in the model's dtype, read to its device.
+
+    The adapter is applied, not merged: merging would round its small products into the weights.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise EngineError(f"{adapter.folder} is an adapter: pip install peft") from error
+    try:
+        with memory_errors(device, f"the adapter {adapter.folder} was loaded"):
+            wrapped = PeftModel.from_pretrained(model, adapter.folder, autocast_adapter_dtype=False, torch_device=str(device))
+    except EngineError:
+        raise
+    except Exception as error:  # adapters of other shapes, unknown methods, …
+        raise EngineError(f"{adapter.folder}: the adapter does not fit: {str(error).splitlines()[0]}") from error
+    if wrapped.active_peft_config.is_prompt_learning:
+        raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
+    return wrapped.get_base_model()
+
+
+def load_model(
+    model: str | Checkpoint, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
+) -> LoadedModel:
+    """Load a reference model.
+
+    Args:
+        model: model folder, PEFT adapter folder, hub id, or a checkpoint that was read.
+        dtype: "float32", "bfloat16", "float16" or "auto"; "bfloat16-autocast" or "float16-autocast" for float32 weights and
+            forward passes under torch.autocast.
+        device: "auto", "cpu", "cuda", "cuda:1", …
+        trust_remote_code: run modelling code that the checkpoint brings. Off unless asked for.
+
+    Raises:
+        UsageError, CheckpointError: as `read_checkpoint`.
+        OutOfMemoryError: the device has no room for it, which is found before the weights are read, or its memory ran out.
+        EngineError: transformers cannot build the model, or weights for it are missing from the files.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model, revision))
+    name = resolve_dtype(dtype, checkpoint.config)
+    products = autocast_dtype(name)
+    torch_dtype = torch.float32 if products else getattr(torch, name)
+    where = choose_device(device)
+    quantized = is_quantized(checkpoint)
+    devices = [where] if where.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),  # building a model draws random numbers; the caller's must not move
+        memory_errors(where, f"{checkpoint.folder} was loaded"),
+        _unloadable(checkpoint.folder),
+    ):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        model_class, parameters = _model_class(config, trust_remote_code)
+        require_room(checkpoint, config, name, where, parameters)
+        with _weights(checkpoint) as weights:
+            loaded, info = model_class.from_pretrained(
+                checkpoint.folder if quantized else None,  # quantizers want to see the files
+                config=_text_config(config) if _is_of_its_text(model_class, config) else config,
+                state_dict=None if quantized else weights,
+                dtype=torch_dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                device_map={"": str(where)},
+            )
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys") or ())
+    if absent:
+        raise EngineError(
+            f"{checkpoint.folder}: {len(absent)} weights are missing from the files or have another shape "
+            f"({', '.join(absent[:3])}); they would be random"
+        )
+    if checkpoint.adapter is not None:
+        loaded = _with_adapter(loaded, checkpoint.adapter, where)
+    loaded = _frozen(loaded)
+    if where.type == "cpu" and quantized:
+        _take_out_of_files(loaded)
+    return _described(loaded, where, torch_dtype, getattr(torch, products) if products else None)
+
+
+def in_memory(model: Any) -> LoadedModel:
+    """Make a causal language model of transformers that is in memory already ready to score.
+
+    It is put in evaluation mode and its parameters take no gradients any more. All of it must be on one device, in one dtype.
+    """
+    first = next(model.parameters())
+    return _described(_frozen(model), first.device, first.dtype, None)
+
+
+def _frozen(model: Any) -> Any:
+    for parameter in model.eval().parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None) -> LoadedModel:
+    text_config = model.config.get_text_config()
+    return LoadedModel(
+        model=model,
+        device=device,
+        dtype=dtype,
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        max_positions=getattr(text_config, "max_position_embeddings", None),
+        rope_limit=_rope_limit(text_config),
+        autocast=autocast,
+    )
+
+
+@contextmanager
+def _unloadable(folder: Path) -> Iterator[None]:
+    """Turn whatever a config, a kernel package or transformers can raise into EngineError; out-of-memory stays what it is."""
+    try:
+        yield
+    except ReflogpError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EngineError(f"{folder}: the model cannot be loaded: {first}") from error
+
+
+class _Weight:
+    """A tensor of an open file where transformers expects a tensor or a safetensors slice: read when it is indexed with `...`.
+
+    It is read into memory of its own. transformers maps files into memory instead: all that was read stays there until the
+    last weight is loaded, whoever writes to the file later changes the model, and a file that is cut short ends the process.
+    """
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        read: torch.Tensor = self._file.get_tensor(self._name)
+        return read[index]
+
+
+@contextmanager
+def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
+    """Every tensor of a checkpoint's files by name; to be read within the block."""
+    with ExitStack() as stack:
+        found: dict[str, _Weight] = {}
+        for path in checkpoint.weight_files:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))
+            found |= {name: _Weight(file, name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        yield found
+
+
+def _take_out_of_files(model: Any) -> None:
+    """Copy weights into memory of their own: those of quantized checkpoints may lie in files that are mapped into memory."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor.data) is torch.Tensor:
+            tensor.data = tensor.data.clone()
+
+
+def forget_longest_pass(model: Any, limit: int) -> None:
+    """Make "dynamic" rotary embeddings fit the next pass, not the longest so far (they only ever grow above `limit`)."""
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(module, name, limit)
+
+
+def _rope_limit(config: Any) -> int | None:
+    """Length beyond which this model's rotary embeddings depend on the longest sequence of a pass (transformers,
+    modeling_rope_utils.dynamic_rope_update)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in by_layer_type or [rope]:
+        if parameters.get("rope_type") in ("longrope", "dynamic"):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            return int(original or config.max_position_embeddings)
+    return None
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
+    """The class that builds the model, and the numbers that it holds, tied ones once.
+
+    A vision-language checkpoint scores text too, and is no causal LM to transformers.
+    """
+    kind = type(config)
+    is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    return type(model), sum(parameter.numel() for parameter in model.parameters())
+
+
+def _text_config(config: Any) -> Any:
+    """The part of a config that is about text, with how the whole checkpoint is quantized."""
+    text = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        text.quantization_config = quantization
+    return text
+
+
+def _is_of_its_text(model_class: Any, config: Any) -> bool:
+    """Whether a class is built from the part of a config that is about text, as transformers' auto classes do it."""
+    text_config = config.sub_configs.get("text_config")
+    return text_config is not None and getattr(model_class, "config_class", None) == text_config

@@ -1,0 +1,173 @@
+"""Packing: sequences into flat token packs in which everything that several sequences share is computed once.
+
+Pure: token ids in, index arrays out. No model, no tensor. Called by the torch engine.
+
+Sequences are sorted by their tokens, so that those with a common beginning stand side by side, and each adds to a pack only
+the tokens that the one before it has not: a shared prompt, the turns of one dialogue, completions that start alike. What a
+sequence adds is its branch; the branch's tokens attend to the sequence's whole path through the pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.torch_engine.sequences import Sequence
+
+Int64s = npt.NDArray[np.int64]
+
+#: A shorter common beginning is computed again: gathering keys for it would cost as much, and it would chain unrelated
+#: sequences (every chat begins with the same few template tokens) into groups too large to place well.
+MIN_SHARED = 16
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The tokens that one sequence adds to a pack, and what they attend to.
+
+    Attributes:
+        start, stop: the added tokens' places in the pack.
+        path: places of the whole sequence, from its first token to its last, int64 (length,). It ends with
+            start … stop - 1; what comes before is shared with earlier branches.
+    """
+
+    start: int
+    stop: int
+    path: Int64s
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the path that earlier branches computed."""
+        return len(self.path) - (self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One row of tokens for one forward pass.
+
+    Attributes:
+        token_ids: int64 (tokens,).
+        positions: each token's position in its own sequence, int64 (tokens,).
+        branches: in pack order; together they add every token once.
+        predicted: places of the tokens whose log-prob is wanted, ascending, int64 (predictions,).
+        parents: places of the tokens whose hidden state predicts them, int64 (predictions,).
+        members: (index of a sequence, where its values are among `predicted`).
+    """
+
+    token_ids: Int64s
+    positions: Int64s
+    branches: tuple[Branch, ...]
+    predicted: Int64s
+    parents: Int64s
+    members: tuple[tuple[int, Int64s], ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
+    """Pack sequences, those with the most tokens first.
+
+    Args:
+        sequences: any number; pass a window of a large dataset at a time.
+        token_budget: tokens of a pack at most. A longer sequence is a pack of its own.
+        min_shared: common beginnings shorter than this are not shared.
+    """
+    ids = [sequence.ids() for sequence in sequences]
+    order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())
+    groups = _groups(ids, order, token_budget, min_shared)
+    for chosen in _fill(groups, token_budget):
+        yield _pack(sequences, ids, chosen)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences that share beginnings, and how many tokens of each the one before it has."""
+
+    members: list[tuple[int, int]]
+    tokens: int
+
+
+def _groups(ids: list[Int64s], order: list[int], token_budget: int, min_shared: int) -> list[_Group]:
+    groups: list[_Group] = []
+    members: list[tuple[int, int]] = []
+    tokens = 0
+    for at, index in enumerate(order):
+        shared = _common_prefix(ids[order[at - 1]], ids[index]) if members else 0
+        added = len(ids[index]) - shared
+        if members and (shared < min_shared or tokens + added > token_budget):
+            groups.append(_Group(members, tokens))
+            members, tokens, shared, added = [], 0, 0, len(ids[index])
+        members.append((index, shared))
+        tokens += added
+    if members:
+        groups.append(_Group(members, tokens))
+    return groups
+
+
+def _fill(groups: list[_Group], token_budget: int) -> Iterator[list[_Group]]:
+    """First-fit decreasing: each group into the first pack that has room, the largest groups first.
+
+    Packs come out as soon as nothing left can fit them, so the largest are computed first.
+    """
+    left = sorted(groups, key=lambda group: -group.tokens)
+    sizes = np.array([group.tokens for group in left])
+    taken = np.zeros(len(left), bool)
+    for first in range(len(left)):
+        if taken[first]:
+            continue
+        chosen, room = [first], token_budget - left[first].tokens
+        taken[first] = True
+        at = first + 1
+        while True:
+            # `sizes` falls, so the first group that fits is at or after its place in the order
+            at = max(at, int(np.searchsorted(-sizes, -room)))
+            while at < len(left) and taken[at]:
+                at += 1
+            if at >= len(left):
+                break
+            chosen.append(at)
+            taken[at] = True
+            room -= left[at].tokens
+        yield [left[i] for i in chosen]
+
+
+def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) -> Pack:
+    tokens: list[Int64s] = []
+    positions: list[Int64s] = []
+    branches: list[Branch] = []
+    wanted: list[tuple[int, Int64s, Int64s]] = []
+    size = 0
+    for group in groups:
+        path: Int64s = np.zeros(0, np.int64)
+        for index, shared in group.members:
+            added = len(ids[index]) - shared
+            path = np.concatenate([path[:shared], np.arange(size, size + added)])
+            if added:
+                branches.append(Branch(size, size + added, path))
+                tokens.append(ids[index][shared:])
+                positions.append(np.arange(shared, shared + added))
+                size += added
+            prompt = len(sequences[index].prompt_ids)
+            wanted.append((index, path[prompt:], path[prompt - 1 : -1]))
+    predicted, first = np.unique(np.concatenate([places for _, places, _ in wanted]), return_index=True)
+    parents = np.concatenate([before for _, _, before in wanted])[first]
+    return Pack(
+        token_ids=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        branches=tuple(branches),
+        predicted=predicted,
+        parents=parents,
+        members=tuple((index, np.searchsorted(predicted, places)) for index, places, _ in wanted),
+    )
+
+
+def _common_prefix(left: Int64s, right: Int64s) -> int:
+    shorter = min(len(left), len(right))
+    differ: Any = left[:shorter] != right[:shorter]
+    first = int(differ.argmax()) if shorter else 0
+    return first if shorter and differ[first] else shorter

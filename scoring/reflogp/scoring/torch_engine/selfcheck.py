@@ -1,0 +1,254 @@
+"""Finds out at load which path is right for a model, by running it: packed, padded or one by one.
+
+Knows forward passes and tolerances. Called once by the torch engine, before it scores anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reflogp.scoring.torch_engine import compiled
+from reflogp.scoring.torch_engine.attention import NAME as PACKED
+from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
+from reflogp.scoring.torch_engine.forward import Path, forward_pack, forward_padded, pack_states
+from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.load import LoadedModel
+from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory
+from reflogp.scoring.torch_engine.packing import packs
+from reflogp.scoring.torch_engine.sequences import Sequence
+
+#: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
+#: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees a
+#: neighbour, or a wrong position, is off by tenths.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+#: Rounding grows with the logits, so where log-probs are larger than this (root mean square) the tolerance grows with them.
+_TYPICAL_LOGP = 5.0
+_PROMPT, _COMPLETIONS = 40, (23, 31, 17)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What was found at load.
+
+    Attributes:
+        path: the path that the engine takes.
+        difference: root mean square difference of that path from a plain pass, nats per token.
+        tolerance: what was allowed.
+        rejected: path, or attention kernel -> why it was not taken.
+        kernels: attention kernels that ran in the check, as every pack will use them.
+        compiled: decoder layers and log-sum-exp run compiled.
+        refused_kernels: attention kernels that raised or disagreed, or that the caller refused; no pass may use them.
+    """
+
+    path: Path
+    difference: float
+    tolerance: float
+    rejected: dict[str, str]
+    kernels: list[str]
+    compiled: bool
+    refused_kernels: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
+    """Choose the fastest path that agrees with a plain pass, leave the model set to it, and warn unless it is packed.
+
+    Args:
+        head: its output layer.
+        loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
+        compile_layers: try packed with compiled layers first.
+        refused: attention kernels that may not be used.
+
+    An error that says that memory ran out is passed on: no other path needs less for so few tokens.
+    """
+    with loaded.computing():
+        return _check(head, loaded, compile_layers, list(refused))
+
+
+def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[str]) -> SelfCheck:
+    model, device = loaded.model, loaded.device
+    limits = [limit for limit in (loaded.max_positions, loaded.rope_limit) if limit is not None]
+    own_attention = model.config._attn_implementation
+    sequences = _sequences(loaded.vocab_size, min(limits, default=None))
+    plain = np.concatenate([_plain(model, sequence, device) for sequence in sequences])
+    tolerance = tolerance_of(loaded.product_dtype, plain)
+    rejected = dict.fromkeys(refused, "refused by the caller")
+    found: tuple[Path, float] = ("single", 0.0)
+    kernels = [str(own_attention)]
+    while found[0] == "single":
+        try:
+            values, layout = _packed(model, head, sequences, device, refused)
+        except KernelFailedError as error:
+            rejected[error.kernel] = error.reason
+            if error.kernel not in (by_branch.__name__, *refused):
+                refused.append(error.kernel)
+                continue
+            rejected["packed"] = str(error)
+        except Exception as error:  # an architecture can refuse in any way; each means "not this path"
+            if is_out_of_memory(error):
+                raise
+            rejected["packed"] = _first_line(error)
+        else:
+            rejected |= layout.declined
+            difference, problem = _compare(values, plain, tolerance)
+            doubted = layout.kernels - {by_branch.__name__, *refused}
+            if problem is not None and doubted:  # the plainest kernel decides whether it is the kernel or the model
+                rejected |= dict.fromkeys(doubted, problem)
+                refused.extend(sorted(doubted))
+                continue
+            if problem is None:
+                found, kernels = ("packed", difference), sorted(layout.kernels)
+            else:
+                rejected["packed"] = problem
+        break
+    if found[0] == "single":
+        model.set_attn_implementation(own_attention)
+        try:
+            difference, problem = _compare(_padded(model, head, sequences, device), plain, tolerance)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            difference, problem = float("nan"), _first_line(error)
+        if problem is None:
+            found = ("padded", difference)
+        else:
+            rejected["padded"] = problem
+    if found[0] != "packed":
+        warnings.warn(
+            f"{type(model).__name__} is scored on the {found[0]} path, which is slower: packed {rejected['packed']}",
+            stacklevel=2,
+        )
+    is_compiled = False
+    if found[0] == "packed" and compile_layers:
+        difference, problem = _try_compiled(model, head, sequences, plain, device, tolerance, refused)
+        is_compiled = problem is None
+        if problem is None:
+            found = ("packed", difference)
+        else:
+            rejected["compiled"] = problem
+            warnings.warn(f"{type(model).__name__} is scored without compiled layers, which is slower: {problem}", stacklevel=2)
+    return SelfCheck(found[0], found[1], tolerance, rejected, kernels, is_compiled, tuple(refused))
+
+
+def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
+    """(root mean square difference from a plain pass, what is wrong with it)."""
+    difference = float(np.sqrt(np.mean((values - plain) ** 2)))
+    if difference <= tolerance:
+        return difference, None
+    return difference, f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
+    """Largest root mean square difference, nats per token, between two right ways to compute these log-probs."""
+    return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
+
+
+def _try_compiled(
+    model: Any,
+    head: Head,
+    sequences: list[Sequence],
+    plain: Any,
+    device: torch.device,
+    tolerance: float,
+    refused: list[str],
+) -> tuple[float, str | None]:
+    """(difference from a plain pass, why not) with compiled layers, which stay compiled only where they agree."""
+    eager = head.log_sum_exp
+    problem: str | None
+    difference = float("nan")
+    try:
+        compiled.compile_layers(model)
+        head.log_sum_exp = compiled.compiled_log_sum_exp()
+        difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
+        problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
+    except Exception as error:  # compilers fail in many ways
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if problem is not None:
+        compiled.uncompile_layers(model)
+        head.log_sum_exp = eager
+    return difference, problem
+
+
+def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
+    """A prompt with three completions, and one sequence on its own; shorter where the model has few positions."""
+    random = np.random.default_rng(0)
+    room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
+    shrink = min(1.0, room)
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in random.integers(0, vocab_size, max(1, int(count * shrink)))]
+
+    prompt = ids(_PROMPT)
+    return [*(Sequence(prompt, ids(n)) for n in _COMPLETIONS), Sequence(ids(_PROMPT // 2), ids(_PROMPT // 2))]
+
+
+@torch.inference_mode()
+def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
+    """The model's own forward on one unpadded sequence, with its own attention and head."""
+    ids = torch.from_numpy(sequence.ids()).to(device)
+    logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
+    start = len(sequence.prompt_ids)
+    return logps[torch.arange(start - 1, len(ids) - 1, device=device), ids[start:]].cpu().numpy()
+
+
+def _windowed_layers(config: Any) -> int:
+    """How many layers see less than the whole context, by the config.
+
+    The check's sequences are shorter than most windows, so a layer whose window is only in its mask, which packed attention
+    replaces, would pass it. Chunks (Llama 4) never reach the attention function.
+    """
+    types = getattr(config, "layer_types", None)
+    if types:
+        return sum(kind in ("sliding_attention", "chunked_attention") for kind in types)
+    used = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return int(config.num_hidden_layers) if used else 0
+
+
+def _recurrent_part(model: Any) -> str | None:
+    """The name of a part that carries state from token to token, which a pack's neighbours would inherit; None if none does.
+
+    Judged by structure, since in bfloat16 a small leak hides below rounding: state-space, linear-attention and RWKV blocks all
+    hold a convolution over time or one of these parameters.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            return str(name)
+    states = ("A_log", "dt_bias", "time_decay")
+    return next((name for name, _ in model.named_parameters() if name.rsplit(".", 1)[-1] in states), None)
+
+
+def _packed(
+    model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
+) -> tuple[Any, PackLayout]:
+    """(values, what the layers did with the pack)."""
+    recurrent = _recurrent_part(model)
+    if recurrent:
+        raise ValueError(f"{recurrent} carries state from token to token")
+    model.set_attn_implementation(PACKED)
+    [pack] = packs(sequences, sum(map(len, sequences)), min_shared=4)
+    layout = PackLayout(pack, device, refused)
+    pack_states(model, layout)
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    if layout.layers_seen != layers:
+        raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
+    if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
+        raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
+    values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
+    by_sequence = {index: values[where] for index, where in pack.members}
+    return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout
+
+
+def _padded(model: Any, head: Head, sequences: list[Sequence], device: torch.device) -> Any:
+    return forward_padded(model, head, sequences, device).cpu().numpy()

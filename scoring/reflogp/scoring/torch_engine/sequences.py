@@ -1,0 +1,116 @@
+"""The unit that is scored, and what makes one impossible to score. Pure Python and numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.errors import InvalidSequencesError
+
+#: Token ids of one side of a sequence: a list, a numpy array or an Arrow scalar's values.
+Ids = Any
+#: token_logps: float32, one per completion token.
+Logps = npt.NDArray[np.float32]
+#: A sequence's values, or why there are none.
+Outcome = Logps | str
+NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A prompt and the completion whose tokens get log-probs.
+
+    Attributes:
+        prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
+        completion_ids: token ids, at least one.
+        attention_mask: None for a sequence on its own. For a row of a padded batch 0 where a token is padding, else 1: it is
+            then scored by the model's own forward with this mask and the model's default positions, and padded completion
+            tokens have values too. Where positions are absolute, padding on the left changes all of them.
+    """
+
+    prompt_ids: Ids
+    completion_ids: Ids
+    attention_mask: Ids | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    def ids(self) -> npt.NDArray[np.int64]:
+        """prompt_ids + completion_ids, int64."""
+        return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
+
+
+def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
+    """Why a model cannot score this sequence, or None."""
+    if not len(sequence.prompt_ids):
+        return "its prompt is empty: the first token would have no context; begin the prompt with the BOS token"
+    if not len(sequence.completion_ids):
+        return "its completion is empty"
+    if max_positions is not None and len(sequence) > max_positions:
+        return f"it has {len(sequence)} tokens and the model has {max_positions} positions; set a max_length"
+    if sequence.attention_mask is not None and (problem := _problem_of_mask(sequence)):
+        return problem
+    ids = sequence.ids()
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
+        return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
+    return None
+
+
+def _problem_of_mask(sequence: Sequence) -> str | None:
+    mask = np.asarray(sequence.attention_mask)
+    if len(mask) != len(sequence):
+        return f"its attention_mask has {len(mask)} entries for {len(sequence)} tokens"
+    if not np.isin(mask, (0, 1)).all():
+        return "its attention_mask has other entries than 0 and 1"
+    if not mask.any():
+        return "its attention_mask hides every token"
+    return None
+
+
+def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
+    """The values of `count` sequences, in their order.
+
+    Args:
+        problems: index -> why there are none, of those that were not tried.
+        outcomes: of the others, in any order.
+
+    Raises:
+        InvalidSequencesError: some have none; its `results` hold the others' values.
+    """
+    results: list[Any] = [None] * count
+    for index, outcome in outcomes:
+        if isinstance(outcome, str):
+            problems[index] = outcome
+        else:
+            results[index] = outcome
+    if problems:
+        raise InvalidSequencesError(problems, results)
+    return results
+
+
+def passes_over(
+    sequences: list[Sequence],
+    skip: Collection[int],
+    size: int,
+    before: Callable[[list[int]], None] | None,
+    flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
+) -> Iterator[list[tuple[int, Outcome]]]:
+    """An engine's flow over sequences in hand, with indices among `sequences` in the place of the flow's numbers.
+
+    Args:
+        sequences: ones that the engine can score.
+        skip: indices to leave out.
+        size: sequences of a group.
+        before: told the indices of each pass before the engine begins it.
+        flow: gets the groups, and what is to be told the numbers of each pass.
+    """
+    wanted = [index for index in range(len(sequences)) if index not in skip]
+    groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))
+    told = None if before is None else lambda numbers: before([wanted[number] for number in numbers])
+    for landed in flow(groups, told):
+        yield [(wanted[number], outcome) for number, outcome in landed]

@@ -1,0 +1,250 @@
+"""vLLM in a process of this machine, in an environment of its own: a Transport.
+
+Knows pipes, frames and what the process says when it ends. Does not import vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, BinaryIO, cast
+
+from reflogp.scoring.errors import EngineError, OutOfMemoryError
+from reflogp.scoring.frames import encode, read_frame
+from reflogp.scoring.machine.allocator import without_growing_segments
+from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError
+from reflogp.scoring.vllm_engine.engine import PASSES
+from reflogp.scoring.vllm_engine.options import Loading
+from reflogp.scoring.vllm_engine.wire import answers_of, requests_table
+from reflogp.store import UsageError
+from reflogp.store.arrow_stream import stream_bytes
+
+#: Lines of the process's own log that an error may quote.
+_LAST_WORDS = 200
+#: Seconds that the process gets to end by itself.
+_END_SECONDS = 15.0
+#: Seconds that its last words may take to arrive.
+_LISTEN_SECONDS = 5.0
+
+#: A pass is so many of vLLM's steps long.
+_STEPS = 4
+
+
+class VllmProcess:
+    """vLLM, loaded in a process that ends with this one.
+
+    Args:
+        python: interpreter of vLLM's environment, where reflogp is installed too.
+        loading: of `vllm_options`.
+        unchanged: a block in which vLLM loads the model; raises FileChangedError when the files are not the reference's.
+
+    Raises:
+        UsageError: the interpreter is not there, or has no vLLM.
+        EngineError: vLLM cannot load the model.
+        FileChangedError: as `unchanged`.
+    """
+
+    def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._python = python
+        self._loading = loading
+        self._unchanged = unchanged
+        self._running: _Running | None = None
+        self._is_closed = False
+        self.revive()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one sequence: vLLM keeps one for the token that it samples."""
+        return int(self._about["max_model_len"]) - 1
+
+    @property
+    def token_budget(self) -> int:
+        """A few of vLLM's steps, within what its cache holds of passes that are under way."""
+        return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
+
+    @property
+    def reads_cache(self) -> bool:
+        return bool(self._about["prefix_cache"])
+
+    @property
+    def block_size(self) -> int | None:
+        return int(self._about["block_size"])
+
+    def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
+        """As Transport.ask."""
+        if self._running is None:
+            raise EngineError("vLLM was ended")
+        return self._running.ask(requests, salt)
+
+    def provenance(self) -> dict[str, Any]:
+        """As Transport.provenance."""
+        kept = ("vllm", "method", "block_size", "prefix_cache", "device", "batch_invariant", "tensor_parallel")
+        return {"engine": "vllm", **{name: self._about[name] for name in kept}}
+
+    def revive(self) -> bool:
+        """As Transport.revive; raises as the constructor."""
+        if self._running is not None and not self._running.ended():
+            return False
+        if self._is_closed:
+            raise EngineError("vLLM was ended")
+        self._end()
+        with contextlib.ExitStack() as undo:
+            with self._unchanged():
+                running = _Running(self._python, self._loading)
+                undo.callback(running.close)
+            if self._is_closed:  # while it was loading
+                raise EngineError("vLLM was ended")
+            undo.pop_all()
+        self._running = running
+        self._about = running.about
+        return True
+
+    def close(self) -> None:
+        """End the process; it is not started again."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+class _Inboxes:
+    """Where the answers go, by the request's number. Used by the thread that asks and the one that reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, queue.SimpleQueue[Answer | None]] = {}
+        self.closed = False
+
+    def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
+        """One for all answers to these requests; gets None when there will be none any more."""
+        inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        with self._lock:
+            if self.closed:
+                inbox.put(None)
+            self._open.update(dict.fromkeys(numbers, inbox))
+        return inbox
+
+    def put(self, answer: Answer) -> None:
+        with self._lock:
+            self._open.pop(answer.at).put(answer)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            for inbox in set(self._open.values()):
+                inbox.put(None)
+
+
+class _Running:
+    """One process from its start to its end; ended when nothing refers to it any more."""
+
+    def __init__(self, python: str, loading: Loading) -> None:
+        self._numbers = itertools.count()
+        self._inboxes = _Inboxes()
+        words: deque[str] = deque(maxlen=_LAST_WORDS)
+        try:
+            process = subprocess.Popen(
+                [python, "-m", "reflogp.scoring.vllm_engine.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=without_growing_segments(os.environ),
+                start_new_session=True,  # Ctrl-C at a terminal is for the caller, which commits before it ends
+            )
+        except OSError as error:
+            raise UsageError(f"vLLM's interpreter {python} cannot be run: {error.strerror}") from error
+        self._end = weakref.finalize(self, _end, process)
+        self._in, out = cast(BinaryIO, process.stdin), cast(BinaryIO, process.stdout)
+        listening = threading.Thread(target=_listen, args=(process.stderr, words), daemon=True)
+        listening.start()
+        with contextlib.suppress(BrokenPipeError):
+            self._in.write(encode({"op": "configure", **asdict(loading)}))
+            self._in.flush()
+        frame = read_frame(out)
+        if frame is None or frame[0]["op"] != "ready":
+            process.wait()
+            listening.join(_LISTEN_SECONDS)
+            reason = frame[0]["error"] if frame is not None else f"it ended with status {process.returncode}"
+            raise _error_of_start(python, reason, list(words))
+        self.about = frame[0]
+        threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()
+
+    def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
+        numbers = [next(self._numbers) for _ in requests]
+        inbox = self._inboxes.open(numbers)
+        if requests:
+            rows = ((number, *request) for number, request in zip(numbers, requests, strict=True))
+            with contextlib.suppress(BrokenPipeError):  # the reader finds out as well
+                self._in.write(encode({"op": "score", "salt": salt}, stream_bytes(requests_table(rows))))
+                self._in.flush()
+        return _answers(numbers, inbox)
+
+    def ended(self) -> bool:
+        return self._inboxes.closed
+
+    def close(self) -> None:
+        self._end()
+
+
+def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Iterator[Answer]:
+    places = {number: at for at, number in enumerate(numbers)}
+    for _ in numbers:
+        answer = inbox.get()
+        if answer is None:
+            raise VllmEndedError
+        yield answer._replace(at=places[answer.at])
+
+
+def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
+    """Hand answers out until the process has ended."""
+    while (frame := read_frame(out)) is not None:
+        if frame[0]["op"] == "answers":
+            for answer in answers_of(frame[1]):
+                inboxes.put(Answer(*answer))
+    inboxes.close()
+
+
+def _listen(stream: Any, words: deque[str]) -> None:
+    """Keep vLLM's log off the terminal, unless it is asked for, and its last lines for an error."""
+    for line in stream:
+        words.append(line.decode(errors="replace").rstrip())
+        if os.environ.get("REFLOGP_VLLM_LOG"):
+            sys.stderr.write(words[-1] + "\n")
+
+
+def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | EngineError:
+    if any(f"No module named '{name}'" in line for line in words for name in ("vllm", "reflogp.service")):
+        return UsageError(
+            f"{python} has no vLLM beside reflogp: install both in an environment of their own (pip install "
+            "'reflogp[vllm]') and name its Python with --vllm-python or in REFLOGP_VLLM_PYTHON"
+        )
+    # Processes of vLLM print what stopped them before the one above them says that they ended.
+    causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
+    detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
+    kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
+    return kind(f"vLLM cannot load the model: {reason}{detail}; REFLOGP_VLLM_LOG=1 shows its log")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started; by itself, else by force."""
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,59 @@
+"""Whether a server's weights are the reference that its user says they are.
+
+They cannot be read, only compared: a few sequences are scored here with the weights at hand and there. Called when a remote
+engine is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.scoring.torch_engine.engine import TorchEngine
+from reflogp.scoring.torch_engine.selfcheck import tolerance_of
+from reflogp.scoring.vllm_engine.engine import VllmEngine
+from reflogp.store import Reference
+from reflogp.store.checkpoint import Checkpoint
+
+#: (prompt, completion) lengths of the sequences. The last is longer than 512 tokens, up to which a server with speculative
+#: decoding can give wrong values (github.com/vllm-project/vllm/issues/53488).
+_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
+
+
+def check_claim(
+    engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Score a few sequences here and there; what provenance says about it.
+
+    Args:
+        model: the reference's weights.
+
+    Raises:
+        EngineError: the server's values are another model's, or the weights cannot be loaded here.
+    """
+    here = TorchEngine(
+        model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code
+    )
+    sequences = [sequence for sequence in _sequences(engine.vocab_size) if not here.problems([sequence])]
+    sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
+    difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
+    tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
+    if difference > tolerance:
+        raise EngineError(
+            f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
+            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square), {tolerance:.3g} is allowed"
+        )
+    return {"reference": "checked", "reference_difference": difference}
+
+
+def _sequences(vocab_size: int) -> list[Sequence]:
+    random = np.random.default_rng(0)
+    return [
+        Sequence(random.integers(0, vocab_size, prompt), random.integers(0, vocab_size, completion))
+        for prompt, completion in _LENGTHS
+    ]

@@ -1,0 +1,147 @@
+"""What vLLM is told to load: arguments of its `LLM`, and the adapter; or why it cannot score this reference exactly.
+
+Knows where vLLM computes something else than the reference is, without a word. Does not import it. Called by `engines`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflogp.scoring.errors import EngineError
+from reflogp.store import Reference, UsageError, read_checkpoint
+from reflogp.store.checkpoint import Adapter
+
+#: Arguments that a user may give: how vLLM uses the machine. Others change what is computed.
+ALLOWED = frozenset(
+    {
+        "attention_backend",
+        "block_size",
+        "cpu_offload_gb",
+        "disable_custom_all_reduce",
+        "distributed_executor_backend",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_parallel_loading_workers",
+        "pipeline_parallel_size",
+    }
+)
+#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); a smaller adapter is padded.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+#: Layers whose adapters vLLM applies to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
+_TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What vLLM loads: arguments of `vllm.LLM`, and the folder of a LoRA adapter."""
+
+    options: dict[str, Any]
+    adapter: str | None
+
+
+def parse_options(entries: list[str]) -> dict[str, Any]:
+    """NAME=VALUE entries of a command line; values are JSON, or text where they are not.
+
+    Raises UsageError for an entry of another form, or an argument that is not ALLOWED.
+    """
+    options: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals:
+            raise UsageError(f"--vllm-option {entry}: give NAME=VALUE")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    check_options(options)
+    return options
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise UsageError for arguments that are not ALLOWED."""
+    if refused := sorted(set(options) - ALLOWED):
+        raise UsageError(f"vLLM option {refused[0]} cannot be set; these can: {', '.join(sorted(ALLOWED))}")
+
+
+def vllm_options(
+    model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
+) -> Loading:
+    """What vLLM loads for this reference.
+
+    Raises:
+        UsageError, CheckpointError: as `read_checkpoint`, or an option that is not ALLOWED.
+        EngineError: vLLM would compute something else than this reference.
+    """
+    check_options(chosen)
+    checkpoint = read_checkpoint(Path(model))
+    config = checkpoint.config.get("text_config", checkpoint.config)
+    options: dict[str, Any] = {
+        "model": str(checkpoint.folder),
+        "dtype": reference.dtype,
+        "max_model_len": -1,  # as long as the model allows and the cache has room for
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": tensor_parallel,
+        "trust_remote_code": trust_remote_code,
+        "disable_log_stats": True,
+        **_rope_options(config),
+    }
+    if reference.lm_head_dtype != reference.dtype:
+        options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
+    if checkpoint.adapter is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
+        # Where vLLM makes the head ready for adapters it takes a row of the prompt for one of a request, adapter on it or not.
+        options["lora_target_modules"] = _targets(checkpoint.adapter)
+    folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
+    return Loading(options | chosen, folder)
+
+
+def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
+    """vLLM chooses the frequencies of a rotary embedding once, for its longest sequence; transformers for each pass."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    if "dynamic" in kinds:
+        raise EngineError("vLLM computes 'dynamic' rotary embeddings otherwise than transformers: use --engine torch")
+    if "longrope" in kinds:
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        return {"max_model_len": int(original)} if original else {}
+    return {}
+
+
+def _rank(adapter: Adapter) -> int:
+    """The rank that vLLM makes room for. Raises EngineError for an adapter that it would apply wrongly."""
+    config = adapter.config
+    advice = "use --engine torch, or merge it into the model (peft: merge_and_unload) and score the merged model"
+    if config.get("peft_type") != "LORA":
+        raise EngineError(f"{adapter.folder}: vLLM applies LoRA adapters only, not {config.get('peft_type')}; {advice}")
+    tables = sorted({name for name in _tensors(adapter.weight_file) if any(table in name for table in _TABLES)})
+    if config.get("modules_to_save") or tables:
+        what = tables[0] if tables else config["modules_to_save"][0]
+        raise EngineError(f"{adapter.folder} changes {what}, which vLLM applies wrongly to prompts; {advice}")
+    rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
+    if rank > _RANKS[-1]:
+        raise EngineError(f"{adapter.folder} has rank {rank}, vLLM goes up to {_RANKS[-1]}; {advice}")
+    return min(size for size in _RANKS if size >= rank)
+
+
+def _targets(adapter: Adapter) -> list[str]:
+    """Last names of the modules that an adapter is on: of "….self_attn.q_proj.lora_A.weight" q_proj."""
+    names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _tensors(file: Path) -> list[str]:
+    """Names of a safetensors file's tensors; the file was checked when it was read."""
+    with file.open("rb") as handle:
+        (size,) = struct.unpack("<Q", handle.read(8))
+        return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]

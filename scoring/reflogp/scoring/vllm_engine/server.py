@@ -1,0 +1,198 @@
+"""A `vllm serve` that runs somewhere: a Transport over HTTP.
+
+Knows how such a server is found out, asked many things at a time, and waited for when it is away. Does not know whether its
+weights are the reference's: `claim` looks into that.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.vllm_engine.answers import Answer, Request
+from reflogp.scoring.vllm_engine.engine import PASSES
+from reflogp.scoring.vllm_engine.server_api import FORMS, Form, cached_tokens, question, values
+from reflogp.store import UsageError
+
+#: Seconds for one answer: a long sequence behind many others.
+_ANSWER_SECONDS = 600.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
+#: Seconds of silence after which it is said that a server is waited for.
+_SAID_SECONDS = 3.0
+#: Answers that mean "later": too many requests, a proxy or a server that restarts; 500 is said by one that is ending.
+_AWAY = (408, 425, 429, 502, 503, 504)
+_LATER = (*_AWAY, 500)
+#: Tokens of a pass for each request that may be under way.
+_TOKENS_EACH = 1024
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server is, and how it is asked.
+
+    Attributes:
+        url: as http://host:8000; a path before /v1 is kept.
+        model: the name it serves the reference under; None takes the only one.
+        key: its API key, or None.
+        concurrency: requests under way at a time.
+        patience_seconds: how long a server that does not answer is waited for.
+    """
+
+    url: str
+    model: str | None = None
+    key: str | None = None
+    concurrency: int = 64
+    patience_seconds: float = 300.0
+
+
+class VllmServer:
+    """A running server with the reference model.
+
+    Raises:
+        UsageError: the URL is none, or the server does not serve that model.
+        EngineError: it cannot be reached, or gives no log-probs of given tokens.
+
+    Attributes:
+        form: how it is asked, the best that it can do.
+    """
+
+    block_size: int | None = None
+
+    def __init__(self, place: ServerPlace) -> None:
+        url = place.url.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--url {place.url}: give http://HOST:PORT of a vllm serve")
+        self._place = place
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {place.key}"} if place.key else {},
+            timeout=httpx.Timeout(_ANSWER_SECONDS, connect=10.0),
+            limits=httpx.Limits(max_connections=place.concurrency, max_keepalive_connections=place.concurrency),
+        )
+        self._threads = ThreadPoolExecutor(place.concurrency, thread_name_prefix="vllm-server")
+        self._silent_since: float | None = None
+        self._said = False
+        self._closed = threading.Event()
+        self._model, self.max_tokens = self._find_model()
+        about = self._sent("GET", "/version", None, _AWAY)  # a proxy may not pass it on
+        self._version = str(about.json().get("version")) if about.status_code == 200 else "unknown"
+        self.form = self._find_form()
+        self.reads_cache = self.form == "token_ids"
+        self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
+
+    def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
+        """As Transport.ask; a server that is away is waited for."""
+        futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
+        return self._answers(futures)
+
+    @staticmethod
+    def _answers(futures: dict[Future[tuple[Any, int]], int]) -> Iterator[Answer]:
+        try:
+            for future in as_completed(futures):
+                yield Answer(futures[future], *future.result())
+        finally:  # after an error nobody wants the others
+            for future in futures:
+                future.cancel()
+
+    def revive(self) -> bool:
+        """A server is not ours to start."""
+        return False
+
+    def provenance(self) -> dict[str, Any]:
+        """As Transport.provenance. Its address and its name for the model stay out of the store: they may be internal."""
+        return {"engine": "remote", "vllm": self._version, "method": self.form}
+
+    def close(self) -> None:
+        """Close connections; requests under way end."""
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+
+    def _answer(self, request: Request, salt: str) -> tuple[Any, int]:
+        path, body = question(self.form, self._model, request, salt)
+        answer = self._asked("POST", path, body)
+        return values(self.form, answer, request), cached_tokens(answer)
+
+    def _find_model(self) -> tuple[str, int]:
+        """(name, tokens of the longest sequence) of the served model."""
+        served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
+        name = self._place.model
+        if name is None and len(served) != 1:
+            raise UsageError(f"{self._place.url} serves {len(served)} models: name one with --served-model ({_some(served)})")
+        name = name or next(iter(served))
+        if name not in served:
+            raise UsageError(f"{self._place.url} does not serve {name!r}; it serves {_some(served)}")
+        return name, int(served[name].get("max_model_len") or 2**31) - 1
+
+    def _find_form(self) -> Form:
+        """Try the forms on a small sequence, the best first."""
+        request = Request(np.array([0, 0, 0]), 1, False)
+        refusals = []
+        for form in FORMS:
+            path, body = question(form, self._model, request, "probe")
+            response = self._sent("POST", path, body, _AWAY)
+            if response.status_code == 200 and values(form, response.json(), request) is not None:
+                return form
+            refusals.append(f"{path}: {response.status_code} {_said(response)}")
+        raise EngineError(f"{self._place.url} gives no log-probs of given tokens ({'; '.join(refusals)})")
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's JSON. Raises EngineError for any other answer than 200."""
+        response = self._sent(method, path, body, _LATER)
+        if response.status_code != 200:
+            raise EngineError(f"{self._place.url}{path} answered {response.status_code} {_said(response)}")
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
+        """An answer that is none of `later`; asked for again while there is none, up to `patience_seconds` in silence."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                response = self._http.request(method, path, json=body)
+                if response.status_code not in later:
+                    self._silent_since, self._said = None, False
+                    return response
+                problem = f"{response.status_code} {_said(response)}"
+            except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+                problem = f"{type(error).__name__}: {error}"
+            now = time.monotonic()
+            since = self._silent_since = self._silent_since or now
+            if now - since > _SAID_SECONDS and not self._said:
+                self._said = True
+                waiting = f"waiting up to {self._place.patience_seconds:.0f} s for it (--patience)"
+                warnings.warn(f"{self._place.url} does not answer ({problem}); {waiting}", stacklevel=2)
+            if self._closed.wait(pause * random.uniform(0.5, 1.5)):
+                raise EngineError("the engine was closed")
+            if now - since > self._place.patience_seconds:
+                raise EngineError(
+                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); what was scored is kept: run "
+                    "the same command again when it is back, or wait longer with --patience"
+                )
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _said(response: httpx.Response) -> str:
+    """What an error answer says, shortened."""
+    try:
+        said = response.json()
+        said = said.get("error", said) if isinstance(said, dict) else said
+        text = str(said.get("message", said) if isinstance(said, dict) else said)
+    except ValueError:
+        text = response.text
+    return text.splitlines()[0][:200] if text else ""
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "") if listed else "none"

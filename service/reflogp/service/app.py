@@ -1,0 +1,179 @@
+"""The HTTP app: the parts of a service, put together, and its routes.
+
+Knows which parts there are and how they begin and end. Made by `reflogp serve` and by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from reflogp.scoring.machine.available_memory import total_memory
+from reflogp.scoring.machine.devices import Place, gpus_in_a_child, places
+from reflogp.service import problems
+from reflogp.service.auth import Sessions
+from reflogp.service.connections import ActiveRequests
+from reflogp.service.context import Context
+from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.fetched import FetchedFolder
+from reflogp.service.ledger import Ledger
+from reflogp.service.metrics import Metrics
+from reflogp.service.middleware import HeadBounds, Timed
+from reflogp.service.online import OnlineScoring
+from reflogp.service.pool import Pool, WorkerHandle
+from reflogp.service.precompute import Precompute
+from reflogp.service.processes import Start, start_here
+from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
+from reflogp.service.routes.health import health_router
+from reflogp.service.routes.jobs import jobs_router
+from reflogp.service.routes.lookups import lookups_router
+from reflogp.service.routes.pages import pages_router
+from reflogp.service.routes.scores import scores_router
+from reflogp.service.routes.uploads import uploads_router
+from reflogp.service.settings import ServerSettings
+from reflogp.service.shelf import Shelf
+from reflogp.service.sites import OwnSite, SafeHeaders
+from reflogp.service.state_lock import StateLock
+from reflogp.service.uploads import UploadFolder
+from reflogp.service.worker.orders import ModelPlace, WorkerConfiguration
+from reflogp.store import UsageError
+
+_DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
+
+
+class _App(FastAPI):
+    """An app whose every answer has safe headers, that of an unexpected error too, which no added middleware sees."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return SafeHeaders(super().build_middleware_stack())
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """The app for these settings.
+
+    Raises:
+        UsageError: another service uses the same state folder, or it cannot be written.
+        What Shelf raises: a service that cannot answer for its references does not start.
+    """
+    folder = settings.state_folder()
+    lock = StateLock(folder)
+    metrics = Metrics()
+    shelf = Shelf(settings)
+    ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
+    room = DatasetRoom(settings.max_uploads_bytes)
+    uploads = UploadFolder(folder / "uploads", ledger, settings, room)
+    fetched = FetchedFolder(folder / "fetched", ledger, room)
+    precompute = Precompute(settings, folder, ledger, shelf, uploads, fetched, metrics)
+    online = OnlineScoring(settings, shelf, metrics)
+    request_memory = RequestMemory(settings.request_memory_bytes or default_request_memory(total_memory()))
+    context = Context(settings, shelf, ledger, precompute, online, uploads, metrics, request_memory)
+
+    async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        await online.on_frame(worker, message, body)
+        await precompute.on_frame(worker, message, body)
+
+    async def on_death(worker: WorkerHandle, reason: str) -> None:
+        metrics.worker_deaths.inc()
+        at_online = await online.on_death(worker, reason)
+        await precompute.on_death(worker, reason, blame=not at_online)
+
+    workers, start, end = _workers(settings, shelf, folder)
+    most = settings.max_worker_bytes
+    if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
+        most = total_memory() * 9 // 10
+    configurations = _configurations(settings, shelf, folder, workers)
+    silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
+    pool = Pool(configurations, start, on_frame, on_death, most, silence, longest)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        online.start(pool)
+        precompute.start(pool)
+        pool.start()
+        yield
+        precompute.drain()
+        await pool.close()
+        await precompute.close()
+        end()
+        ledger.close()
+        lock.close()
+
+    app = _App(
+        title="reflogp",
+        version=version("reflogp"),
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own page runs a script of another site; /docs is one of our pages
+        redoc_url=None,
+    )
+    app.state.context = context
+    app.state.sessions = Sessions(settings.tokens)
+    problems.install(app)
+    app.add_middleware(RequestMemoryGuard, memory=request_memory)
+    app.add_middleware(OwnSite, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
+    app.add_middleware(HeadBounds, max_bytes=settings.max_head_bytes)
+    app.add_middleware(ActiveRequests, most=settings.max_connections)
+    app.add_middleware(Timed, metrics=metrics)
+    app.include_router(health_router(context, pool))
+    app.include_router(lookups_router(context))
+    app.include_router(scores_router(context))
+    app.include_router(jobs_router(context))
+    app.include_router(uploads_router(context))
+    app.include_router(pages_router(context))
+    return app
+
+
+def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list[Place], Start, Callable[[], None]]:
+    """The place of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
+    if not shelf.named():
+        return [], start_here, lambda: None
+    if settings.executor == "local":
+        models = [settings.references[name] for name in shelf.named()]
+        engines = {model.engine for model in models}
+        devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
+        gpus_each = max(model.tensor_parallel for model in models)
+        return places(devices, gpus_in_a_child, gpus_each, "vllm" in engines), start_here, lambda: None
+    try:
+        from reflogp.service.ray_processes import ray_workers
+    except ImportError as error:
+        raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
+    device = "auto" if settings.devices == ["all"] else settings.devices[0]
+    workers = ray_workers(settings.ray_address, device, settings.ray_workers, shelf.store.uri, folder)
+    return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
+
+
+def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, workers: list[Place]) -> list[WorkerConfiguration]:
+    """One worker for each place."""
+    named = shelf.named()
+    models: dict[str, ModelPlace] = {}
+    for name, reference in named.items():
+        place = settings.references[name].place()
+        if models.setdefault(reference.reference_id, place).engine != place.engine:
+            raise UsageError(f"references.{name} is the model and numerics of another name, with another engine: keep one")
+    first = WorkerConfiguration(
+        device="auto",
+        visible=None,
+        workers=len(workers),
+        sharing=max(1, sum(place.device == "cpu" for place in workers)) if settings.executor == "local" else 1,
+        token_budget=settings.token_budget,
+        models=models,
+        capacity=settings.max_loaded,
+        pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
+        store=shelf.store.uri,
+        tokens=str(folder / "tokens"),
+        max_tokens_bytes=settings.max_tokens_bytes,
+        commit_seconds=settings.commit_seconds,
+        window_seconds=settings.window_seconds,
+        row_bytes=settings.max_row_bytes,
+        dataset_bytes=settings.max_dataset_bytes,
+        group_bytes=settings.max_group_bytes,
+        row_seconds=settings.row_seconds,
+    )
+    return [replace(first, device=place.device, visible=place.visible) for place in workers]

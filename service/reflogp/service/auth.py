@@ -1,0 +1,149 @@
+"""Bearer tokens: who may call, and what for.
+
+Knows digests, never tokens. Called by the app for every route but health, and by the pages, where a cookie names a session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from reflogp.service.problems import Problem
+from reflogp.service.settings import Scope, TokenSettings
+
+#: A browser stays signed in for so many seconds.
+SESSION_SECONDS = 12 * 3600
+#: Sessions of one token; a further one ends the oldest, so that nobody's sign-ins fill the memory or end another token's.
+_MOST_SESSIONS = 100
+#: A cookie comes with whatever request a page makes a browser send, so it is good for looking only.
+_SAFE_METHODS = ("GET", "HEAD")
+
+
+def new_token() -> tuple[str, str]:
+    """(a token of 256 random bits, its sha256). A digest without salt is enough: such a token cannot be guessed."""
+    token = "reflogp_" + secrets.token_urlsafe(32)
+    return token, digest_of(token)
+
+
+def digest_of(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
+    """The settings' entry of a token, None for an unknown one and for no token.
+
+    Every known digest is compared, each in constant time, so an answer's delay says nothing about how close a guess was.
+    """
+    given = digest_of(token)
+    known = [entry for entry in tokens if hmac.compare_digest(entry.sha256, given)]
+    return known[0] if token and known else None
+
+
+@dataclass(frozen=True)
+class _Session:
+    sha256: str  # of the token that signed in
+    expires_at: float  # time.monotonic
+
+
+class Sessions:
+    """Signed-in browsers. A cookie names a session and holds no token; signing out ends every copy of the cookie.
+
+    Sessions are kept in memory: a restart ends all of them, and so those of a token that was taken out of the settings.
+
+    Args:
+        tokens: who may sign in.
+    """
+
+    def __init__(self, tokens: list[TokenSettings]) -> None:
+        self._entries = {entry.sha256: entry for entry in tokens}
+        self._sessions: dict[str, _Session] = {}  # by the digest of the cookie, the oldest first
+
+    def begin(self, token: str) -> str:
+        """Sign in with a known token; returns the cookie's value."""
+        sha256, now = digest_of(token), time.monotonic()
+        self._sessions = {name: session for name, session in self._sessions.items() if session.expires_at > now}
+        own = [name for name, session in self._sessions.items() if session.sha256 == sha256]
+        for name in own[: max(0, len(own) - _MOST_SESSIONS + 1)]:
+            del self._sessions[name]
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[digest_of(cookie)] = _Session(sha256, now + SESSION_SECONDS)
+        return cookie
+
+    def end(self, request: Request) -> None:
+        """Sign out the browser that sent a request."""
+        self._sessions.pop(digest_of(request.cookies.get(cookie_name(request), "")), None)
+
+    def entry(self, request: Request) -> TokenSettings | None:
+        """The token's entry of a signed-in browser's request; None where it is not signed in."""
+        session = self._sessions.get(digest_of(request.cookies.get(cookie_name(request), "")))
+        if session is None or session.expires_at <= time.monotonic():
+            return None
+        return self._entries.get(session.sha256)
+
+
+def sessions_of(request: Request) -> Sessions:
+    """The sessions of the service that was asked."""
+    found: Sessions = request.app.state.sessions
+    return found
+
+
+def cookie_name(request: Request) -> str:
+    """Name of the cookie. Browsers send cookies to every port of a host, so that services on two ports need two names."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"reflogp_session_{port}" if port.isascii() and port.isdigit() else "reflogp_session"
+
+
+def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
+    """A dependency that lets a request pass when its token has the scope; gives the token's name.
+
+    A GET without the header may come from a signed-in browser: its links and EventSource cannot send a header.
+    Without any tokens (loopback only, see ServerSettings) everybody passes.
+    """
+
+    async def check(
+        request: Request,
+        documented: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],  # for OpenAPI
+    ) -> str:
+        request.state.token = None
+        if not tokens:
+            return "loopback"
+        header = request.headers.get("authorization")
+        kind, _, token = (header or "").partition(" ")
+        if header is None and request.method in _SAFE_METHODS:
+            known = sessions_of(request).entry(request)
+        else:
+            known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
+        if known is None:
+            detail = "no bearer token was sent" if header is None else "the bearer token is not known here"
+            raise Problem(401, detail, "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'})
+        require_scope(known, scope)
+        request.state.token = known
+        return known.name
+
+    return check
+
+
+def still_allowed(request: Request) -> bool:
+    """Whether a long answer may go on: False when the browser that asked for it has signed out since."""
+    entry: TokenSettings | None = request.state.token
+    return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
+
+
+def may_read(request: Request) -> bool:
+    """Whether the caller of a route that `requires` a scope may see everything, or only its own doing."""
+    entry: TokenSettings | None = request.state.token
+    return entry is None or bool({"read", "admin"} & entry.scopes)
+
+
+def require_scope(entry: TokenSettings, scope: Scope) -> None:
+    """Raise a Problem unless a token has the scope, or is an administrator's."""
+    if not {scope, "admin"} & entry.scopes:
+        raise Problem(403, f"token {entry.name!r} may not {scope}", f"ask for a token with the scope {scope!r}")

@@ -1,0 +1,365 @@
+"""Request and response bodies: bounded reading, Arrow IPC and JSON in and out.
+
+A body is refused before it costs more than its bound: while it arrives when it is too long or too slow, and before it is
+decoded when it holds too many rows or values, or is compressed (a few bytes can stand for gigabytes). Its memory is reserved
+before it is read (see request_memory).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from anyio import to_thread
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from reflogp.scoring.data.flatbuffer import field_at, place
+from reflogp.service.problems import Problem
+from reflogp.service.request_memory import reservation_of
+from reflogp.service.worker.wire import MASKED_SEQUENCES, SEQUENCES, token_count
+from reflogp.store.arrow_stream import ARROW_STREAM, stream_buffer
+from reflogp.store.keys import KEY_BYTES, KEY_TYPE
+from reflogp.store.lookup import QUESTION
+from reflogp.store.schema import one_array
+
+Model = TypeVar("Model", bound=BaseModel)
+
+JSON = "application/json"
+
+#: A body up to this is decoded in less time than a thread takes to begin.
+_DECODED_AT_ONCE = 64 << 10
+_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or less at a time"
+
+#: A body that has not arrived after this is given up. Until then it must come at this rate, after a start that may be slow: who
+#: sends less holds reserved memory for too long.
+_BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
+#: What is reserved at first for a body that does not say how long it is; more is reserved as it grows.
+_UNKNOWN_BYTES = 64 << 10
+#: Memory that decoded JSON and the answer to it take for each byte of the body.
+_JSON_COST = 24
+#: Objects, lists and fields in a JSON body. No route needs more: a thousand sequences are three thousand lists and objects.
+_MAX_JSON_PARTS = 10_000
+#: Bytes of an Arrow message that describe it (schema, places of buffers), and messages of a stream: honest ones have a kilobyte
+#: and a batch for some thousands of rows, and each costs far more memory than its bytes.
+_MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
+#: Headers, padding and metadata of a stream of any length.
+_FRAME_BYTES = 1 << 20
+#: An answer is sent in pieces of this size, each when the one before has left, so that a slow reader holds a piece.
+PIECE_BYTES = 256 << 10
+#: Places of fields in Arrow's flatbuffers (format/Message.fbs): Message.header_type, Message.header; RecordBatch.length,
+#: RecordBatch.compression. Type 3 of the header union is RecordBatch.
+_HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
+
+
+async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]) -> bytearray:
+    """Reserve memory for a body and what is made of it, then read it.
+
+    Args:
+        max_bytes: a longer one is refused.
+        cost: bytes of a body -> bytes of memory to reserve.
+
+    Raises:
+        Problem: 408 for a body that comes too slowly, 413 for one that is too long, and what Reservation.reserve raises.
+    """
+    reservation, loop = reservation_of(request), asyncio.get_running_loop()
+    declared = request.headers.get("content-length", "")
+    announced = int(declared) if declared.isascii() and declared.isdigit() else None
+    if announced is not None and announced > max_bytes:
+        raise _too_long(max_bytes)
+    room = _UNKNOWN_BYTES if announced is None else announced
+    await reservation.reserve(cost(room))
+    body, start = bytearray(), loop.time()
+    chunks = stream_chunks(request)
+    while True:
+        patience = min(_BODY_SECONDS, _SLOW_START_SECONDS + len(body) / _LEAST_RATE)
+        try:
+            async with asyncio.timeout_at(start + patience):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise Problem(
+                408,
+                f"only {len(body):,} bytes of the body arrived within {patience:.0f} seconds",
+                "send less at a time, or over a faster connection",
+            ) from None
+        if chunk is None:
+            return body
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_long(max_bytes)
+        if len(body) > room:  # of a body that does not say how long it is
+            room = min(2 * len(body), max_bytes)
+            reservation.resize(cost(room))
+
+
+async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives; whoever takes it bounds it. Raises a Problem when the sender goes away before its end."""
+    try:
+        async for chunk in request.stream():
+            if chunk:
+                yield chunk
+    except ClientDisconnect as error:
+        raise Problem(400, "the connection ended before the body did", "send it again") from error
+
+
+def media_type(request: Request) -> str:
+    """The body's media type, without parameters; empty when none is named."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
+
+
+def require_type(request: Request, *accepted: str) -> str:
+    """Return the body's media type. Raise Problem 415 where none is named, or another than those that the route takes.
+
+    A page of another site can send a body without a type, or of one of three types of forms, to any service that its browser
+    reaches. For every other type the browser asks the service first, and this one never allows it.
+    """
+    kind = media_type(request)
+    if kind not in accepted:
+        detail = f"the content type {kind[:100]!r} is not taken here" if kind else "the request names no content type"
+        raise Problem(415, detail, f"send the header content-type: {' or '.join(accepted)}", {"Accept": ", ".join(accepted)})
+    return kind
+
+
+async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
+    """Read a JSON body as a model, off the event loop.
+
+    Raises:
+        Problem: 415 for another media type, 422 for what does not fit, and what `read_body` raises.
+    """
+    require_type(request, JSON)
+    try:
+        body = await read_body(request, max_bytes, lambda size: _JSON_COST * size)
+    except Problem as problem:
+        if problem.status == 413:
+            raise Problem(413, f"the JSON body is longer than {max_bytes:,} bytes", _SEND_ARROW) from None
+        raise
+    if len(body) <= _DECODED_AT_ONCE:
+        return _json_model(body, model)
+    return await to_thread.run_sync(_json_model, body, model)
+
+
+def _json_model(body: bytearray, model: type[Model]) -> Model:
+    # Every list, object and field that is wrong would be an error object of a kilobyte.
+    if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
+        raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes") from error
+
+
+def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
+    """OpenAPI's entry for a route that takes JSON, or bytes of these other media types."""
+    content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
+    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema without `$defs`: they would not be found inside an OpenAPI document."""
+    definitions = schema.pop("$defs", {})
+
+    def resolved(part: Any) -> Any:
+        if isinstance(part, dict):
+            if "$ref" in part:
+                return resolved(definitions[part["$ref"].rsplit("/", 1)[1]])
+            return {name: resolved(value) for name, value in part.items()}
+        return [resolved(value) for value in part] if isinstance(part, list) else part
+
+    found: dict[str, Any] = resolved(schema)
+    return found
+
+
+def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
+    """The `key` column of an Arrow IPC stream.
+
+    Raises a Problem for anything else, for compressed batches, and for more than `max_keys` rows.
+    """
+
+    def check(schema: pa.Schema) -> None:
+        if schema.names != QUESTION.names or schema.field("key").type not in (KEY_TYPE, pa.binary(), pa.large_binary()):
+            raise Problem(422, f"the stream's columns are {_described(schema)}", "send one column: key, fixed_size_binary(16)")
+
+    try:
+        parts = [batch.column("key").cast(KEY_TYPE) for batch in _batches_of(body, max_keys, "keys", check)]
+        keys = one_array(pa.chunked_array(parts, KEY_TYPE))
+    except pa.ArrowException as error:
+        raise _not_arrow("keys", error) from error
+    if keys.null_count:
+        raise Problem(422, f"{keys.null_count} keys are null", f"send {KEY_BYTES} bytes for each")
+    return keys
+
+
+def keys_body_bytes(max_keys: int) -> int:
+    """The longest body that so many keys need, as binary with 64-bit offsets and a validity bitmap."""
+    return 25 * max_keys + _FRAME_BYTES
+
+
+def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
+    """prompt_ids, completion_ids and maybe attention_mask of an Arrow IPC stream, all list<int32>.
+
+    Values are counted before any is cast: an int8 column would take four times its bytes.
+
+    Raises a Problem for anything else, for compressed batches, and for more sequences or tokens than allowed.
+    """
+
+    def check(schema: pa.Schema) -> None:
+        known = any(sorted(schema.names) == sorted(kind.names) for kind in (SEQUENCES, MASKED_SEQUENCES))
+        if not known or not all(_is_token_lists(field.type) for field in schema):
+            raise Problem(
+                422,
+                f"the stream's columns are {_described(schema)}",
+                "send prompt_ids and completion_ids, lists of integers; for rows of padded batches attention_mask too",
+            )
+
+    parts, kind, tokens, masked = [], SEQUENCES, 0, 0
+    for batch in _batches_of(body, max_sequences, "sequences", check):
+        kind = MASKED_SEQUENCES if "attention_mask" in batch.schema.names else SEQUENCES
+        columns = {name: batch.column(name) for name in kind.names}
+        if any(column.null_count for column in columns.values()):
+            raise Problem(422, "a sequence is null", "send token ids for each")
+        flat = {name: column.flatten() for name, column in columns.items()}
+        tokens += sum(len(flat[name]) for name in SEQUENCES.names)
+        masked += len(flat.get("attention_mask", ()))
+        if max(tokens, masked) > max_tokens:
+            raise _too_many_tokens(max_tokens)
+        if any(values.null_count for values in flat.values()):
+            raise Problem(422, "a token id is null", "send token ids for each")
+        try:
+            lists = [pa.ListArray.from_arrays(_offsets(columns[name]), flat[name].cast(pa.int32())) for name in kind.names]
+        except pa.ArrowInvalid as error:
+            raise Problem(422, "a token id is beyond 32 bits", "send ids of the model's vocabulary") from error
+        parts.append(pa.record_batch(lists, schema=kind))
+    return pa.Table.from_batches(parts, kind)
+
+
+def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
+    """The longest body that so many sequences and tokens need: 64-bit ids, a mask as long, 64-bit offsets of three columns."""
+    return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
+
+
+def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
+    """The same table; raises a Problem when it has more tokens than allowed."""
+    if token_count(sequences) > max_tokens:
+        raise _too_many_tokens(max_tokens)
+    return sequences
+
+
+def _too_many_tokens(max_tokens: int) -> Problem:
+    return Problem(413, f"more than {max_tokens:,} tokens", "send them in several requests")
+
+
+def _offsets(lists: pa.Array) -> pa.Array:
+    """Offsets of a list array whose values are flattened, int32, beginning at 0."""
+    offsets = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
+    return pa.array(offsets)
+
+
+def _described(schema: pa.Schema) -> str:
+    """Columns and types for a message, shortened."""
+    return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
+
+
+def _is_token_lists(kind: pa.DataType) -> bool:
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(lists and pa.types.is_integer(kind.value_type))
+
+
+def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
+    """Record batches of an Arrow IPC stream whose schema passes `check`, each validated, none of them decompressed.
+
+    Batches without rows are left out.
+    """
+    try:
+        messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(body))
+        first = messages.read_next_message()
+        _check_metadata(first)
+        schema = pa.ipc.read_schema(first)
+        check(schema)
+        schema = schema.remove_metadata()
+        rows = 0
+        for number, message in enumerate(messages):
+            _check_metadata(message)
+            if number >= _MAX_MESSAGES:
+                raise Problem(413, f"more than {_MAX_MESSAGES:,} record batches", "send fewer and larger ones")
+            batch_rows, compressed = _record_batch_header(message.metadata.to_pybytes())
+            rows += batch_rows
+            if compressed:
+                raise Problem(422, "the stream's record batches are compressed", "send them uncompressed")
+            if rows > max_rows:
+                raise Problem(413, f"more than {max_rows:,} {what}", "send them in several requests")
+            batch = pa.ipc.read_record_batch(message, schema)
+            batch.validate(full=True)
+            if batch_rows:
+                yield batch
+    except (pa.ArrowException, StopIteration, EOFError, struct.error, IndexError, OSError) as error:
+        raise _not_arrow(what, error) from error
+
+
+def _check_metadata(message: pa.ipc.Message) -> None:
+    """Refuse a message whose description is long: thousands of columns, or texts in it."""
+    if message.metadata.size > _MAX_METADATA_BYTES:
+        raise Problem(
+            413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send the columns alone"
+        )
+
+
+def _not_arrow(what: str, error: Exception) -> Problem:
+    said = str(error).split("\n")[0] or type(error).__name__
+    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see the README's example")
+
+
+class PiecewiseResponse(Response):
+    """An answer that is sent in pieces, so that a slow reader holds one of them in the connection's buffer and not all."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in in_pieces(self.body):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def in_pieces(content: pa.Buffer | bytes | memoryview) -> Iterator[bytes]:
+    """Bytes in pieces of PIECE_BYTES."""
+    view = memoryview(content)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield bytes(view[start : start + PIECE_BYTES])
+
+
+def arrow_response(table: pa.Table) -> Response:
+    """A table as an Arrow IPC stream."""
+    return PiecewiseResponse(memoryview(stream_buffer(table)), media_type=ARROW_STREAM)
+
+
+def json_response(answer: BaseModel) -> Response:
+    """A model as JSON; called in a thread where the answer may be long."""
+    return PiecewiseResponse(answer.model_dump_json().encode(), media_type="application/json")
+
+
+def _too_long(max_bytes: int) -> Problem:
+    return Problem(413, f"the body is longer than {max_bytes:,} bytes", "send it in several requests")
+
+
+def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
+    """(rows, whether it is compressed) of a record batch message, before anything is decoded."""
+    message = place(metadata, 0)
+    kind = field_at(metadata, message, _HEADER_TYPE)
+    if kind is None or metadata[kind] != _RECORD_BATCH:
+        raise pa.ArrowInvalid("a message that is not a record batch")
+    at = field_at(metadata, message, _HEADER)
+    assert at is not None
+    batch = place(metadata, at)
+    length = field_at(metadata, batch, _LENGTH)
+    rows = struct.unpack_from("<q", metadata, length)[0] if length is not None else 0
+    if rows < 0:
+        raise pa.ArrowInvalid("a negative number of rows")
+    return rows, field_at(metadata, batch, _COMPRESSION) is not None

@@ -1,0 +1,152 @@
+"""Connections of uvicorn with deadlines, so that nobody holds one without asking for something or without reading the answer.
+
+A request's head must be complete within `head_seconds`, also on a connection that is kept alive; an answer must be read on. At
+most `max_waiting` connections wait for a head: beyond that the one that has waited longest is closed for the new one, so that
+whoever sends a whole request is served while others send a byte at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from reflogp.service.problems import Problem
+
+logger = logging.getLogger(__name__)
+
+#: Files that the process needs beside connections: shards, pipes, the ledger.
+_OTHER_FILES = 512
+_LEAST_WAITING = 32
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's configuration, and the bounds of BoundedProtocol.
+
+    Args:
+        head_seconds: until a request's head is complete.
+        answer_idle_seconds: for which a reader of an answer may stand still.
+        max_waiting: connections that may wait for a head.
+    """
+
+    def __init__(self, app: ASGIApp, head_seconds: float, answer_idle_seconds: float, max_waiting: int, **options: Any) -> None:
+        super().__init__(app, http=BoundedProtocol, ws="none", **options)
+        self.head_seconds = head_seconds
+        self.answer_idle_seconds = answer_idle_seconds
+        self.max_waiting = max_waiting
+        #: Connections that wait for a head, the longest first.
+        self.waiting: dict[BoundedProtocol, None] = {}
+
+
+class BoundedProtocol(H11Protocol):
+    """An HTTP/1.1 connection with deadlines for its requests' heads and for reading its answers."""
+
+    config: ConnectionConfig
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._answer_timer: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_head()  # also where the rest of the body is still to come: nobody reads it any more
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._answer_timer is None:
+            self._answer_timer = self.loop.call_later(self.config.answer_idle_seconds, self._answer_not_read)
+
+    def resume_writing(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+        super().resume_writing()
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self._head_timer = self.loop.call_later(self.config.head_seconds, self._head_not_sent)
+        waiting = self.config.waiting
+        waiting[self] = None
+        if len(waiting) > self.config.max_waiting:
+            next(iter(waiting))._head_not_sent()
+
+    def _stop_waiting(self) -> None:
+        self.config.waiting.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_not_sent(self) -> None:
+        self._stop_waiting()
+        if self.transport.is_closing():
+            self.transport.abort()
+            return
+        began = self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        elif began:
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            self.transport.close()
+        else:
+            self.transport.close()
+
+    def _answer_not_read(self) -> None:
+        self._answer_timer = None
+        logger.info("an answer was not read for %.0f seconds: its connection is closed", self.config.answer_idle_seconds)
+        self.transport.abort()
+
+
+class ActiveRequests:
+    """Answers 503 to requests beyond `most` under way at a time.
+
+    Connections without a request do not count, so that idle ones keep nobody out.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._active >= self._most:
+            problem = Problem(503, f"{self._most:,} requests are under way already", "try again later", {"Retry-After": "1"})
+            await problem.response()(scope, receive, send)
+            return
+        self._active += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._active -= 1
+
+
+def waiting_connections(max_connections: int) -> int:
+    """How many connections may wait for a head beside `max_connections` requests; raises the limit of open files to fit."""
+    wanted = 2 * max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    room = wanted if soft == resource.RLIM_INFINITY else soft
+    return max(_LEAST_WAITING, min(max_connections, room - max_connections - _OTHER_FILES))

@@ -1,0 +1,42 @@
+"""What every route needs, in one object: the parts of a running service.
+
+Knows which parts there are, not what they do. Made once by the app, handed to each group of routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reflogp.service.ledger import Ledger
+from reflogp.service.metrics import Metrics
+from reflogp.service.online import OnlineScoring
+from reflogp.service.precompute import Precompute
+from reflogp.service.request_memory import RequestMemory
+from reflogp.service.settings import ServerSettings
+from reflogp.service.shelf import Shelf
+from reflogp.service.uploads import UploadFolder
+
+
+@dataclass(frozen=True)
+class Context:
+    """The parts of a running service.
+
+    Attributes:
+        settings: as given at the start.
+        shelf: references and their snapshots.
+        ledger: jobs.
+        precompute: submits, cancels, retries and watches jobs.
+        online: scores sequences at once.
+        uploads: dataset files that were sent.
+        metrics: counters and gauges.
+        request_memory: of all requests under way.
+    """
+
+    settings: ServerSettings
+    shelf: Shelf
+    ledger: Ledger
+    precompute: Precompute
+    online: OnlineScoring
+    uploads: UploadFolder
+    metrics: Metrics
+    request_memory: RequestMemory

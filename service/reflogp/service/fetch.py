@@ -1,0 +1,431 @@
+"""Datasets by URI: from hosts and buckets that an administrator allows, and from nowhere else.
+
+Knows URIs, addresses and HTTP. Does not know file formats beyond their suffixes. `check_uri` is called where a job is
+submitted, `fetch` in a thread while the job waits in line.
+
+A prefix that names a host (https://data.example.org/prefs/, s3://team/) is trusted, internal or not. A bare scheme (https://)
+means any host whose addresses are all public: it is resolved once, and the connection goes to the address that was checked.
+
+What is not bounded here: name resolution, and a single request to an object store, end by their libraries' own timeouts, so
+that the total time may be exceeded by some minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote, urljoin
+
+import httpx
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
+from reflogp.scoring.errors import DatasetError
+from reflogp.service.fetched import PARTIAL, FetchedFolder
+from reflogp.service.problems import Problem
+from reflogp.service.public_addresses import is_public
+from reflogp.service.settings import ServerSettings
+from reflogp.store import UsageError
+from reflogp.store.safe_text import hide_secrets
+from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
+
+_PORTS = {"http": 80, "https": 443}
+_OBJECT_STORES = ("s3", "gs", "az")
+_MOST_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+#: A public name with more addresses is tried at the first few.
+_MOST_ADDRESSES = 4
+_CHUNK = 8 << 20
+_CONNECT_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+#: Bytes that must arrive within `body_idle_seconds`, so that no server holds a place by a byte a minute.
+_LEAST_BYTES = 4 << 10
+#: Characters of a URI (RFC 3986) without the fragment's.
+_URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
+_PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+#: A last label like these makes resolvers read the whole name as an IPv4 address, in decimal, octal or hexadecimal.
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class FetchCancelledError(DatasetError):
+    """The job was cancelled while its dataset was fetched."""
+
+
+@dataclass(frozen=True)
+class _Uri:
+    """A URI in parts, each of a form that every library reads alike.
+
+    Attributes:
+        host: in small letters; an IPv6 address without brackets; of object stores the bucket; "" only in a prefix.
+        port: None on object stores.
+        path: "" or begins with a slash.
+        query: "" or begins with a question mark.
+    """
+
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    query: str = ""
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port in (None, _PORTS.get(self.scheme)) else f"{host}:{self.port}"
+
+
+def check_uri(uri: str, settings: ServerSettings) -> None:
+    """Raise a Problem when `fetch` would refuse a URI without asking anybody: 403 by the settings, 422 by its form."""
+    try:
+        parsed = _parse(uri)
+        _suffix(parsed)
+    except ValueError as error:
+        raise Problem(422, f"the URI cannot be fetched: {error}", "write it plainly: https://host/folder/file.jsonl") from error
+    try:
+        trusted = _admit(parsed, settings)
+        if not trusted and (address := _literal(parsed.host)) is not None:
+            _check_public([address])
+    except ValueError as error:
+        raise Problem(
+            403, f"the URI may not be fetched: {error}", "send the dataset as an upload: PUT /v1/uploads/NAME"
+        ) from error
+
+
+def fetch(
+    uri: str,
+    folder: FetchedFolder,
+    settings: ServerSettings,
+    cancelled: Callable[[], bool],
+    arrived: Callable[[int], None] = lambda size: None,
+) -> tuple[Path, str]:
+    """Fetch a dataset; (its file, sha256). The file is named by its content and whole, or not there at all.
+
+    The caller tells the folder when it needs the file no more: `released`.
+
+    Args:
+        uri: https://, http://, s3://, gs:// or az://, under a prefix of the settings.
+        folder: where it goes, and how much room there is.
+        settings: prefixes and bounds.
+        cancelled: asked a few times a second.
+        arrived: told now and then how many bytes there are.
+
+    Raises:
+        FetchCancelledError: it was.
+        DatasetError: the URI is refused, cannot be had, or is longer or slower than the settings allow.
+    """
+    try:
+        parsed = _parse(uri)
+        suffix = _suffix(parsed)
+        trusted = _admit(parsed, settings)
+        with _partial(folder, arrived) as sink:
+            if parsed.scheme in _OBJECT_STORES:
+                _copy_object(parsed, sink, settings, cancelled)
+            else:
+                asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
+            return sink.keep(suffix)
+    except ValueError as error:
+        raise DatasetError(f"{hide_secrets(uri)[:200]} was not fetched: {error}") from error
+
+
+# URIs
+
+
+def _parse(uri: str) -> _Uri:
+    """A URI in parts. Raises ValueError for one that two libraries might read differently."""
+    if not _URI.fullmatch(uri):
+        raise ValueError("it has characters that a URI has not, or is longer than 4,096")
+    found = _PARTS.fullmatch(uri)
+    if not found:
+        raise ValueError("it is not of the form scheme://host/path")
+    scheme, authority, path, query = found[1].lower(), found[2], found[3] or "", found[4] or ""
+    if scheme in _OBJECT_STORES:
+        if authority and not _BUCKET.fullmatch(authority):
+            raise ValueError("its bucket has a name that no bucket has")
+        if query or "%" in path:
+            raise ValueError("a key is written as it is, without % and ?")
+        host, port = authority, None
+    elif scheme in _PORTS:
+        host, port = _host_and_port(scheme, authority) if authority else ("", None)
+    else:
+        raise ValueError(f"its scheme is none of {', '.join([*_PORTS, *_OBJECT_STORES])}")
+    _check_path(path)
+    return _Uri(scheme, host, port, path, query)
+
+
+def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
+    if "@" in authority:
+        raise ValueError("it has a user name")
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
+    if not found or int(found[2] or 1) > 65535:
+        raise ValueError("its host and port cannot be read")
+    host, port = found[1].lower().strip("[]"), int(found[2]) if found[2] else _PORTS[scheme]
+    if ":" in host:
+        return str(ipaddress.IPv6Address(host)), port
+    labels = host.split(".")
+    if _NUMBER.fullmatch(labels[-1]):
+        return str(ipaddress.IPv4Address(host)), port
+    if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise ValueError("its host is no host name")
+    return host, port
+
+
+def _check_path(path: str) -> None:
+    if re.search(r"%(?![0-9A-Fa-f]{2})|%25|%2[Ff]|%5[Cc]|%[01][0-9A-Fa-f]|%7[Ff]", path):
+        raise ValueError("its path hides a slash, a percent sign or a control character")
+    parts = path.split("/")[1:]
+    if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
+        raise ValueError("its path has an empty part, or one of dots only")
+
+
+def _suffix(uri: _Uri) -> str:
+    """The suffix that says the format. Raises ValueError where there is none."""
+    suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
+    if not uri.host or suffix is None:
+        raise ValueError(f"its path does not end in {SUFFIXES_IN_WORDS}")
+    return suffix
+
+
+def _admit(uri: _Uri, settings: ServerSettings) -> bool:
+    """Whether a prefix names the URI's host, and so trusts it. Raises ValueError when no prefix allows the URI."""
+    any_host = False
+    for text in settings.dataset_uris:
+        try:
+            prefix = _parse(text)
+        except ValueError as error:
+            raise UsageError(f"setting dataset_uris: {text!r}: {error}") from error
+        if prefix.query or (not prefix.host and prefix.path):
+            raise UsageError(f"setting dataset_uris: {text!r} is neither a scheme nor a host with the beginning of a path")
+        if prefix.scheme != uri.scheme:
+            continue
+        if not prefix.host:
+            any_host |= uri.port == _PORTS.get(uri.scheme)
+        elif (prefix.host, prefix.port) == (uri.host, uri.port):
+            folder = prefix.path.removesuffix("/")
+            if uri.path == prefix.path or uri.path.startswith(f"{folder}/"):
+                return True
+    if not any_host:
+        raise ValueError("this service fetches nothing from there")
+    return uri.scheme in _OBJECT_STORES
+
+
+# Addresses
+
+
+def _literal(host: str) -> _Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _check_public(addresses: list[_Address]) -> None:
+    """Raise ValueError unless every address is a public one. The message names none: it would describe an inner network."""
+    if not all(map(is_public, addresses)):
+        raise ValueError("its host is not a public one")
+
+
+async def _public_addresses(uri: _Uri) -> list[str]:
+    """The host's addresses, all of them public. Raises ValueError otherwise."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(uri.host, uri.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError("its host cannot be resolved") from error
+    addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
+    _check_public(addresses)
+    return list(dict.fromkeys(map(str, addresses)))[:_MOST_ADDRESSES]
+
+
+# HTTP
+
+
+async def _download_bounded(
+    uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
+) -> None:
+    """Download within the time that the settings give, or until it is cancelled."""
+    download = asyncio.create_task(_download(uri, trusted, sink, settings))
+    deadline = time.monotonic() + settings.fetch_seconds
+    size, since = 0, time.monotonic()
+    try:
+        while not (await asyncio.wait([download], timeout=_POLL_SECONDS))[0]:
+            _check_going_on(deadline, settings, cancelled)
+            if sink.size - size >= _LEAST_BYTES:
+                size, since = sink.size, time.monotonic()
+            elif time.monotonic() - since > settings.body_idle_seconds + _CONNECT_SECONDS * _MOST_ADDRESSES:
+                raise ValueError(f"less than {_LEAST_BYTES:,} bytes arrived within {settings.body_idle_seconds:g} seconds")
+        await download
+    except httpx.HTTPError as error:
+        raise ValueError(f"the connection failed ({type(error).__name__})") from error
+    finally:
+        download.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await download
+
+
+def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise FetchCancelledError("the job was cancelled while its dataset was fetched")
+    if time.monotonic() > deadline:
+        raise ValueError(f"it took longer than {settings.fetch_seconds:g} seconds")
+
+
+async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings) -> None:
+    """The body of a URI into a sink; redirects are admitted like the URI itself. Raises ValueError, httpx.HTTPError."""
+    context = httpx.create_ssl_context()  # certifi's roots, or those that SSL_CERT_FILE names
+    for _ in range(1 + _MOST_REDIRECTS):
+        addresses = [uri.host] if trusted else await _public_addresses(uri)
+        # A transport, not a client: it knows no proxies, cookies, redirects and no .netrc.
+        async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
+            response = await _ask(transport, uri, addresses, settings.body_idle_seconds)
+            try:
+                if response.status_code not in _REDIRECTS:
+                    await _take_body(response, sink, settings)
+                    return
+                uri = _redirected(uri, response.headers.get("location", ""))
+                trusted = _admit(uri, settings)
+            finally:
+                await response.aclose()
+    raise ValueError(f"it redirects more than {_MOST_REDIRECTS} times")
+
+
+async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
+    """The answer's head, from the first address that can be reached; host name and certificate are the URI's all the same."""
+    headers = {"Host": uri.authority, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "reflogp"}
+    patience = httpx.Timeout(idle_seconds, connect=min(idle_seconds, _CONNECT_SECONDS)).as_dict()
+    extensions = {"timeout": patience, "sni_hostname": uri.host}
+    for number, address in enumerate(addresses, 1):
+        host = f"[{address}]" if ":" in address else address
+        request = httpx.Request(
+            "GET", f"{uri.scheme}://{host}:{uri.port}{uri.path or '/'}{uri.query}", headers=headers, extensions=extensions
+        )
+        try:
+            return await transport.handle_async_request(request)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            if number == len(addresses):
+                raise
+    raise ValueError("its host has no address")
+
+
+def _redirected(uri: _Uri, location: str) -> _Uri:
+    try:
+        target = _parse(urljoin(f"{uri.scheme}://{uri.authority}{uri.path}", location))
+    except ValueError as error:
+        raise ValueError(f"it redirects to a URI that cannot be fetched: {error}") from error
+    if not location or target.scheme not in _PORTS or not target.host:
+        raise ValueError("it redirects to nowhere")
+    return target
+
+
+async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSettings) -> None:
+    if response.status_code != 200:
+        raise ValueError(f"the answer's status is {response.status_code}")
+    if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ValueError("the answer has a content encoding, which was not asked for")
+    length = response.headers.get("content-length", "")
+    if not length.isdigit() and "chunked" not in response.headers.get("transfer-encoding", "").lower():
+        raise ValueError("the answer does not say where it ends, so that it cannot be told from a part of it")
+    if length.isdigit():
+        sink.check_room(int(length), settings)
+    async for chunk in response.aiter_raw():
+        sink.write(chunk, settings)
+
+
+# Object stores
+
+
+def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
+    """An object into a sink. Raises ValueError."""
+    deadline = time.monotonic() + settings.fetch_seconds
+    root, key = f"{uri.scheme}://{uri.host}", uri.path.removeprefix("/")
+    try:
+        filesystem = open_filesystem(root, with_credentials(root, None))
+        about = filesystem.get_file_info(key)
+        if about.type != pafs.FileType.File:
+            raise ValueError("there is no such object")
+        sink.check_room(about.size, settings)
+        with filesystem.open_input_stream(key, compression=None) as source:  # as it lies there, never unpacked
+            while chunk := source.read(_CHUNK):
+                sink.write(chunk, settings)
+                _check_going_on(deadline, settings, cancelled)
+    except (FetchCancelledError, UsageError):
+        raise
+    except (*STORAGE_ERRORS, pa.ArrowException) as error:
+        raise ValueError(sentence(error)) from error
+    if sink.size != about.size:
+        raise ValueError("the object changed while it was read")
+
+
+# Files
+
+
+class _Sink:
+    """A file that is being written, hidden, and its digest."""
+
+    def __init__(self, path: Path, file: BinaryIO, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
+        self._path, self._file = path, file
+        self._folder = folder
+        self._arrived = arrived
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def check_room(self, size: int, settings: ServerSettings) -> None:
+        """Raise ValueError for a file that is too long, or that there is no room for."""
+        self._check_length(size, settings)
+        self._folder.check_room(size)
+
+    def write(self, chunk: bytes, settings: ServerSettings) -> None:
+        self._check_length(self.size + len(chunk), settings)
+        self._folder.take(len(chunk))
+        self.size += len(chunk)
+        self._digest.update(chunk)
+        self._file.write(chunk)
+        self._arrived(self.size)
+
+    def keep(self, suffix: str) -> tuple[Path, str]:
+        """Name the file by its content. (file, sha256)"""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        digest = self._digest.hexdigest()
+        file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
+        self.size = 0
+        return file, digest
+
+    def abandon(self) -> None:
+        """Delete what was not kept."""
+        self._folder.give(self.size)
+        self._path.unlink(missing_ok=True)
+
+    def _check_length(self, size: int, settings: ServerSettings) -> None:
+        if size > settings.max_upload_bytes:
+            raise ValueError(f"it is longer than {settings.max_upload_bytes:,} bytes")
+
+
+@contextmanager
+def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
+    """A hidden file in a folder, deleted at the end unless it was kept. Raises ValueError when the disk refuses it."""
+    path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
+    try:
+        with path.open("xb") as file:
+            sink = _Sink(path, file, folder, arrived)
+            try:
+                yield sink
+            finally:
+                sink.abandon()
+    except OSError as error:
+        raise ValueError(f"it cannot be written here: {error.strerror}") from error

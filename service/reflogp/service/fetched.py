@@ -1,0 +1,90 @@
+"""Fetched dataset files: in one folder, each named by its content, deleted when no job needs them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from reflogp.scoring.data.formats import byte_count
+from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.ledger import Ledger
+
+#: How names of files begin that are still being written.
+PARTIAL = ".partial-"
+
+
+class FetchedFolder:
+    """Fetched files, each named by its content. Safe to use from several threads.
+
+    Args:
+        folder: created where it is not there. What a killed service left half written in it is deleted.
+        ledger: knows which files are needed.
+        room: bounds them, together with uploads.
+    """
+
+    def __init__(self, folder: Path, ledger: Ledger, room: DatasetRoom) -> None:
+        self.folder = folder
+        self._ledger = ledger
+        self._room = room
+        self._lock = Lock()
+        self._fresh: dict[Path, int] = {}  # kept, and not named in the ledger yet: how many fetches wait for that
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial_file in folder.glob(f"{PARTIAL}*"):
+            partial_file.unlink(missing_ok=True)
+        room.hold(sum(file.stat().st_size for file in folder.iterdir() if file.is_file()))
+        room.add_sweeper(self.collect)
+
+    def take(self, size: int) -> None:
+        """Take room for bytes that arrived. Raises ValueError where there is none."""
+        if not self._room.take(size):
+            self._room.sweep()
+            if not self._room.take(size):
+                raise self._no_room()
+
+    def check_room(self, size: int) -> None:
+        """Raise ValueError where so many bytes cannot be taken."""
+        if not self._room.fits(size):
+            raise self._no_room()
+
+    def give(self, size: int) -> None:
+        """Give the room of an abandoned file back."""
+        self._room.give(size)
+
+    def keep(self, partial_file: Path, name: str, size: int) -> Path:
+        """Give a whole file its name; it stays until `released` and as long as a job needs it then."""
+        file = self.folder / name
+        with self._lock:
+            if file.exists():
+                self._room.give(size)
+            partial_file.replace(file)
+            self._fresh[file] = self._fresh.get(file, 0) + 1
+        return file
+
+    def released(self, file: Path) -> None:
+        """The ledger names a kept file now, or nobody needs it."""
+        with self._lock:
+            self._fresh[file] -= 1
+            if not self._fresh[file]:
+                del self._fresh[file]
+
+    def collect(self) -> int:
+        """Delete files that no unfinished job needs; how many. A job that is retried fetches its file again."""
+        deleted = 0
+        with self._lock:
+            needed = self._ledger.files_in_use(unfinished_only=True)
+            for file in self.folder.iterdir():
+                if file.name.startswith(PARTIAL) or file in self._fresh or str(file) in needed:
+                    continue
+                with suppress(FileNotFoundError):
+                    size = file.stat().st_size
+                    file.unlink()
+                    self._room.give(size)
+                    deleted += 1
+        return deleted
+
+    def _no_room(self) -> ValueError:
+        return ValueError(
+            f"uploads and fetched datasets take {byte_count(self._room.most)} at the most (max_uploads_bytes), and there is no"
+            " room left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
+        )

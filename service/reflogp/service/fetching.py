@@ -1,0 +1,135 @@
+"""Datasets by URI, fetched while their jobs wait in line, so that a slow server holds up no worker and no other job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from anyio import CapacityLimiter, to_thread
+
+from reflogp.scoring.data.formats import byte_count
+from reflogp.scoring.errors import LedgerError
+from reflogp.service.fetch import FetchCancelledError, fetch
+from reflogp.service.fetched import FetchedFolder
+from reflogp.service.ledger import Ledger
+from reflogp.service.pending_writes import PendingWrites
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+#: How often the ledger is looked at when nobody says that something is new, and how often a job's note says how far it is.
+_LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A fetch that goes on."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    size: int = 0
+
+    def arrived(self, size: int) -> None:
+        """Note how many bytes there are so far."""
+        self.size = size
+
+
+class Fetching:
+    """Fetches what waiting jobs need, the first in line first, several at a time.
+
+    Args:
+        settings: bounds.
+        ledger: knows which jobs wait for what.
+        pending: records how it ended.
+        folder: for the files.
+        on_change: told the job whose note, dataset or state changed.
+        on_failed: records that a job failed, with the reason.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        ledger: Ledger,
+        pending: PendingWrites,
+        folder: FetchedFolder,
+        on_change: Callable[[str], None],
+        on_failed: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._pending = pending
+        self._folder = folder
+        self._on_change = on_change
+        self._on_failed = on_failed
+        self._going_on: dict[str, _Fetch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = CapacityLimiter(settings.max_fetches)
+        self._news = asyncio.Event()
+
+    def look(self) -> None:
+        """Look for jobs in line now."""
+        self._news.set()
+
+    def cancel(self, job: str) -> None:
+        """Stop a job's fetch, if there is one."""
+        if job in self._going_on:
+            self._going_on[job].stop.set()
+
+    def close(self) -> None:
+        """Stop all fetches; their jobs stay in line."""
+        for fetching in self._going_on.values():
+            fetching.stop.set()
+
+    async def run(self) -> None:
+        """Begin fetches as jobs come; never returns."""
+        while True:
+            self._news.clear()
+            free = self._settings.max_fetches - len(self._going_on)
+            if free > 0:
+                but = [*self._going_on, *self._pending.jobs]
+                with suppress(LedgerError):  # looked at again soon
+                    for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
+                        fetching = self._going_on[job] = _Fetch()
+                        task = asyncio.create_task(self._fetch(job, source, fetching))
+                        self._tasks.add(task)
+                        task.add_done_callback(self._tasks.discard)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), _LOOK_SECONDS)
+
+    async def _fetch(self, job: str, source: dict[str, str], fetching: _Fetch) -> None:
+        notes = asyncio.create_task(self._note(job, fetching))
+        try:
+            logger.info("the dataset is fetched", extra={"job": job})
+            begin = partial(fetch, source["uri"], self._folder, self._settings, fetching.stop.is_set, fetching.arrived)
+            file, digest = await to_thread.run_sync(begin, limiter=self._threads)
+            notes.cancel()
+            fetched = {**source, "file": str(file), "digest": digest}
+            await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
+        except (FetchCancelledError, LedgerError) as error:  # it is cancelled, the service ends, or it is fetched again
+            logger.info("the dataset was not fetched: %s", error, extra={"job": job})
+        except Exception as error:
+            detail = error.detail if isinstance(error, Problem) else str(error)
+            await self._on_failed(job, f"the dataset: {detail}")
+        finally:
+            notes.cancel()
+            del self._going_on[job]
+            self.look()
+
+    def _recorded(self, job: str, file: Path, result: object) -> None:
+        self._folder.released(file)
+        self._on_change(job)
+
+    async def _note(self, job: str, fetching: _Fetch) -> None:
+        """Say in the job how far the fetch is."""
+        while True:
+            note = "its dataset is being fetched" + (f": {byte_count(fetching.size)} so far" if fetching.size else "")
+            with suppress(LedgerError):
+                await to_thread.run_sync(self._ledger.note, job, note)
+                self._on_change(job)
+            await asyncio.sleep(_NOTE_SECONDS)

@@ -1,0 +1,499 @@
+"""The ledger of jobs: what was asked, what state it is in, how it ended. SQLite in WAL mode: a killed service forgets nothing.
+
+What a call writes is on the disk when it returns. Safe to call from several threads; one service owns it. Every method may
+raise LedgerError; `ledger_file` has what is tried before that.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from reflogp.scoring.errors import LedgerError
+from reflogp.service.ledger_file import LedgerFile
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
+
+#: Points of a job's throughput that are kept; when there are more, every second one is dropped.
+THROUGHPUT_POINTS = 200
+
+#: Number of the schema below. A ledger of a higher number is refused.
+_VERSION = 1
+_SCHEMA = """
+create table if not exists job (
+    number integer primary key autoincrement,
+    id text not null unique,
+    state text not null,
+    identity text not null,           -- Idempotency-Key of a token, else digest of the content: one job for one identity
+    content text not null,            -- digest of what was asked
+    settings text not null,
+    dataset text not null,
+    source text not null,             -- what the worker reads: {"file": …}; {"uri": …} until it is fetched
+    reference_id text not null,
+    priority integer not null,
+    submitted_by text not null,
+    created_at text not null,
+    started_at text,
+    finished_at text,
+    attempts integer not null default 0,
+    deaths integer not null default 0,
+    suspects text not null default '[]',
+    poison text not null default '{}',
+    progress text not null default '{}',
+    throughput text not null default '[]',
+    note text,
+    error text,
+    summary text
+) strict;
+create unique index if not exists job_identity on job (identity);
+create index if not exists job_line on job (state, priority desc, number);
+create table if not exists cancellation (job text primary key) strict;  -- running jobs that shall end cancelled
+create table if not exists upload (
+    name text primary key, file text not null, bytes integer not null, sha256 text not null, uploaded_at text not null
+) strict;
+"""
+#: The dataset of a job is a file here: it may be given to a worker.
+_HAS_FILE = "json_extract(source, '$.file') is not null"
+#: Where a running job goes that its worker does not end.
+_QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
+_ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job as it comes in.
+
+    Attributes:
+        identity: two submissions with the same one are the same job.
+        content: digest of dataset content, reference id and settings.
+        lasting: False where the content is only known by where it lies, which may hold another one later: a job that is done
+            is then no answer to the same submission.
+        source: what the worker will read.
+    """
+
+    identity: str
+    content: str
+    settings: JobSettings
+    dataset: DatasetSpec
+    source: dict[str, str]
+    reference_id: str
+    submitted_by: str
+    lasting: bool = True
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that a worker shall begin.
+
+    Attributes:
+        deaths: of workers, since the job last got on.
+        suspects: keys (hex) among which one may have killed a worker: they are scored in ever smaller groups.
+        poison: keys (hex) that did, each with the reason: they are not scored again.
+    """
+
+    id: str
+    settings: JobSettings
+    source: dict[str, str]
+    reference_id: str
+    priority: int
+    deaths: int = 0
+    suspects: list[str] = field(default_factory=list)
+    poison: dict[str, str] = field(default_factory=dict)
+
+
+class Ledger:
+    """Jobs in one SQLite file.
+
+    Args:
+        file: created where it is not there.
+        patience_seconds: how long a call is tried again before it raises LedgerError.
+
+    Raises:
+        UsageError: a newer reflogp wrote it, it is no ledger, it is damaged, or it cannot be used for so long.
+    """
+
+    def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
+        self._file = LedgerFile(file, _SCHEMA, _VERSION, patience_seconds)
+
+    @property
+    def trouble(self) -> LedgerError | None:
+        """Why the ledger cannot be used now; None while it can."""
+        return self._file.trouble
+
+    @property
+    def failures(self) -> int:
+        """Attempts to use the ledger that failed so far."""
+        return self._file.failures
+
+    def probe(self) -> None:
+        """Try a write, so that `trouble` is known. Raises nothing."""
+        self._file.probe()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def submit(self, asked: Submission) -> tuple[Job, bool]:
+        """(the job, whether it is new). One of the same identity that failed or was cancelled is put in line again."""
+
+        def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
+            known = db.execute("select id, state, content from job where identity = ?", [asked.identity]).fetchone()
+            if known is not None and known["state"] == "done" and not asked.lasting:
+                db.execute("update job set identity = id where id = ?", [known["id"]])
+                known = None
+            if known is not None:
+                if known["content"] != asked.content:
+                    raise DifferentContentError(known["id"])
+                if known["state"] in ("failed", "cancelled"):  # the same content may lie elsewhere now
+                    place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
+                    db.execute("update job set dataset = ?, source = ? where id = ?", place)
+                _retry(db, known["id"])
+                return _job(db, known["id"]), False
+            job = secrets.token_hex(8)
+            db.execute(
+                "insert into job (id, state, identity, content, settings, dataset, source, reference_id, priority,"
+                " submitted_by, created_at) values (?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    job,
+                    asked.identity,
+                    asked.content,
+                    asked.settings.model_dump_json(),
+                    asked.dataset.model_dump_json(),
+                    json.dumps(asked.source),
+                    asked.reference_id,
+                    asked.settings.priority,
+                    asked.submitted_by,
+                    _now(),
+                ],
+            )
+            return _job(db, job), True
+
+        return self._file.write(submit)
+
+    def get(self, job: str) -> Job | None:
+        row = self._one("select * from job where id = ?", job)
+        return _as_job(row) if row else None
+
+    def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
+        """Up to `limit` jobs, the newest first, of one state or all; `before` is a job's id: only older ones."""
+        where: list[str] = ["1"]
+        values: list[Any] = []
+        if state is not None:
+            where.append("state = ?")
+            values.append(state)
+        if before is not None:
+            where.append("number < coalesce((select number from job where id = ?), 0)")
+            values.append(before)
+        query = f"select * from job where {' and '.join(where)} order by number desc limit ?"
+        rows = self._all(query, *values, limit + 1)
+        jobs = [_as_job(row) for row in rows[:limit]]
+        return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
+
+    def counts(self) -> dict[JobState, int]:
+        """How many jobs there are of each state."""
+        return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
+
+    def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
+        """Put running jobs that no worker has back in line, or end them where they were cancelled; how many there were.
+
+        Args:
+            note: why.
+            but: ids of jobs that workers have.
+        """
+
+        def requeue(db: sqlite3.Connection) -> int:
+            return _back_in_line(db, f"state = 'running' and id not in ({_marks(but)})", note, *but)
+
+        return self._file.write(requeue)
+
+    def waiting(self) -> int:
+        """Jobs in line."""
+        row = self._one("select count(*) n from job where state = 'queued'")
+        return int(row["n"]) if row else 0
+
+    def highest_waiting(self) -> int | None:
+        """Priority of the first job in line that a worker can begin."""
+        query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
+        row = self._one(query)
+        return None if row is None else row["priority"]
+
+    def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
+        """The job that goes next, now running; None when nothing waits.
+
+        The highest priority first, of these the oldest; but one whose reference is `loaded` may pass an older one that has
+        not waited for `patience_seconds`, so that models are not loaded and unloaded for every job. A job whose dataset has not
+        been fetched yet is passed over.
+
+        Args:
+            but: ids of jobs that are not taken.
+        """
+        here = list(loaded)
+        ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
+
+        def claim(db: sqlite3.Connection) -> sqlite3.Row | None:
+            query = f"select * from job where {ready} order by priority desc, number limit 1"
+            first: sqlite3.Row | None = db.execute(query, [*but]).fetchone()
+            if first is None:
+                return None
+            chosen = first
+            waited = (datetime.now(UTC) - datetime.fromisoformat(first["created_at"])).total_seconds()
+            if here and first["reference_id"] not in here and waited < patience_seconds:
+                query = f"select * from job where {ready} and priority = ? and reference_id in ({_marks(here)})"
+                found = db.execute(f"{query} order by number limit 1", [*but, first["priority"], *here]).fetchone()
+                chosen = found or first
+            db.execute(
+                "update job set state = 'running', started_at = ?, attempts = attempts + 1, throughput = '[]', error = null"
+                " where id = ?",
+                [_now(), chosen["id"]],
+            )
+            return chosen
+
+        chosen = self._file.write(claim)
+        return None if chosen is None else _as_claim(chosen)
+
+    def cancel(self, job: str) -> JobState | None:
+        """Cancel a job: one in line at once, a running one as soon as its worker lets go of it, whatever happens until then.
+
+        Returns:
+            Its state before; None for an unknown one.
+        """
+
+        def cancel(db: sqlite3.Connection) -> JobState | None:
+            row = db.execute("select state from job where id = ?", [job]).fetchone()
+            if row is None:
+                return None
+            state: JobState = row["state"]
+            if state == "running":
+                db.execute("insert or ignore into cancellation values (?)", [job])
+            elif state == "queued":
+                _finish(db, job, "cancelled", None, None)
+            return state
+
+        return self._file.write(cancel)
+
+    def progressed(self, job: str, progress: JobProgress, committed: bool) -> None:
+        """Note how far a running job is; `committed`: since the last time some of its work became durable."""
+
+        def progressed(db: sqlite3.Connection) -> None:
+            row = db.execute("select throughput from job where id = ? and state = 'running'", [job]).fetchone()
+            if row is None:
+                return
+            points = json.loads(row["throughput"])
+            points.append((round(progress.seconds, 2), round(progress.tokens_per_second, 1)))
+            if len(points) > THROUGHPUT_POINTS:
+                points = points[::2]
+            db.execute(
+                "update job set progress = ?, throughput = ?, deaths = case when ? then 0 else deaths end where id = ?",
+                [progress.model_dump_json(), json.dumps(points), committed, job],
+            )
+
+        self._file.write(progressed)
+
+    def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
+        """A running or queued job ends: done with a summary, failed with the reason, or cancelled; False when it had ended."""
+        return self._file.write(lambda db: _finish(db, job, state, summary, error))
+
+    def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
+        """(job, source) of jobs in line whose dataset has to be fetched first: the first ones in line.
+
+        Args:
+            but: ids of jobs that are left out.
+        """
+        query = f"select id, source from job where state = 'queued' and not ({_HAS_FILE}) and id not in ({_marks(but)})"
+        rows = self._all(f"{query} order by priority desc, number limit ?", *but, limit)
+        return [(row["id"], json.loads(row["source"])) for row in rows]
+
+    def fetched(self, job: str, source: dict[str, str]) -> None:
+        """A waiting job's dataset has been fetched: workers read the file."""
+        query = "update job set source = ?, note = null where id = ? and state = 'queued'"
+        self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
+
+    def fetch_again(self, job: str, note: str) -> None:
+        """A running job's fetched file is not there any more: back in line, to be fetched again."""
+
+        def fetch_again(db: sqlite3.Connection) -> None:
+            _forget_file(db, job)
+            _back_in_line(db, "id = ? and state = 'running'", note, job)
+
+        self._file.write(fetch_again)
+
+    def note(self, job: str, note: str) -> None:
+        """Say what a job waits for whose dataset has to be fetched."""
+        query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
+        self._file.write(lambda db: db.execute(query, [note, job]))
+
+    def give_back(self, job: str, note: str) -> None:
+        """A running job goes back in line, at its old place; the note says why. One that was cancelled ends."""
+        self._file.write(lambda db: _back_in_line(db, "id = ? and state = 'running'", note, job))
+
+    def died(
+        self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
+    ) -> int:
+        """A job's worker died: back in line, with what is known about why. One that was cancelled ends.
+
+        Args:
+            narrowed: the search for what kills its workers got on by this, so that this death does not count.
+            limit: of deaths since the job last got on; with this one it fails. None for no limit.
+
+        Returns:
+            How many died since the job last got on.
+        """
+
+        def died(db: sqlite3.Connection) -> int:
+            changed = db.execute(
+                "update job set deaths = case when ? then deaths else deaths + 1 end, suspects = ?, poison = ?"
+                " where id = ? and state = 'running'",
+                [narrowed, json.dumps(suspects), json.dumps(poison), job],
+            )
+            row = db.execute("select deaths from job where id = ?", [job]).fetchone()
+            deaths = int(row["deaths"]) if row else 0
+            if changed.rowcount and limit is not None and deaths >= limit:
+                error = f"{deaths} workers died one after the other without getting on; {note}"
+                cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
+                _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
+            _back_in_line(db, "id = ? and state = 'running'", note, job)
+            return deaths
+
+        return self._file.write(died)
+
+    def retry(self, job: str) -> bool:
+        """Put a failed or cancelled job in line again; False when it is neither.
+
+        What was poison is tried once more, and what came from a URI is fetched once more.
+        """
+        return self._file.write(lambda db: _retry(db, job))
+
+    def files_in_use(self, unfinished_only: bool = False) -> set[str]:
+        """Files of jobs that are not done, since a failed or cancelled one may be retried; or of unfinished ones alone."""
+        condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
+        rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")
+        return {row["file"] for row in rows}
+
+    def ended_before(self, moment: datetime) -> list[str]:
+        """Ids of jobs that ended before a moment."""
+        query = "select id from job where state in ('done', 'failed', 'cancelled') and finished_at < ?"
+        return [row["id"] for row in self._all(query, moment.isoformat())]
+
+    def forget(self, jobs: Collection[str]) -> None:
+        """Delete jobs that have ended."""
+
+        def forget(db: sqlite3.Connection) -> None:
+            query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
+            db.executemany(query, [[job] for job in jobs])
+
+        self._file.write(forget)
+
+    def put_upload(self, name: str, file: str, size: int, sha256: str) -> None:
+        """An upload has arrived; one of the same name is replaced."""
+        values = [name, file, size, sha256, _now()]
+        self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
+
+    def uploads(self) -> list[dict[str, Any]]:
+        """name, file, bytes, sha256, uploaded_at of every upload, by name."""
+        return [dict(row) for row in self._all("select * from upload order by name")]
+
+    def upload(self, name: str) -> dict[str, Any] | None:
+        row = self._one("select * from upload where name = ?", name)
+        return dict(row) if row else None
+
+    def delete_upload(self, name: str) -> bool:
+        return self._file.write(lambda db: db.execute("delete from upload where name = ?", [name]).rowcount > 0)
+
+    def _one(self, query: str, *values: Any) -> sqlite3.Row | None:
+        found: sqlite3.Row | None = self._file.read(lambda db: db.execute(query, values).fetchone())
+        return found
+
+    def _all(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self._file.read(lambda db: db.execute(query, values).fetchall())
+
+
+class DifferentContentError(Exception):
+    """An Idempotency-Key came with another content than the first time. `args[0]` is the job's id."""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def _marks(values: Collection[str]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _job(db: sqlite3.Connection, job: str) -> Job:
+    return _as_job(db.execute("select * from job where id = ?", [job]).fetchone())
+
+
+def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str, Any] | None, error: str | None) -> bool:
+    changed = db.execute(
+        "update job set state = ?, finished_at = ?, summary = ?, error = ?, deaths = 0, suspects = '[]'"
+        " where id = ? and state in ('queued', 'running')",
+        [state, _now(), None if summary is None else json.dumps(summary), error, job],
+    )
+    db.execute("delete from cancellation where job = ?", [job])
+    return changed.rowcount > 0
+
+
+def _back_in_line(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
+    """Queue the jobs of a condition again, or end them where they were cancelled; how many there were."""
+    query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
+    changed = db.execute(query, [_now(), note, *values])
+    db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
+    return changed.rowcount
+
+
+def _retry(db: sqlite3.Connection, job: str) -> bool:
+    """Put a failed or cancelled job in line again; False when it is neither."""
+    changed = db.execute(
+        "update job set state = 'queued', error = null, finished_at = null, deaths = 0, suspects = '[]', poison = '{}'"
+        " where id = ? and state in ('failed', 'cancelled')",
+        [job],
+    )
+    if changed.rowcount:
+        _forget_file(db, job)
+    return changed.rowcount > 0
+
+
+def _forget_file(db: sqlite3.Connection, job: str) -> None:
+    """A dataset that came from a URI is fetched again before the job goes on."""
+    db.execute(
+        "update job set source = json_remove(source, '$.file', '$.digest')"
+        " where id = ? and json_extract(source, '$.uri') is not null",
+        [job],
+    )
+
+
+def _as_claim(row: sqlite3.Row) -> Claim:
+    return Claim(
+        row["id"],
+        JobSettings.model_validate_json(row["settings"]),
+        json.loads(row["source"]),
+        row["reference_id"],
+        row["priority"],
+        row["deaths"],
+        json.loads(row["suspects"]),
+        json.loads(row["poison"]),
+    )
+
+
+def _as_job(row: sqlite3.Row) -> Job:
+    return Job(
+        id=row["id"],
+        state=row["state"],
+        settings=JobSettings.model_validate_json(row["settings"]),
+        dataset=DatasetSpec.model_validate_json(row["dataset"]),
+        reference_id=row["reference_id"],
+        submitted_by=row["submitted_by"],
+        created_at=row["created_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+        attempts=row["attempts"],
+        progress=JobProgress.model_validate_json(row["progress"]),
+        throughput=json.loads(row["throughput"]),
+        note=row["note"],
+        error=row["error"],
+        summary=json.loads(row["summary"]) if row["summary"] else None,
+    )

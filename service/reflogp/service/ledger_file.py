@@ -1,0 +1,290 @@
+"""The SQLite file under the ledger of jobs: opened, retried, recovered, and owned by one service.
+
+Every statement of the ledger runs here. A failure is retried for a bounded time; what still fails is a LedgerError whose
+message says what is wrong and what to do. Each write is one transaction and checks first that this service still owns the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import RLock
+from typing import TypeVar
+
+from reflogp.scoring.errors import LedgerDamagedError, LedgerError, LedgerTakenError, LedgerUnavailableError
+from reflogp.store import UsageError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+#: SQLite itself waits this long for another process; the retries around it wait longer.
+_BUSY_SECONDS = 0.1
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_REASONS = {
+    sqlite3.SQLITE_BUSY: "another process has locked it",
+    sqlite3.SQLITE_LOCKED: "another process has locked it",
+    sqlite3.SQLITE_FULL: "its disk is full",
+    sqlite3.SQLITE_READONLY: "it cannot be written",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
+    sqlite3.SQLITE_IOERR: "its disk fails",
+}
+#: After these the connection is still good. Opening another one needs room on the disk.
+_CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
+#: Messages of errors that carry no code.
+_CODES_BY_TEXT = {
+    "locked": sqlite3.SQLITE_BUSY,
+    "is full": sqlite3.SQLITE_FULL,
+    "malformed": sqlite3.SQLITE_CORRUPT,
+    "not a database": sqlite3.SQLITE_NOTADB,
+    "I/O error": sqlite3.SQLITE_IOERR,
+}
+_OWNER = "create table if not exists owner (token text not null) strict"
+
+
+class LedgerFile:
+    """One SQLite file in WAL mode. Safe to call from several threads.
+
+    Args:
+        file: created where it is not there.
+        schema: statements that may run again and again.
+        version: of the schema; a file of a higher one is refused.
+        patience_seconds: how long a call is retried. While the file is known to fail, each call is tried once.
+
+    Attributes:
+        trouble: why the ledger cannot be used now; None while it can.
+        failures: attempts that failed so far.
+
+    Raises:
+        UsageError: a newer reflogp wrote the file, it is no database, it is damaged, or it cannot be used for so long.
+    """
+
+    def __init__(self, file: Path, schema: str, version: int, patience_seconds: float) -> None:
+        self._file = file.resolve()  # where its write-ahead log is, too
+        self._schema = schema
+        self._version = version
+        self._patience = patience_seconds
+        self._token = secrets.token_hex(16)
+        self._lock = RLock()
+        self._closed = False
+        self.trouble: LedgerError | None = None
+        self.failures = 0
+        self._db = self._open()
+        self._inode = _inode(self._file)
+
+    def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """What `work` reads. Raises LedgerError when it cannot be had within the patience."""
+        return self._patiently(lambda: work(self._db))
+
+    def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Run `work` in a transaction; it is on the disk when this returns. Raises LedgerError as `read`.
+
+        A transaction that is reported as failed may be on the disk all the same, so `work` must bear being run twice.
+        """
+        result = self._patiently(lambda: self._transaction(work))
+        if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
+            self._recovered()
+        return result
+
+    def probe(self) -> None:
+        """Try a write, and check a damaged file again: `trouble` says what came of it. Raises nothing."""
+        try:
+            self.write(lambda db: db.execute("update owner set token = token"))
+            if isinstance(self.trouble, LedgerDamagedError):
+                self.read(_check_pages)
+                self._recovered()
+        except LedgerError:
+            pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._db.close()
+
+    def _patiently(self, attempt: Callable[[], Result]) -> Result:
+        deadline = time.monotonic() + (self._patience if self.trouble is None else 0.0)
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                with self._lock:
+                    if self._closed:
+                        raise LedgerUnavailableError("the ledger of jobs is closed: the service ends")
+                    try:
+                        return attempt()
+                    except sqlite3.DatabaseError as error:
+                        failure = self._failure(error)
+                        if _code(error) not in _CONNECTION_IS_GOOD:
+                            self._open_again()
+            except LedgerTakenError as error:
+                self._in_trouble(error)
+                raise
+            except LedgerUnavailableError as error:
+                if self._closed:
+                    raise
+                failure = error
+            if time.monotonic() + pause > deadline:
+                self._in_trouble(failure)
+                raise failure
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause * 2)
+
+    def _transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        if _inode(self._file) != self._inode:
+            raise LedgerTakenError(
+                f"the ledger of jobs ({self._file.name}) was moved, deleted or replaced while the service ran:"
+                " put it back, or restart the service"
+            )
+        if not all(self._file.with_name(f"{self._file.name}-{part}").exists() for part in ("wal", "shm")):
+            self._leave_deleted_log()
+        db = self._db
+        db.execute("begin immediate")
+        try:
+            owner = db.execute("select token from owner").fetchone()
+            if owner is None or owner[0] != self._token:
+                raise LedgerTakenError("another service has taken over the ledger of jobs: stop one of the two")
+            result = work(db)
+            db.execute("commit")
+            return result
+        except BaseException:
+            _roll_back(db)
+            raise
+
+    def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
+        """An error of SQLite as one of ours. Raises an error that is a defect of the statement instead."""
+        if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
+            raise error
+        self.failures += 1
+        code = _code(error)
+        if code in _DAMAGED:
+            return LedgerDamagedError(damaged_ledger(self._file, str(error)))
+        reason = _REASONS.get(code, "it fails")
+        return LedgerUnavailableError(f"the ledger of jobs ({self._file.name}) cannot be used now: {reason} ({error})")
+
+    def _in_trouble(self, failure: LedgerError) -> None:
+        if type(self.trouble) is not type(failure):
+            logger.error("%s", failure)
+        if not isinstance(self.trouble, LedgerDamagedError):  # that one stays until the pages are checked
+            self.trouble = failure
+
+    def _recovered(self) -> None:
+        logger.info("the ledger of jobs can be used again")
+        self.trouble = None
+
+    def _open(self) -> sqlite3.Connection:
+        """The first connection: the schema is made and the file is this service's own from here on."""
+        deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
+        while True:
+            try:
+                db = self._connect("rwc")
+                try:
+                    db.execute("pragma journal_mode = wal")
+                    if db.execute("pragma user_version").fetchone()[0] > self._version:
+                        raise UsageError(f"{self._file} was written by a newer reflogp: upgrade, or name another state folder")
+                    _check_pages(db)
+                    db.executescript(f"{self._schema};{_OWNER}")
+                    db.execute(f"pragma user_version = {self._version}")
+                    db.execute("begin immediate")
+                    db.execute("delete from owner")
+                    db.execute("insert into owner values (?)", [self._token])
+                    db.execute("commit")
+                    return db
+                except BaseException:
+                    db.close()
+                    raise
+            except sqlite3.DatabaseError as error:
+                code = _code(error)
+                if code == sqlite3.SQLITE_NOTADB:
+                    raise UsageError(
+                        f"{self._file} is no ledger of jobs ({error}): move it away, or name another state folder"
+                    ) from error
+                if code == sqlite3.SQLITE_CORRUPT:
+                    raise UsageError(damaged_ledger(self._file, str(error))) from error
+                if time.monotonic() + pause > deadline:
+                    reason = _REASONS.get(code, "it fails")
+                    raise UsageError(f"the ledger of jobs {self._file} cannot be used: {reason} ({error})") from error
+                time.sleep(pause)
+                pause = min(_LONGEST_PAUSE, pause * 2)
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self._file.absolute().as_uri()}?mode={mode}"
+        db = sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
+        db.row_factory = sqlite3.Row
+        try:
+            db.execute("pragma synchronous = full")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _open_again(self) -> None:
+        """Put a new connection in the place of one that failed, where one can be made."""
+        try:
+            db = self._connect("rw")
+        except sqlite3.Error:
+            return
+        try:
+            db.execute("select 1 from owner").fetchone()
+        except sqlite3.Error:
+            db.close()
+            return
+        old, self._db = self._db, db
+        try:
+            old.close()
+        except sqlite3.Error as error:
+            logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
+
+    def _leave_deleted_log(self) -> None:
+        """Move what is in a deleted write-ahead log into the database, and begin a new log: a crash would lose it otherwise."""
+        logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
+        self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
+        self._db.close()
+        self._db = self._connect("rw")
+        self._db.execute("select 1 from owner").fetchone()
+
+
+def damaged_ledger(file: Path, what: str) -> str:
+    """What to say of a damaged ledger."""
+    return (
+        f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal aside,"
+        f" make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its place and start the"
+        " service; without it jobs are submitted again and find their values in the store"
+    )
+
+
+def _check_pages(db: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError when pages of the file are damaged."""
+    said = db.execute("pragma quick_check(1)").fetchone()[0]
+    if said != "ok":
+        raise sqlite3.DatabaseError(f"database disk image is malformed: {said.strip().splitlines()[-1]}")
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary code of an error."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return code & 0xFF
+    return next((code for text, code in _CODES_BY_TEXT.items() if text in str(error)), sqlite3.SQLITE_ERROR)
+
+
+def _inode(file: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None where it is not there."""
+    try:
+        about = file.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LedgerUnavailableError(f"the ledger of jobs ({file.name}) cannot be used now: {error.strerror}") from error
+    return about.st_dev, about.st_ino
+
+
+def _roll_back(db: sqlite3.Connection) -> None:
+    try:
+        if db.in_transaction:
+            db.execute("rollback")
+    except sqlite3.Error as error:
+        logger.warning("a transaction of the ledger of jobs could not be rolled back: %s", error)

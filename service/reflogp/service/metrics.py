@@ -1,0 +1,76 @@
+"""What is seen from outside, as Prometheus' metrics.
+
+Knows names and meanings. Counted by the routes, by precompute and by online scoring; gauges are read when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from reflogp.service.models import JOB_STATES, JobState
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters, gauges and histograms of one service."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Histogram(
+            "reflogp_request_seconds", "Time to answer.", ["route", "status"], buckets=_SECONDS, registry=registry
+        )
+        self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
+        self.sequences = Counter("reflogp_sequences", "Sequences answered for.", ["way", "how"], registry=registry)
+        self.tokens = Counter("reflogp_scored_tokens", "Tokens of sequences that an engine scored.", ["way"], registry=registry)
+        self.engine_seconds = Histogram(
+            "reflogp_score_engine_seconds", "Engine time of online requests.", buckets=_SECONDS, registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "reflogp_score_queue_seconds",
+            "Time that online requests waited for the engine.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.refused = Counter("reflogp_score_refused", "Online requests refused.", ["why"], registry=registry)
+        self.jobs_ended = Counter("reflogp_jobs_ended", "Jobs that ended.", ["state"], registry=registry)
+        self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unasked.", registry=registry)
+        self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
+        self._workers = Gauge("reflogp_workers_ready", "Workers that take work.", registry=registry)
+        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in line.", registry=registry)
+        self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
+        self._busy = Gauge(
+            "reflogp_worker_busy_seconds",
+            "Time that the engine is at the present load or pass.",
+            ["worker", "at"],
+            registry=registry,
+        )
+        self._ledger_well = Gauge("reflogp_ledger_works", "1 while the ledger of jobs can be written.", registry=registry)
+        self._ledger_failures = Gauge("reflogp_ledger_failures", "Attempts to use the ledger that failed.", registry=registry)
+        self._unrecorded = Gauge("reflogp_ledger_waiting_writes", "Writes that wait for the ledger.", registry=registry)
+        self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
+
+    def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
+        """How the ledger is."""
+        self._ledger_well.set(works)
+        self._ledger_failures.set(failures)
+        self._unrecorded.set(waiting_writes)
+
+    def set_workers(self, ready: int, answering: int, busy: Mapping[int, tuple[str, float] | None]) -> None:
+        """How the workers are; `busy`: by number, what an engine is at ("load", "pass") and for how long."""
+        self._workers.set(ready)
+        self._answering.set(answering)
+        for worker, doing in busy.items():
+            for at in ("load", "pass"):
+                self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
+
+    def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
+        """All of it in Prometheus' text format. `jobs` by state; None keeps the last known numbers."""
+        for state in JOB_STATES if jobs is not None else ():
+            self._jobs.labels(state).set((jobs or {}).get(state, 0))
+        self._online_tokens.set(online_tokens)
+        for process, size in memory.items():
+            self._memory.labels(process).set(size)
+        return generate_latest(self._registry)

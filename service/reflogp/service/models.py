@@ -1,0 +1,199 @@
+"""What crosses HTTP as JSON: requests and answers about jobs, uploads and scores.
+
+Knows names, types and bounds; the OpenAPI document is made of it. Called by the routes and the ledger.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from reflogp.store.safe_text import hide_secrets
+
+#: queued and running end in one of the others; failed and cancelled can be put in line again (retry).
+JobState = Literal["queued", "running", "done", "failed", "cancelled"]
+JOB_STATES: tuple[JobState, ...] = get_args(JobState)
+UNFINISHED: tuple[JobState, ...] = ("queued", "running")
+
+#: A name in a URL or a folder: no slash, no leading dot.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+#: The name of an upload says its format; text may be compressed.
+UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$"
+
+
+def _one_source(schema: dict[str, Any]) -> None:
+    """Say in DatasetSpec's JSON schema that exactly one of its sources is given."""
+    names = ("upload", "path", "uri")
+    others = {name: {"type": "null"} for name in names}
+    schema["oneOf"] = [{"required": [name], "properties": {**others, name: {"type": "string"}}} for name in names]
+
+
+class DatasetSpec(BaseModel):
+    """Where a job's rows come from: exactly one of upload, path and uri."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_one_source)
+    upload: Name | None = Field(None, description="Name of an upload (PUT /v1/uploads/NAME).")
+    path: str | None = Field(
+        None, pattern="^/", max_length=4096, description="File or folder at the service, under an allowed root."
+    )
+    uri: str | None = Field(
+        None, pattern=r"^[a-z][a-z0-9+.-]*://", max_length=4096, description="https://, s3://, … where the settings allow it."
+    )
+    split: str = Field("train", max_length=200, description="Split of a saved DatasetDict.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> DatasetSpec:
+        if sum(source is not None for source in (self.upload, self.path, self.uri)) != 1:
+            raise ValueError("name the dataset by exactly one of upload, path and uri")
+        return self
+
+
+class JobSettings(BaseModel):
+    """How a job reads its dataset: what a trainer's config says too."""
+
+    model_config = ConfigDict(extra="forbid")
+    reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
+    format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None finds it from the columns.")
+    max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
+    truncation_mode: Literal["keep_start", "keep_end"] = Field("keep_start", description="Which end a longer sequence keeps.")
+    ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
+    priority: int = Field(0, ge=-100, le=100, description="Higher goes first, and interrupts a lower one.")
+    title: str = Field("", max_length=200, description="For people.")
+
+
+class JobRequest(JobSettings):
+    """A precompute job: a dataset to score with a reference."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"reference": "sft", "dataset": {"upload": "pairs.jsonl"}, "max_length": 1024}]},
+    )
+    dataset: DatasetSpec = Field(description="What to score.")
+
+
+class JobProgress(BaseModel):
+    """How far a job is. Sequences count as done when they are hits, scored or failed."""
+
+    rows: int = Field(0, description="Rows read so far, in this attempt.")
+    sequences: int = Field(0, description="Sequences in all, as far as can be told.")
+    done: int = Field(0, description="Hits, scored and failed ones together.")
+    hits: int = Field(0, description="Ones that needed no computing: in the store before, or twice in the dataset.")
+    scored: int = Field(0, description="Ones that were computed.")
+    bad_rows: int = Field(0, description="Rows without values so far; the result says why.")
+    tokens: int = Field(0, description="Tokens of the scored ones.")
+    tokens_per_second: float = Field(0.0, description="Tokens of the scored ones over the time spent scoring.")
+    seconds: float = Field(0.0, description="Running so far, in this attempt.")
+    seconds_left: float | None = Field(None, description="At the present rate; None while nothing can be said.")
+
+
+class Job(BaseModel):
+    """A job as the service knows it."""
+
+    id: str = Field(description="Names the job in every other route.")
+    state: JobState = Field(description="queued, running, done, failed or cancelled.")
+    settings: JobSettings = Field(description="As submitted.")
+    dataset: DatasetSpec | None = Field(
+        description="As submitted, without the query of a URI. None for a token that may not read, where another submitted it."
+    )
+    reference_id: str = Field(description="Digest of the model's content and numerics.")
+    submitted_by: str = Field(description="Name of the token that submitted it; empty like dataset.")
+    created_at: datetime = Field(description="When it was submitted first.")
+    started_at: datetime | None = Field(None, description="Of the latest attempt.")
+    finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
+    attempts: int = Field(0, description="Times that a worker began it.")
+    progress: JobProgress = Field(description="How far it is.")
+    throughput: list[tuple[float, float]] = Field(
+        default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
+    )
+    note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a job in line waits for.")
+    error: str | None = Field(None, description="Why it failed.")
+    summary: dict[str, Any] | None = Field(None, description="What `reflogp score --json` says of a run; when done.")
+
+    @field_validator("dataset")
+    @classmethod
+    def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
+        """A job is shown to everybody who may read; whoever fetches its dataset has the whole URI from elsewhere."""
+        if dataset is None or dataset.uri is None:
+            return dataset
+        return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
+
+    @field_validator("note", "error")
+    @classmethod
+    def _hide_secrets(cls, text: str | None) -> str | None:
+        return None if text is None else hide_secrets(text)
+
+    def for_stranger(self, asked: JobRequest | None = None) -> Job:
+        """The job for a token that may not read and did not submit it: how far it is, and what the token itself asked for."""
+        settings = self.settings.model_copy(update={"title": "", "priority": 0})
+        return self.model_copy(
+            update={
+                "settings": settings if asked is None else JobSettings(**asked.model_dump(exclude={"dataset"})),
+                "dataset": None if asked is None else self._hide_signature(asked.dataset),
+                "submitted_by": "",
+                "note": None,
+                "error": None,
+                "summary": None,
+                "throughput": [],
+            }
+        )
+
+
+class Jobs(BaseModel):
+    """A page of jobs, the newest first."""
+
+    jobs: list[Job] = Field(description="The newest first.")
+    counts: dict[JobState, int] = Field(description="Jobs of each state, of all pages.")
+    next_before: str | None = Field(description="Give it as `before` to get the next page; None on the last.")
+
+
+class Histogram(BaseModel):
+    """Counts between edges: len(edges) == len(counts) + 1."""
+
+    edges: list[float] = Field(description="Ascending.")
+    counts: list[int] = Field(description="How many lie between two edges.")
+
+
+class Outlier(BaseModel):
+    """A row worth a look, with its text."""
+
+    row: int = Field(description="Its number in the dataset, from 0.")
+    why: str = Field(description="What stands out.")
+    value: float = Field(description="The number that does.")
+    prompt: str = Field(description="Its text, shortened.")
+    completions: dict[str, str] = Field(description="Column (chosen, rejected, completion) -> text.")
+
+
+class RowProblem(BaseModel):
+    """A row without values."""
+
+    row: int = Field(description="Its number in the dataset, from 0.")
+    error: str = Field(description="Why.")
+
+
+class Report(BaseModel):
+    """What a done job's values look like."""
+
+    histograms: dict[str, Histogram] = Field(
+        description="chosen, rejected (or completion): mean log-prob per token, nats; margin: chosen sum minus rejected sum."
+    )
+    outliers: list[Outlier] = Field(description="The farthest from the others.")
+    bad_rows: list[RowProblem] = Field(description="The first hundred; the result has all.")
+    dropped_rows: int = Field(description="Rows that fall to max_length, as in training.")
+
+
+class Upload(BaseModel):
+    """A dataset file that was sent."""
+
+    name: str = Field(description="What a job names it by.")
+    bytes: int = Field(description="Its size.")
+    sha256: str = Field(description="Its digest.")
+    uploaded_at: datetime = Field(description="When it was complete.")
+
+
+class Uploads(BaseModel):
+    """Every upload."""
+
+    uploads: list[Upload] = Field(description="By name.")

@@ -1,0 +1,290 @@
+"""Online scoring: sequences in, log-probs out, while somebody waits.
+
+Knows who waits for what, how much is in line, and what to do when a worker dies. What is merged with what is the worker's.
+Called by the route, and by the app with what workers say. Lives in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from anyio import to_thread
+
+from reflogp.service.metrics import Metrics
+from reflogp.service.pool import Pool, WorkerHandle
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+from reflogp.service.shelf import Shelf
+from reflogp.service.worker.wire import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
+from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
+from reflogp.store.arrow_stream import stream_bytes
+from reflogp.store.schema import one_array
+
+#: A request that was being computed when this many workers died is at fault.
+_DEATHS = 2
+#: Of a token id on its way to a worker.
+_TOKEN_BYTES = 8
+#: Weight of the last request in the rate from which Retry-After is taken.
+_RATE_WEIGHT = 0.2
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of a request.
+
+    Attributes:
+        outcomes: a table of worker.wire.OUTCOMES, in the request's order.
+        hits: sequences that the store had.
+        engine_seconds: from the first of its packs to the last.
+        queue_seconds: in line before that.
+        snapshot: where hits came from; None where the store was not asked.
+    """
+
+    outcomes: pa.Table
+    reference_id: str
+    hits: int
+    engine_seconds: float
+    queue_seconds: float
+    snapshot: int | None
+
+
+@dataclass
+class _Pending:
+    """A request that a worker has."""
+
+    worker: WorkerHandle
+    message: dict[str, Any]
+    body: bytes
+    tokens: int
+    deadline: float
+    answer: asyncio.Future[tuple[dict[str, Any], bytes]]
+    began: bool = False
+    deaths: int = 0
+
+
+class OnlineScoring:
+    """Requests of all callers.
+
+    Args:
+        settings: bounds.
+        shelf: references and what the store has.
+        metrics: counted in.
+    """
+
+    def __init__(self, settings: ServerSettings, shelf: Shelf, metrics: Metrics) -> None:
+        self._settings = settings
+        self._shelf = shelf
+        self._metrics = metrics
+        self._pool: Pool | None = None
+        self._pending: dict[str, _Pending] = {}
+        self._ids = itertools.count()
+        self._tokens_per_second = 0.0
+
+    def start(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
+        """Tokens in line, for one worker or all."""
+        return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
+
+    async def score(
+        self,
+        reference: str,
+        sequences: pa.Table,
+        temperature: float,
+        cache_read: bool,
+        cache_write: bool,
+        deadline_seconds: float,
+    ) -> Scored:
+        """Score sequences; when the caller is cancelled, so is the request.
+
+        Args:
+            reference: name or id of one of the service's models.
+            sequences: columns prompt_ids, completion_ids: list<int64>; maybe attention_mask: rows of padded batches, whose
+                values are neither looked up nor kept.
+            temperature: logits are divided by it. Values at another one than 1 are neither looked up nor kept.
+            cache_read: take from the store what it has.
+            cache_write: keep what is computed.
+            deadline_seconds: nobody waits longer.
+
+        Raises:
+            UsageError: a temperature that the reference's engine does not know.
+            Problem: 404, 429 with Retry-After, 503 while no worker can answer, 504 when the deadline has passed.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        model = self._shelf.model_of(reference)
+        if not len(sequences):
+            return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
+        if temperature != 1.0 and not self._shelf.takes_temperatures(model.reference_id):
+            raise UsageError(f"temperature {temperature}: vLLM, which computes {reference!r} here, knows 1 only")
+        known: list[Any] = [None] * len(sequences)
+        snapshot = None
+        storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
+        if cache_read and storable:
+            known, snapshot = await to_thread.run_sync(self._look_up, model.reference_id, sequences)
+        missing = [at for at, values in enumerate(known) if values is None]
+        hits = len(sequences) - len(missing)
+        self._metrics.sequences.labels("online", "hit").inc(hits)
+        if not missing:
+            outcomes = pa.table([pa.array(known, OUTCOMES.field(0).type), pa.nulls(len(known), pa.string())], schema=OUTCOMES)
+            return Scored(outcomes, model.reference_id, hits, 0.0, 0.0, snapshot)
+        asked = sequences if not hits else sequences.take(pa.array(missing))
+        message, body = await self._ask(model.reference_id, asked, temperature, cache_write and storable, deadline)
+        outcomes = table_of(body)
+        self._metrics.sequences.labels("online", "scored").inc(outcomes["error"].null_count)
+        if hits:
+            outcomes = _merged(known, missing, outcomes)
+        return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
+
+    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        """What a worker says about requests."""
+        match message["op"]:
+            case "round":
+                for key in message["ids"]:
+                    if key in self._pending:
+                        self._pending[key].began = True
+            case "scored":
+                entry = self._pending.pop(message["id"], None)
+                if entry is not None and not entry.answer.done():
+                    entry.answer.set_result((message, body))
+
+    async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
+        """A worker's process has ended: what it had is sent again, what it was at alone. Whether it was at any request."""
+        mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
+        blame = any(entry.began for entry in mine.values())
+        for key, entry in mine.items():
+            if entry.began:
+                entry.deaths += 1
+                entry.began = False
+                entry.message["alone"] = True
+            if entry.deaths >= _DEATHS:
+                self._fail(
+                    key, Problem(500, f"workers died while they scored this: {reason}", "report it with the service's log")
+                )
+            elif worker.broken:
+                self._fail(key, _no_worker(worker))
+            else:
+                entry.message["deadline_seconds"] = entry.deadline - time.monotonic()
+                worker.send(entry.message, entry.body)
+        return blame
+
+    async def _ask(
+        self, reference_id: str, sequences: pa.Table, temperature: float, write: bool, deadline: float
+    ) -> tuple[dict[str, Any], bytes]:
+        tokens = token_count(sequences)
+        worker = self._worker_for(reference_id, tokens)
+        key = str(next(self._ids))
+        message = {
+            "op": "score",
+            "id": key,
+            "reference_id": reference_id,
+            "temperature": temperature,
+            "alone": False,
+            "write": write,
+            "deadline_seconds": deadline - time.monotonic(),
+        }
+        answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
+        entry = _Pending(worker, message, stream_bytes(sequences), tokens, deadline, answer)
+        self._check_room(worker, len(entry.body))
+        self._pending[key] = entry
+        worker.send(message, entry.body)
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                answered, body = await answer
+        except TimeoutError:
+            raise self._too_late() from None
+        finally:
+            if self._pending.pop(key, None) is not None:
+                worker.send({"op": "forget", "id": key})
+        if answered["error"] == "deadline":
+            raise self._too_late()
+        if answered["error"] is not None:
+            raise Problem(503, answered["error"], "an administrator checks the service's references", {"Retry-After": "30"})
+        self._metrics.tokens.labels("online").inc(tokens)
+        self._metrics.engine_seconds.observe(answered["engine_seconds"])
+        self._metrics.queue_seconds.observe(answered["queue_seconds"])
+        if answered["engine_seconds"] > 0:
+            rate = tokens / answered["engine_seconds"]
+            self._tokens_per_second += (_RATE_WEIGHT if self._tokens_per_second else 1.0) * (rate - self._tokens_per_second)
+        return answered, body
+
+    def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
+        """The worker with the least in line, one that has the model before others. Raises Problem when none can answer."""
+        assert self._pool is not None
+        working = [worker for worker in self._pool.workers if not worker.broken]
+        if not working:
+            raise _no_worker(self._pool.workers[0])
+        chosen = min(working, key=lambda worker: (worker.late, reference_id not in worker.loaded, self.queued_tokens(worker)))
+        queued = self.queued_tokens(chosen)
+        if queued and queued + tokens > self._settings.max_queued_tokens:
+            self._metrics.refused.labels("queue").inc()
+            wait = math.ceil(queued / self._tokens_per_second) if self._tokens_per_second else 1
+            raise Problem(
+                429,
+                f"{queued:,} tokens are in line already",
+                "try again later, with fewer at a time",
+                {"Retry-After": str(max(1, min(60, wait)))},
+            )
+        return chosen
+
+    def _check_room(self, worker: WorkerHandle, size: int) -> None:
+        """Raise Problem where a worker has left so much unread that a request of `size` bytes would wait in this memory."""
+        unread = worker.outgoing_bytes
+        if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
+            self._metrics.refused.labels("unread").inc()
+            raise Problem(
+                503,
+                f"worker {worker.number} has not taken {unread:,} bytes of earlier requests yet",
+                "try again: a worker that does not answer is started again",
+                {"Retry-After": "10"},
+            )
+
+    def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
+        """What the store has: values for each sequence or None, and the snapshot they are of."""
+        try:
+            snapshot = self._shelf.snapshot(reference_id, None)
+        except ReferenceNotFoundError:
+            return [None] * len(sequences), None
+        found = snapshot.find(sequence_keys(sequences["prompt_ids"], sequences["completion_ids"]))
+        needed = one_array(sequences["completion_ids"]).value_lengths().to_numpy()
+        hit = (found.lengths >= needed) & (needed > 0)
+        if not hit.any():
+            return [None] * len(sequences), snapshot.number
+        lists = found.token_lists()
+        return [
+            lists[at].values.to_numpy()[: needed[at]] if hit[at] and lists[at].is_valid else None for at in range(len(needed))
+        ], snapshot.number
+
+    def _fail(self, key: str, problem: Problem) -> None:
+        entry = self._pending.pop(key, None)
+        if entry is not None and not entry.answer.done():
+            entry.answer.set_exception(problem)
+
+    def _too_late(self) -> Problem:
+        self._metrics.refused.labels("deadline").inc()
+        return Problem(504, "the deadline has passed", "give more time, or send less at a time")
+
+
+def _no_worker(worker: WorkerHandle) -> Problem:
+    said = worker.last_error or "see the service's log"
+    return Problem(
+        503, f"no worker can answer: {said}", "try again; an administrator checks the service", {"Retry-After": "10"}
+    )
+
+
+def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
+    """Hits and computed values in the request's order."""
+    errors: list[str | None] = [None] * len(known)
+    values, said = one_array(outcomes["token_logps"]), outcomes["error"].to_pylist()
+    for place, at in enumerate(missing):
+        known[at] = values[place].values.to_numpy() if values[place].is_valid else None
+        errors[at] = said[place]
+    lists = pa.array([None if entry is None else np.asarray(entry, np.float32) for entry in known], OUTCOMES.field(0).type)
+    return pa.table([lists, pa.array(errors, pa.string())], schema=OUTCOMES)

@@ -1,0 +1,279 @@
+"""Worker processes: started, fed with frames, watched, started again when they end.
+
+Knows frames, and processes as `processes` has them, wherever they run. Does not know what the frames mean beyond `ready`,
+`loaded`, `pong` and `dying`; that is the listeners'. Everything here runs in the event loop.
+
+A worker is asked every few seconds whether it is there (`ping`). A thread of its own answers, also while a model is loaded or a
+pass is computed, so silence means that the process is stopped or hangs as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from anyio import to_thread
+
+from reflogp.scoring.frames import encode
+from reflogp.scoring.machine.freed_memory import give_freed_memory_back
+from reflogp.service.processes import Start, WorkerProcess, memory_of
+from reflogp.service.supervision import supervise
+from reflogp.service.worker.orders import WorkerConfiguration
+from reflogp.store import ReflogpError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before a worker that ended is started again: the first is at once, each further one without success doubles.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+#: Deaths in a row, before it was ever ready, after which a worker counts as broken.
+_BROKEN_AFTER = 3
+#: Between two looks at a worker: its memory, its answer.
+_LOOK_SECONDS = 2.0
+#: A worker that starts may be silent so many times as long as one that has answered: it imports its libraries.
+_START_FACTOR = 10
+#: Of the time after which a silent worker is killed: it counts as not answering after this part.
+_LATE_PART = 0.25
+#: One pass that takes longer is said in the log.
+_LONG_PASS_SECONDS = 600.0
+_END_SECONDS = 25.0
+#: How often this process gives freed memory back.
+_TRIM_SECONDS = 60.0
+
+
+class WorkerHandle:
+    """One worker as the service sees it.
+
+    Attributes:
+        number: from 0.
+        ready: it takes turns; False while it starts.
+        loaded: reference ids whose engines are loaded.
+        deaths: of its processes so far.
+        memory_bytes: resident, at the last look.
+        broken: it died several times before it was ready.
+        silent_seconds: since it should have answered a ping.
+        late: it does not answer.
+        doing: "load" or "pass" while its engine is at something, and for how many seconds; None while it is idle.
+    """
+
+    def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
+        self.number = number
+        self.configuration = configuration
+        self.ready = False
+        self.loaded: list[str] = []
+        self.deaths = 0
+        self.memory_bytes = 0
+        self.last_error = ""
+        self.failed_starts = 0
+        self.killed_for = ""
+        self.process: WorkerProcess | None = None
+        self.silent_seconds = 0.0
+        self.late = False
+        self.answered = False
+        self.asked = False
+        self.doing: tuple[str, float] | None = None
+        self._backlog: list[bytes] = []
+
+    @property
+    def broken(self) -> bool:
+        return self.failed_starts >= _BROKEN_AFTER
+
+    @property
+    def answering(self) -> bool:
+        """It takes work, and answers."""
+        return self.ready and not self.late
+
+    @property
+    def outgoing_bytes(self) -> int:
+        """Bytes of frames that it has not taken yet."""
+        return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
+
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """Send a frame, or keep it for the next process where there is none now."""
+        data = encode(message, body)
+        if self.process is None or not self.process.send(data):
+            self._backlog.append(data)
+
+    def kill(self, why: str) -> None:
+        """End the process at once; it is started again."""
+        self.killed_for = why
+        if self.process is not None:
+            self.process.kill()
+
+    async def start(self, start: Start) -> WorkerProcess:
+        self.killed_for = ""
+        self.silent_seconds, self.late, self.answered, self.asked, self.doing = 0.0, False, False, False, None
+        process = await start()
+        self.process = process
+        self.last_error = ""
+        process.send(encode({"op": "configure", "configuration": asdict(self.configuration)}))
+        backlog, self._backlog = self._backlog, []
+        for data in backlog:
+            process.send(data)
+        return process
+
+    def ask(self, passed: float, late_after: float) -> None:
+        """Ask whether the process is there, or count the seconds that an earlier question has no answer."""
+        if self.asked:
+            self.silent_seconds += passed
+            self.late = self.silent_seconds > late_after
+        elif self.process is not None:
+            self.asked = self.process.send(encode({"op": "ping"}))
+
+    def take_answer(self, message: dict[str, Any]) -> None:
+        """The answer to `ask`."""
+        self.answered, self.asked, self.silent_seconds, self.late = True, False, 0.0, False
+        self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
+
+
+Frames = Callable[[WorkerHandle, dict[str, Any], bytes], Awaitable[None]]
+Deaths = Callable[[WorkerHandle, str], Awaitable[None]]
+
+
+class Pool:
+    """The workers of a service.
+
+    Args:
+        configurations: one per worker.
+        start: starts a worker's process.
+        on_frame: gets every frame, in order per worker.
+        on_death: told when a worker's process has ended unasked, and why.
+        max_worker_bytes: a worker whose memory is beyond is killed before the system kills another process; None for no bound.
+        silence_seconds: a worker that does not answer for so long is killed.
+        max_pass_seconds: a worker whose engine is at one pass for longer is killed; None for no bound.
+    """
+
+    def __init__(
+        self,
+        configurations: list[WorkerConfiguration],
+        start: Start,
+        on_frame: Frames,
+        on_death: Deaths,
+        max_worker_bytes: int | None,
+        silence_seconds: float,
+        max_pass_seconds: float | None,
+    ) -> None:
+        self.workers = [WorkerHandle(number, entry) for number, entry in enumerate(configurations)]
+        self._start = start
+        self._on_frame = on_frame
+        self._on_death = on_death
+        self._max_worker_bytes = max_worker_bytes
+        self._silence_seconds = silence_seconds
+        self._max_pass_seconds = max_pass_seconds
+        self._look_seconds = min(_LOOK_SECONDS, silence_seconds * _LATE_PART / 2)
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start all workers."""
+        keep = [supervise(f"keeping worker {worker.number}", partial(self._supervise, worker)) for worker in self.workers]
+        watch = supervise("watching the workers", self._watch)
+        self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]
+
+    async def close(self) -> None:
+        """Let every worker commit what it has and end; kill those that do not."""
+        self._closing = True
+        for worker in self.workers:
+            if worker.process is not None:
+                worker.send({"op": "exit"})
+        watch = self._tasks.pop() if self._tasks else None
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # no task where the service never began
+            if worker.process is None:  # it waits for a place, or to be started again
+                task.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
+            for worker in self.workers if late else []:
+                worker.kill("it did not end in time")
+            if late:
+                await asyncio.wait(late, timeout=5)
+        for task in [*self._tasks, *([watch] if watch else [])]:
+            task.cancel()
+
+    async def _supervise(self, worker: WorkerHandle) -> None:
+        while not self._closing:
+            try:
+                reason = await self._live(worker)
+            except ReflogpError as error:
+                reason = f"it could not be started: {error}"
+            except Exception as error:  # a defect of ours must not leave the service without a worker
+                logger.exception("worker %d could not be kept", worker.number)
+                reason = f"{type(error).__name__}: {error}"
+            was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
+            if self._closing:
+                return
+            worker.deaths += 1
+            worker.failed_starts = 0 if was_ready else worker.failed_starts + 1
+            worker.last_error = reason
+            logger.warning("worker %d ended: %s", worker.number, reason)
+            try:
+                await self._on_death(worker, reason)
+            except Exception:  # what is lost by it is found as a job that no worker has
+                logger.exception("what follows the end of worker %d failed", worker.number)
+            if worker.failed_starts:
+                await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
+
+    async def _live(self, worker: WorkerHandle) -> str:
+        """A worker's life; why it ended."""
+        process = await worker.start(self._start)
+        logger.info("worker %d started, %s", worker.number, process.name)
+        try:
+            while (frame := await process.receive()) is not None:
+                await self._take(worker, *frame)
+        except Exception:  # a defect of ours must not leave the service without a worker
+            logger.exception("a frame of worker %d could not be handled", worker.number)
+            worker.kill("its frames could not be handled")
+        reason = await process.wait()
+        return worker.killed_for or worker.last_error or reason
+
+    async def _take(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        match message["op"]:
+            case "ready":
+                worker.ready, worker.failed_starts = True, 0
+            case "loaded":
+                worker.loaded = message["references"]
+            case "pong":
+                worker.take_answer(message)
+                return
+            case "dying":
+                worker.last_error = message["error"]
+        await self._on_frame(worker, message, body)
+
+    async def _watch(self) -> None:
+        """Look at every worker now and then; never returns."""
+        last = trimmed = time.monotonic()
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            now = time.monotonic()
+            passed = min(now - last, 2 * self._look_seconds)  # where this process stood still itself, no worker was silent
+            last = now
+            await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
+            if now - trimmed > _TRIM_SECONDS:
+                trimmed = now
+                await to_thread.run_sync(give_freed_memory_back)
+
+    async def _look(self, worker: WorkerHandle, passed: float) -> None:
+        if worker.process is None:
+            worker.memory_bytes = 0
+            return
+        worker.ask(passed, self._silence_seconds * _LATE_PART)
+        allowed = self._silence_seconds * (1 if worker.answered else _START_FACTOR)
+        doing, seconds = worker.doing or ("", 0.0)
+        if worker.silent_seconds > allowed:
+            worker.kill(f"it did not answer for {worker.silent_seconds:.0f} seconds")
+        elif doing == "pass" and self._max_pass_seconds is not None and seconds > self._max_pass_seconds:
+            worker.kill(f"one pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
+        elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * self._look_seconds:
+            logger.warning("worker %d is at one pass for %.0f seconds: it may hang", worker.number, seconds)
+        worker.memory_bytes = await worker.process.memory()
+        if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
+            worker.kill(f"it took {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
+
+
+def own_memory() -> int:
+    """Resident bytes of this process."""
+    return memory_of(os.getpid())

@@ -1,0 +1,589 @@
+"""Precompute jobs: submitted, given to workers, watched, ended.
+
+Knows jobs' lives: who goes next, what a worker's death means, when a search for poison is over. Does not know HTTP, tokens or
+models. Called by the routes, and by the app with what workers say. Lives in the event loop; ledger and files are reached in
+threads.
+
+What a caller asks for (submit, cancel, retry) is in the ledger before the answer. What workers report is recorded by
+PendingWrites, so a ledger that fails ends no job. One task alone gives jobs to workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+
+from reflogp.scoring.errors import LedgerError, LedgerTakenError
+from reflogp.service.fetch import check_uri
+from reflogp.service.fetched import FetchedFolder
+from reflogp.service.fetching import Fetching
+from reflogp.service.helping import Helping
+from reflogp.service.ledger import Claim, DifferentContentError, Ledger, Submission
+from reflogp.service.metrics import Metrics
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, JobRequest, JobSettings, JobState, Report
+from reflogp.service.pending_writes import PendingWrites
+from reflogp.service.pool import Pool, WorkerHandle
+from reflogp.service.problems import Problem
+from reflogp.service.roots import resolve_path, root_of
+from reflogp.service.settings import ServerSettings
+from reflogp.service.shelf import Shelf
+from reflogp.service.supervision import supervise
+from reflogp.service.uploads import UploadFolder
+from reflogp.service.worker.orders import JobOrder
+from reflogp.store.safe_text import hide_secrets
+from reflogp.store.texts import shortened
+
+logger = logging.getLogger(__name__)
+
+#: Deaths of its workers, without anything gained in between, that a job survives.
+_DEATHS = 3
+#: A job in line lets one whose model is loaded pass, for so long.
+_PATIENCE_SECONDS = 60.0
+#: Between two rounds of housekeeping, and after one that failed in part.
+_HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
+_ALIVE_SECONDS = 15.0
+_EVENT_SECONDS = 0.2
+#: A longer report is not shown: this version's are below 200 kB.
+MAX_REPORT_BYTES = 4 << 20
+#: How often the ledger is tried while it works and while it fails, and how often jobs are looked for that no worker has.
+_PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
+
+
+#: A write to the ledger, and what follows when it is there.
+_Write = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class _Running:
+    """A job that a worker has."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.in_flight: list[str] = []
+        self.cancelled = threading.Event()
+        self.why_stopped: str | None = None
+        self.began = False
+        self.counted = JobProgress()
+
+
+class Precompute:
+    """The jobs of a service.
+
+    Args:
+        settings: of the service.
+        folder: for results.
+        ledger: of jobs.
+        shelf: names of references.
+        uploads: dataset files that were sent.
+        fetched: dataset files that came from URIs.
+        metrics: counted in.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        folder: Path,
+        ledger: Ledger,
+        shelf: Shelf,
+        uploads: UploadFolder,
+        fetched: FetchedFolder,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._results = folder / "results"
+        self._results.mkdir(parents=True, exist_ok=True)
+        self._fetched = fetched
+        self._ledger = ledger
+        self._shelf = shelf
+        self._uploads = uploads
+        self._metrics = metrics
+        self._pending = PendingWrites(ledger)
+        self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
+        self._pool: Pool | None = None
+        self._helping: Helping
+        self._running: dict[int, _Running] = {}  # by worker
+        self._cancelled: set[str] = set()  # running jobs that shall end
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._begins: set[asyncio.Task[None]] = set()
+        self._wanted = asyncio.Event()
+        self._look_for_lost = True
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flusher: asyncio.Task[None] | None = None
+
+    def start(self, pool: Pool) -> None:
+        """Take up where the last service ended."""
+        self._pool = pool
+        self._helping = Helping(pool)
+        self._assign()
+        work = {
+            "assigning jobs": self._assign_for_ever,
+            "fetching datasets": self._fetching.run,
+            "housekeeping": self._keep_house,
+            "watching the ledger": self._watch_ledger,
+        }
+        self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
+        self._flusher = asyncio.create_task(supervise("recording what jobs did", self._pending.run))
+
+    def drain(self) -> None:
+        """Begin no further job and end every stream of events."""
+        self._closing = True
+        self._fetching.close()
+        for task in self._tasks:
+            task.cancel()
+        for job in list(self._watchers):
+            self._notify(job)
+
+    async def close(self) -> None:
+        """Record what the ledger lacks, when no worker reports any more; what it does not take is said in the log."""
+        self.drain()
+        if self._flusher is not None:
+            self._flusher.cancel()
+        if not await self._pending.flush():
+            logger.error("%d jobs could not be recorded: the next service goes on with them", len(self._pending.jobs))
+
+    @property
+    def unrecorded(self) -> int:
+        """Writes that wait for the ledger."""
+        return len(self._pending)
+
+    async def submit(
+        self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
+    ) -> tuple[Job, bool]:
+        """(the job, whether it is new). It is in the ledger when this returns.
+
+        Args:
+            request: what to do.
+            who: submits it.
+            idempotency_key: names the job instead of its content.
+            received: (file, sha256) of a dataset that came with the request.
+
+        Raises LedgerError; Problem for an unknown reference, a dataset that may not be read, a key that came with another
+        content.
+        """
+        reference = self._shelf.model_of(request.reference)
+        if received is not None:
+            file, digest = received
+            source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
+        else:
+            source = await to_thread.run_sync(self._admit, request.dataset)
+        asked = {
+            **request.model_dump(exclude={"dataset", "priority", "title"}),
+            "reference": reference.reference_id,
+            "dataset": source.get("digest") or source["uri"],
+            "split": request.dataset.split,
+            "tokenizer": await to_thread.run_sync(self._shelf.tokenizer_digest, reference),
+        }
+        content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
+        if await to_thread.run_sync(self._ledger.waiting) >= self._settings.max_waiting_jobs:
+            raise Problem(429, "too many jobs are in line", "try again when some are done", {"Retry-After": "60"})
+        submission = Submission(
+            identity=identity,
+            content=content,
+            settings=JobSettings(**request.model_dump(exclude={"dataset"})),
+            dataset=request.dataset,
+            source=source,
+            reference_id=reference.reference_id,
+            submitted_by=who,
+            lasting=idempotency_key is not None or "digest" in source,
+        )
+        try:
+            job, new = await to_thread.run_sync(self._ledger.submit, submission)
+        except DifferentContentError as error:
+            raise Problem(
+                409, f"this Idempotency-Key came with another job before ({error.args[0]})", "use a new key for a new job"
+            ) from None
+        if new:
+            logger.info("job submitted by %s", who, extra={"job": job.id})
+        self._assign()
+        return job, new
+
+    async def cancel(self, job_id: str) -> Job:
+        """Cancel a job: at once where it waits, within one pass where it runs. It is in the ledger when this returns.
+
+        Raises LedgerError; Problem when the job has ended.
+        """
+        job = await self.get(job_id)
+        state = await to_thread.run_sync(self._ledger.cancel, job_id)
+        if state not in UNFINISHED:
+            raise Problem(409, f"the job is {state or job.state} already", "nothing is to be done")
+        self._fetching.cancel(job_id)
+        if state == "queued":
+            self._ended(job_id, "cancelled", None, True)
+        else:
+            self._cancelled.add(job_id)
+            self._stop_if_cancelled()
+        return await self.get(job_id)
+
+    async def retry(self, job_id: str) -> Job:
+        """Put a failed or cancelled job in line again. Raises LedgerError; Problem for any other."""
+        job = await self.get(job_id)
+        if not await to_thread.run_sync(self._ledger.retry, job_id):
+            raise Problem(409, f"the job is {job.state}", "only failed and cancelled jobs can be retried")
+        self._notify(job_id)
+        self._assign()
+        return await self.get(job_id)
+
+    async def get(self, job_id: str) -> Job:
+        """Raises Problem when there is no such job."""
+        job = await to_thread.run_sync(self._ledger.get, job_id)
+        if job is None:
+            raise Problem(404, f"there is no job {job_id}", "GET /v1/jobs lists them; ended ones are deleted after keep_days")
+        return job
+
+    async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
+        """The job now and at every change, coalesced, until it has ended; None where nothing changed for a while.
+
+        Ends early when the service does.
+        """
+        changed = asyncio.Event()
+        self._watchers.setdefault(job_id, set()).add(changed)
+        try:
+            while not self._closing:
+                changed.clear()
+                try:
+                    job = await self.get(job_id)
+                except LedgerError:  # the reader waits until it can be read again
+                    yield None
+                    await asyncio.sleep(_PROBE_AGAIN_SECONDS)
+                    continue
+                yield job
+                if job.state not in UNFINISHED:
+                    return
+                while not self._closing:
+                    try:
+                        await asyncio.wait_for(changed.wait(), _ALIVE_SECONDS)
+                        break
+                    except TimeoutError:
+                        yield None
+                await asyncio.sleep(_EVENT_SECONDS)
+        finally:
+            self._watchers[job_id].discard(changed)
+            if not self._watchers[job_id]:
+                del self._watchers[job_id]
+
+    def result(self, job_id: str) -> Path:
+        """Where a job's result is, or would be."""
+        return self._results / f"{job_id}.parquet"
+
+    def report(self, job_id: str) -> Report | None:
+        """A done job's report; None where there is none. Raises Problem 413 for one of more than MAX_REPORT_BYTES."""
+        file = self._report_file(job_id)
+        if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
+            raise Problem(413, f"the report is longer than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which has every row")
+        return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
+
+    async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
+        """What a worker says about a job, to another worker, or that it is ready."""
+        if self._helping.on_frame(worker, message, body):
+            return
+        running = self._running.get(worker.number)
+        match message["op"]:
+            case "ready":
+                self._assign()
+            case "pass" if running is not None and running.claim.id == message["job"]:
+                running.in_flight = message["keys"]
+            case "progress" if running is not None and running.claim.id == message["job"]:
+                progress = JobProgress(**message["progress"])
+                self._count(running, progress)
+                job = running.claim.id
+                self._find_help(worker.number, running)
+                await self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
+            case "job" if running is not None and running.claim.id == message["job"]:
+                await self._let_go(worker.number, running, self._end_of(running, message))
+
+    async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
+        """A worker's process has ended: its job goes back in line, or has had enough. `blame`: it was at the job."""
+        was_helping = self._helping.is_helping(worker.number)
+        self._helping.on_death(worker, reason, blame)
+        blame = blame and not was_helping  # a job of its own had not begun
+        running = self._running.get(worker.number)
+        if running is None:
+            return
+        job = running.claim.id
+        if running.cancelled.is_set():
+            await self._let_go(worker.number, running, self._finish(job, "cancelled"))
+            return
+        note = f"its worker ended: {reason}"
+        if not blame or self._closing:
+            await self._let_go(worker.number, running, self._give_back(job, note))
+            return
+        suspects, poison = running.claim.suspects, dict(running.claim.poison)
+        known = set(suspects)
+        at_work = set(running.in_flight)
+        narrowed = bool(at_work and known and at_work < known)
+        if len(at_work) == 1 and at_work == known:
+            poison |= dict.fromkeys(at_work, f"a worker died whenever it was scored ({reason})")
+            suspects, narrowed = [], True
+            logger.warning("a sequence kills workers and is left out: %s", next(iter(at_work)), extra={"job": job})
+        elif at_work:
+            suspects = sorted(at_work)
+        logger.warning("its worker ended: %s", reason, extra={"job": job})
+
+        def recorded(deaths: int) -> None:
+            if deaths >= _DEATHS:
+                self._ended(job, "failed", f"{deaths} workers died one after the other", True)
+            else:
+                self._notify(job)
+
+        died = partial(self._ledger.died, job, suspects, poison, note, narrowed, _DEATHS)
+        await self._let_go(worker.number, running, (died, recorded))
+
+    async def _let_go(self, number: int, running: _Running, write: _Write) -> None:
+        """A worker has a job no more, and that is to be recorded. The job is in one of the two places at any moment."""
+        job = running.claim.id
+        recorded = self._pending.put(job, *write)
+        del self._running[number]
+        self._helping.end(job, number)
+        self._cancelled.discard(job)
+        try:
+            await recorded
+        finally:
+            self._assign()
+
+    def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
+        """What to record of a job that its worker has done with."""
+        job = running.claim.id
+        match message["end"]:
+            case "done":
+                return self._finish(job, "done", summary=message["summary"])
+            case "failed":
+                source = running.claim.source
+                return self._finish(job, "failed", error=message["error"].replace(source.get("file", "\0"), source["name"]))
+            case "stopped" if running.cancelled.is_set():
+                return self._finish(job, "cancelled")
+            case _:
+                why = {"interrupted": "a more urgent job came", "displaced": "another reference needed its model's place"}
+                return self._give_back(job, why.get(message["why"], "the service ended"))
+
+    def _give_back(self, job: str, note: str) -> _Write:
+        """A running job goes back in line, for a reason."""
+        logger.info("job goes back in line: %s", note, extra={"job": job})
+        return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
+
+    def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
+        error = None if error is None else shortened(error)  # it may hold what a dataset or a template said
+        finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
+        return finish, partial(self._ended, job, state, error)
+
+    def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
+        """A job's end is in the ledger."""
+        if changed:
+            self._metrics.jobs_ended.labels(state).inc()
+            logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
+        self._notify(job)
+
+    async def _fail(self, job: str, error: str) -> None:
+        """A job that waits in line fails."""
+        await self._pending.put(job, *self._finish(job, "failed", error=error))
+
+    def _fetch_changed(self, job: str) -> None:
+        self._notify(job)
+        self._assign()
+
+    def _count(self, running: _Running, progress: JobProgress) -> None:
+        """Add to the metrics what came since the last report."""
+        before, running.counted = running.counted, progress
+        self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
+        self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
+        self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
+
+    def _assign(self) -> None:
+        """Look for jobs for idle workers, and for datasets to fetch, now."""
+        self._wanted.set()
+        self._fetching.look()
+
+    async def _assign_for_ever(self) -> None:
+        """Give jobs to workers whenever something may have changed; never returns. Nobody else claims a job."""
+        looked, failures = 0.0, 0
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
+            self._wanted.clear()
+            try:
+                failed = self._ledger.failures != failures  # a claim that failed may be in the ledger all the same
+                if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
+                    failures = self._ledger.failures
+                    await self._requeue_lost()
+                    looked, self._look_for_lost = time.monotonic(), False
+                await self._assign_once()
+            except LedgerError:
+                await asyncio.sleep(_PROBE_AGAIN_SECONDS)
+                self._wanted.set()
+
+    async def _requeue_lost(self) -> None:
+        """Put jobs in line again that are running in the ledger and that no worker has."""
+        held = {running.claim.id for running in self._running.values()}
+        self._cancelled &= held
+        known = self._pending.jobs | held
+        if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service, or its worker, ended", known):
+            logger.info("%d jobs that no worker has go on", lost)
+
+    async def _assign_once(self) -> None:
+        """Give every idle worker a job; where none is idle, interrupt one that is less urgent than what waits."""
+        assert self._pool is not None
+        for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
+            if not worker.ready or worker.number in self._running:
+                continue
+            claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
+            if claim is None:
+                return
+            if not worker.ready:  # it ended meanwhile
+                self._look_for_lost = True
+                self._wanted.set()
+                return
+            self._helping.dismiss(worker.number)
+            running = self._running[worker.number] = _Running(claim)
+            self._stop_if_cancelled()
+            begin = asyncio.create_task(self._begin(worker, running))
+            self._begins.add(begin)
+            begin.add_done_callback(self._begins.discard)
+            self._notify(claim.id)
+        highest = await to_thread.run_sync(self._ledger.highest_waiting)
+        busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.why_stopped]
+        if highest is not None and busy and min(busy)[0] < highest:
+            number = min(busy)[1]
+            self._stop(number, self._running[number], "interrupted")
+
+    def _find_help(self, owner: int, running: _Running) -> None:
+        """Workers that have no job help with this one. Jobs in line go first: a worker that gets one is called away."""
+        assert self._pool is not None
+        if self._wanted.is_set() or self._closing or running.why_stopped is not None:
+            return
+        idle = [worker for worker in self._pool.workers if worker.answering and worker.number not in self._running]
+        if idle:
+            self._helping.offer(running.claim, owner, running.counted, idle)
+
+    async def _begin(self, worker: WorkerHandle, running: _Running) -> None:
+        claim = running.claim
+        source = claim.source
+        root: str | None = None
+        write: _Write | None = None
+        try:
+            if "path" in source:
+                root = await to_thread.run_sync(self._check_unchanged, source)
+            elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).is_file):
+                note = "its fetched dataset was deleted, and is fetched again"
+                write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
+        except Exception as error:
+            detail = error.detail if isinstance(error, Problem) else str(error)
+            write = self._finish(claim.id, "failed", error=f"the dataset: {detail}")
+        if self._running.get(worker.number) is not running:
+            return  # the worker died meanwhile
+        if running.cancelled.is_set():
+            write = self._finish(claim.id, "cancelled")
+        if write is not None:
+            await self._let_go(worker.number, running, write)
+            return
+        settings = claim.settings
+        order = JobOrder(
+            job=claim.id,
+            reference_id=claim.reference_id,
+            file=source["file"],
+            digest=source["digest"],
+            root=root,
+            split=source["split"],
+            format=settings.format,
+            max_length=settings.max_length,
+            truncation_mode=settings.truncation_mode,
+            ld_alpha=settings.ld_alpha,
+            result=str(self.result(claim.id)),
+            report=str(self._report_file(claim.id)),
+            suspects=claim.suspects,
+            poison=claim.poison,
+        )
+        logger.info("job begins on worker %d", worker.number, extra={"job": claim.id})
+        running.began = True
+        worker.send({"op": "job", "order": asdict(order)})
+        if running.why_stopped is not None:
+            worker.send({"op": "stop", "job": claim.id, "why": running.why_stopped})
+
+    def _stop_if_cancelled(self) -> None:
+        """Tell workers to let go of jobs that were cancelled."""
+        for number, running in self._running.items():
+            if running.claim.id in self._cancelled and not running.cancelled.is_set():
+                running.cancelled.set()
+                self._stop(number, running, "cancelled")
+
+    def _stop(self, number: int, running: _Running, why: str) -> None:
+        assert self._pool is not None
+        running.why_stopped = why
+        if running.began:
+            self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
+
+    def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
+        """What a worker will read; raises Problem for what it may not."""
+        if dataset.upload is not None:
+            file, digest = self._uploads.resolve(dataset.upload)
+            return {"name": dataset.upload, "file": str(file), "digest": digest, "split": dataset.split}
+        if dataset.path is not None:
+            file, digest = resolve_path(dataset.path, self._settings)
+            return {"name": dataset.path, "file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
+        assert dataset.uri is not None
+        check_uri(dataset.uri, self._settings)
+        return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split}
+
+    def _check_unchanged(self, source: dict[str, str]) -> str:
+        """The root of a path. Raises Problem when what lies there is not what was submitted, or may no longer be read."""
+        _, digest = resolve_path(source["path"], self._settings)
+        if digest != source["digest"]:
+            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit it again")
+        return str(root_of(Path(source["file"]), self._settings))
+
+    def _report_file(self, job_id: str) -> Path:
+        return self._results / f"{job_id}.report.json"
+
+    def _notify(self, job: str) -> None:
+        for changed in self._watchers.get(job, ()):
+            changed.set()
+
+    async def _watch_ledger(self) -> None:
+        """Know whether the ledger can be written; never returns. Jobs end where another service has taken it over."""
+        while True:
+            await to_thread.run_sync(self._ledger.probe)
+            if isinstance(self._ledger.trouble, LedgerTakenError):
+                for number, running in self._running.items():
+                    if running.why_stopped is None:
+                        self._stop(number, running, "taken")
+            await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
+
+    async def _keep_house(self) -> None:
+        """Delete what nobody needs any more, now and then; never returns."""
+        while True:
+            moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
+            steps: list[Callable[[], object]] = [
+                partial(self._forget_before, moment),
+                self._fetched.collect,
+                partial(self._uploads.collect, moment),
+            ]
+            failed = False
+            for step in steps:
+                try:
+                    await to_thread.run_sync(step)
+                except Exception as error:  # the others are done all the same, and this one is tried again
+                    failed = True
+                    known = isinstance(error, LedgerError | OSError)
+                    logger.warning("housekeeping failed in part: %s", error, exc_info=not known)
+            await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
+
+    def _forget_before(self, moment: datetime) -> None:
+        """Delete jobs that ended before a moment; their files first, so that none is left without a job."""
+        jobs = self._ledger.ended_before(moment)
+        for job in jobs:
+            self.result(job).unlink(missing_ok=True)
+            self._report_file(job).unlink(missing_ok=True)
+        if jobs:
+            self._ledger.forget(jobs)

@@ -1,0 +1,144 @@
+"""The one shape of an error over HTTP: problem+json (RFC 9457) with a cause and a next step.
+
+Knows status codes and our error tree. Called by the app, which registers the handlers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+
+from reflogp.scoring.errors import LedgerDamagedError, LedgerError
+from reflogp.store import (
+    DamagedStoreError,
+    ReferenceNotFoundError,
+    ReflogpError,
+    SnapshotNotFoundError,
+    StoreUnavailableError,
+    UsageError,
+)
+from reflogp.store.safe_text import hide_secrets, visible
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+#: What our own errors mean over HTTP, the first that fits.
+_STATUS: list[tuple[type[ReflogpError], int, str]] = [
+    (ReferenceNotFoundError, 404, "GET /v1/references lists what there is"),
+    (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
+    (LedgerDamagedError, 503, "an administrator mends the ledger as the message says"),
+    (LedgerError, 503, "try again; an administrator checks the service's state folder"),
+    (UsageError, 422, "correct the request"),
+    (DamagedStoreError, 503, "an administrator runs `reflogp store verify --repair`"),
+    (StoreUnavailableError, 503, "try again; an administrator checks the store"),
+]
+#: When to ask again where the ledger of jobs fails.
+_LEDGER_SECONDS = "5"
+
+
+class ProblemBody(BaseModel):
+    """A problem, as RFC 9457 shapes it."""
+
+    type: str = Field(default="about:blank", description="Kind of problem.")
+    title: str = Field(description="The status in words.")
+    status: int
+    detail: str = Field(description="What happened.")
+    next_step: str = Field(description="What the caller can do.")
+
+
+class Problem(Exception):
+    """Ends a request with a problem.
+
+    Args:
+        status: HTTP status.
+        detail: what happened.
+        next_step: what the caller can do.
+        headers: of the answer.
+    """
+
+    def __init__(self, status: int, detail: str, next_step: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.next_step, self.headers = status, detail, next_step, headers
+
+    def response(self) -> JSONResponse:
+        body = ProblemBody(
+            title=HTTPStatus(self.status).phrase,
+            status=self.status,
+            detail=visible(hide_secrets(self.detail)),
+            next_step=visible(hide_secrets(self.next_step)),
+        )
+        return JSONResponse(body.model_dump(), self.status, self.headers, MEDIA_TYPE)
+
+
+def problem_of(error: ReflogpError) -> Problem:
+    """What one of our errors is over HTTP."""
+    for kind, status, next_step in _STATUS:
+        if isinstance(error, kind):
+            headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
+            return Problem(status, str(error), next_step, headers)
+    return Problem(500, str(error), "try again; if it stays, report it with the service's log")
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of the app a problem."""
+
+    @app.exception_handler(Problem)
+    async def _(request: Request, error: Problem) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(ReflogpError)
+    async def _(request: Request, error: ReflogpError) -> JSONResponse:
+        return problem_of(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes").response()
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException) -> JSONResponse:
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # starlette names the methods of the first route with this path only
+            headers["Allow"] = ", ".join(_methods_here(request))
+        return Problem(error.status_code, str(error.detail), "see /docs for the routes", headers).response()
+
+    @app.exception_handler(Exception)
+    async def _(request: Request, error: Exception) -> JSONResponse:
+        logger.exception("%s %s failed", request.method, request.url.path)
+        return Problem(500, f"the service failed ({type(error).__name__})", "report it with the service's log").response()
+
+
+def _methods_here(request: Request) -> list[str]:
+    """Methods that some route takes at a request's path."""
+    found: set[str] = set()
+    for route in _routes_of(request.app.routes):
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return sorted(found)
+
+
+def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
+    """Routes, and those of included routers, which newer versions of FastAPI keep as they are."""
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is None:
+            yield route
+        else:
+            yield from _routes_of(included.routes)
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's entries for a route's problems."""
+    content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

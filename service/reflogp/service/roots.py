@@ -1,0 +1,68 @@
+"""Datasets by path: files and folders under the roots that an administrator allows, and nothing else.
+
+Knows how a request may name a path; `data.rooted` opens it. Blocking. Called where a job is submitted and where it begins; the
+worker opens the files in the same way, and reads only what has the digest that was found here.
+
+A path outside the roots is answered the same whether it is there or not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from reflogp.scoring.data.rooted import MOST_ENTRIES, PathError, digest_below
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+from reflogp.store import FileChangedError
+
+_UPLOAD = "send the dataset as an upload: PUT /v1/uploads/NAME"
+_STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
+
+
+def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
+    """The file or folder that a request names, without links, and a digest of its content (sha256; blake2b for a folder).
+
+    A folder's digest is over the relative names and sha256 of its dataset files. Hidden ones and those of other suffixes are
+    left out: no reader takes them.
+
+    Raises:
+        Problem: 403 for what is not under a root, 404 for what is not there, 422 for what no dataset can be.
+    """
+    if not settings.dataset_roots:
+        raise Problem(403, "this service takes no paths (its setting dataset_roots is empty)", _UPLOAD)
+    named = _checked(path)
+    for root in sorted(settings.dataset_roots, key=lambda root: len(root.parts)):
+        real_root = root.expanduser().resolve()
+        for prefix in (root.expanduser(), real_root):
+            if named.is_relative_to(prefix):
+                try:
+                    return digest_below(real_root, named.relative_to(prefix).parts, MOST_ENTRIES)
+                except PathError as error:
+                    raise Problem(_STATUS[error.kind], str(error), error.next_step) from error
+                except FileChangedError as error:
+                    raise Problem(409, f"{path} is being written to", "submit it when it is complete") from error
+    raise _outside()
+
+
+def root_of(file: Path, settings: ServerSettings) -> Path:
+    """The root, without links, that a path of `resolve_path` lies below. Raises Problem where there is none any more."""
+    for root in sorted((root.expanduser().resolve() for root in settings.dataset_roots), key=lambda root: len(root.parts)):
+        if file.is_relative_to(root):
+            return root
+    raise _outside()
+
+
+def _outside() -> Problem:
+    return Problem(403, "the path is not under a folder that this service reads datasets from", _UPLOAD)
+
+
+def _checked(path: str) -> PurePosixPath:
+    """A path as it may be written: absolute, without `..`, hidden parts and control characters."""
+    if any(ord(ch) < 32 or ord(ch) == 127 or 0xD800 <= ord(ch) <= 0xDFFF for ch in path):
+        raise Problem(422, "the path has control characters", "name the path as it is")
+    if not path.startswith("/") or path.startswith("//"):
+        raise Problem(422, "the path is not absolute", "begin it with one slash")
+    parts = path.split("/")
+    if ".." in parts:
+        raise Problem(422, "the path has a part '..'", "name the path without it")
+    return PurePosixPath(path)

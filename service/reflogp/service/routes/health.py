@@ -1,0 +1,92 @@
+"""/healthz, /readyz and /metrics: how the service is, for what watches it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.metadata import version
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, Field
+
+from reflogp.scoring.errors import LedgerError
+from reflogp.service.auth import requires
+from reflogp.service.context import Context
+from reflogp.service.pool import Pool, WorkerHandle, own_memory
+from reflogp.service.problems import Problem, documented
+from reflogp.store import ReflogpError
+
+
+class Health(BaseModel):
+    """That the service is well."""
+
+    status: str = Field(description="ok.")
+    version: str = Field(description="Of reflogp.")
+
+
+def health_router(context: Context, pool: Pool) -> APIRouter:
+    """Routes that say how the service is."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/healthz", summary="Is it alive", response_description="It is.")
+    async def healthz() -> Health:
+        """The process answers."""
+        return Health(status="ok", version=version("reflogp"))
+
+    @router.get("/readyz", summary="Is it ready", response_description="It is.", responses=documented(503))
+    async def readyz() -> Health:
+        """The store can be read, the ledger of jobs can be written, and a worker answers.
+
+        While workers start, 503 says so. A service without reference models has no workers and needs none.
+        """
+        try:
+            await to_thread.run_sync(context.shelf.list)
+        except ReflogpError as error:
+            raise Problem(503, str(error), "an administrator checks the store") from error
+        await to_thread.run_sync(context.ledger.waiting)
+        if (trouble := context.ledger.trouble) is not None:
+            raise trouble
+        if pool.workers and not any(worker.answering for worker in pool.workers):
+            raise Problem(
+                503, _why_not(pool.workers), "wait, or an administrator reads the service's log", {"Retry-After": "5"}
+            )
+        return Health(status="ready", version=version("reflogp"))
+
+    @router.get(
+        "/metrics",
+        dependencies=[Depends(requires("read", context.settings.tokens))],
+        summary="Count and time",
+        response_class=PlainTextResponse,
+        response_description="Prometheus' text format.",
+        responses=documented(401, 403),
+    )
+    async def metrics() -> Response:
+        """Jobs by state, tokens and sequences by way, hits, queue, latencies, workers, the ledger, memory."""
+        jobs = None
+        with suppress(LedgerError):
+            jobs = await to_thread.run_sync(context.ledger.counts)
+        ledger, workers = context.ledger, pool.workers
+        context.metrics.set_ledger(ledger.trouble is None, ledger.failures, context.precompute.unrecorded)
+        busy = {worker.number: worker.doing for worker in workers}
+        context.metrics.set_workers(sum(w.ready for w in workers), sum(w.answering for w in workers), busy)
+        memory = {"service": own_memory(), **{f"worker {worker.number}": worker.memory_bytes for worker in workers}}
+        text = context.metrics.text(jobs, context.online.queued_tokens(), memory)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def _why_not(workers: list[WorkerHandle]) -> str:
+    """Why no worker answers."""
+    if all(worker.broken for worker in workers):
+        return f"no worker can be started: {workers[0].last_error or 'see the log'}"
+    silent = [worker for worker in workers if worker.late]
+    if silent:
+        return f"worker {silent[0].number} has not answered for {silent[0].silent_seconds:.0f} seconds"
+    return "no worker has started yet: " + "; ".join(
+        f"worker {worker.number} ended: {worker.last_error}"
+        if worker.process is None and worker.last_error
+        else f"worker {worker.number} is starting"
+        for worker in workers
+    )

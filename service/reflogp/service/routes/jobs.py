@@ -1,0 +1,259 @@
+"""/v1/jobs: submit, look at, follow, cancel, retry; results and reports."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+
+from reflogp.service.auth import may_read, requires, still_allowed
+from reflogp.service.bodies import JSON, PiecewiseResponse, body_schemas, read_json, require_type, stream_chunks
+from reflogp.service.context import Context
+from reflogp.service.ledger import Ledger
+from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Jobs, JobSettings, JobState, Report
+from reflogp.service.precompute import MAX_REPORT_BYTES
+from reflogp.service.problems import Problem, documented
+from reflogp.service.request_memory import reservation_of
+
+#: A dataset that is itself the body of a submission: its media type, and the file's suffix.
+DATASET_TYPES = {
+    "application/x-ndjson": ".jsonl",
+    "application/jsonl": ".jsonl",
+    "text/csv": ".csv",
+    "application/vnd.apache.parquet": ".parquet",
+    "application/vnd.apache.arrow.file": ".arrow",
+}
+_PARQUET = "application/vnd.apache.parquet"
+_MAX_JSON = 1 << 20
+#: Jobs that are read from the ledger at a time, and bytes of JSON after which a page ends.
+_JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
+#: Bytes of memory for each job of a page, and at most for all: read, validated and written.
+_JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
+#: Bytes of memory that a report takes, read, validated and written.
+_REPORT_COST = 4 * MAX_REPORT_BYTES
+_JobId = Annotated[str, Path(description="Id of a job, as its submission answered it.")]
+
+
+def jobs_router(context: Context) -> APIRouter:
+    """Routes over precompute jobs."""
+    router = APIRouter(tags=["jobs"])
+    settings, precompute, ledger = context.settings, context.precompute, context.ledger
+    reader = Depends(requires("read", settings.tokens))
+    scorer = Depends(requires("score", settings.tokens))
+
+    @router.post(
+        "/v1/jobs",
+        status_code=201,
+        summary="Submit a job",
+        response_model=Job,
+        response_description="The job, which is in line now. `Location` names it.",
+        responses={
+            **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
+            200: {"model": Job, "description": "The same job is known."},
+        },
+        openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
+    )
+    async def submit(
+        request: Request,
+        response: Response,
+        query: Annotated[JobSettings | None, Depends(_settings_of_query)],
+        who: str = scorer,
+        idempotency_key: Annotated[
+            str | None, Header(max_length=200, description="Names the job instead of its content.")
+        ] = None,
+    ) -> Job:
+        """Submit a job. The same job sent twice is one job.
+
+        What makes two the same is the Idempotency-Key, or without one the content: the dataset's bytes, the reference and the
+        settings. One that failed or was cancelled is put in line again. The body is JSON that names a dataset, or the dataset
+        itself, with the settings in the query.
+        """
+        kind = require_type(request, JSON, *DATASET_TYPES)
+        if kind in DATASET_TYPES:
+            if query is None:
+                raise Problem(404, "the query names no reference", "add ?reference=NAME")
+            context.shelf.model_of(query.reference)
+            declared = request.headers.get("content-length", "")
+            length = int(declared) if declared.isdigit() else None
+            received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for people: no upload has it
+            asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
+            job, new = await precompute.submit(asked, who, idempotency_key, received)
+        else:
+            asked = await read_json(request, JobRequest, min(_MAX_JSON, settings.max_body_bytes, settings.max_json_bytes))
+            job, new = await precompute.submit(asked, who, idempotency_key)
+        response.status_code = 201 if new else 200
+        response.headers["Location"] = f"/v1/jobs/{job.id}"
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger(asked)
+
+    @router.get(
+        "/v1/jobs",
+        dependencies=[reader],
+        summary="List jobs",
+        response_model=Jobs,
+        response_description="A page of them.",
+        responses=documented(401, 403, 422, 503),
+    )
+    async def jobs(
+        request: Request,
+        state: Annotated[JobState | None, Query(description="Only these.")] = None,
+        before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
+    ) -> Response:
+        """Jobs, the newest first. A page that would be long ends before `limit`; `next_before` leads to the next."""
+        await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
+        return await to_thread.run_sync(_page, ledger, state, before, limit)
+
+    @router.get(
+        "/v1/jobs/{job_id}",
+        dependencies=[reader],
+        summary="Show a job",
+        response_description="The job as it is now.",
+        responses=documented(401, 403, 404, 422, 503),
+    )
+    async def job(job_id: _JobId) -> Job:
+        """A job and how far it is."""
+        return await precompute.get(job_id)
+
+    @router.get(
+        "/v1/jobs/{job_id}/events",
+        dependencies=[reader],
+        summary="Follow a job",
+        response_class=StreamingResponse,
+        response_description="Events until the job has ended.",
+        responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events(job_id: _JobId, request: Request) -> Response:
+        """The job at once and at every change, as server-sent events.
+
+        `job` while it goes on, `end` with its final state. A slow reader misses steps in between, never the last one.
+        """
+        await precompute.get(job_id)
+
+        async def stream() -> AsyncIterator[str]:
+            async for found in precompute.watch(job_id):
+                if not still_allowed(request):
+                    return
+                if found is None:
+                    yield ":\n\n"
+                    continue
+                kind = "job" if found.state in UNFINISHED else "end"
+                yield f"event: {kind}\ndata: {found.model_dump_json()}\n\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    @router.delete(
+        "/v1/jobs/{job_id}",
+        status_code=202,
+        summary="Cancel a job",
+        response_description="The job, which is cancelled or about to be.",
+        responses=documented(401, 403, 404, 409, 422, 503),
+    )
+    async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
+        """Cancel a job: at once where it waits, within one pass where it runs. What is computed stays in the store."""
+        job = await precompute.cancel(job_id)
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger()
+
+    @router.post(
+        "/v1/jobs/{job_id}/retry",
+        status_code=202,
+        summary="Retry a job",
+        response_description="The job, which is in line again.",
+        responses=documented(401, 403, 404, 409, 422, 503),
+    )
+    async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
+        """Put a failed or cancelled job in line again."""
+        job = await precompute.retry(job_id)
+        return job if may_read(request) or job.submitted_by == who else job.for_stranger()
+
+    @router.get(
+        "/v1/jobs/{job_id}/result",
+        dependencies=[reader],
+        summary="Fetch a job's values",
+        response_class=FileResponse,
+        response_description="The file.",
+        responses={
+            **documented(401, 403, 404, 409, 422, 503),
+            200: {"content": {_PARQUET: {}}},
+            206: {"content": {_PARQUET: {}}, "description": "The part that `Range` asked for."},
+        },
+    )
+    async def result(job_id: _JobId) -> Response:
+        """The values in dataset order, as Parquet: row, keys, ref columns, error."""
+        await _require_done(job_id)
+        file = precompute.result(job_id)
+        if not await to_thread.run_sync(file.is_file):
+            raise Problem(404, "the job has no result: no row of it could be read", "see the job's report")
+        return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
+
+    @router.get(
+        "/v1/jobs/{job_id}/report",
+        dependencies=[reader],
+        summary="Show a job's report",
+        response_description="Histograms, outliers and bad rows.",
+        responses=documented(401, 403, 404, 409, 413, 422, 503),
+    )
+    async def report(job_id: _JobId, request: Request) -> Report:
+        """What a done job's values look like: histograms, outliers, bad rows."""
+        await _require_done(job_id)
+        await reservation_of(request).reserve(_REPORT_COST)
+        found = await to_thread.run_sync(precompute.report, job_id)
+        if found is None:
+            raise Problem(404, "the job has no report", "submit it again with another Idempotency-Key")
+        return found
+
+    async def _require_done(job_id: str) -> None:
+        state = (await precompute.get(job_id)).state
+        if state != "done":
+            step = "wait until it is done" if state in UNFINISHED else "put it in line again: retry"
+            raise Problem(409, f"the job is {state}", step)
+
+    return router
+
+
+def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
+    """A page of jobs as JSON, read in small steps until there are `limit` of them or _PAGE_BYTES."""
+    jobs: list[str] = []
+    size = 0
+    while True:
+        found = ledger.page(state, before, min(_JOBS_AT_ONCE, limit - len(jobs)))
+        written = [job.model_dump_json() for job in found.jobs]
+        jobs += written
+        size += sum(map(len, written))
+        before = found.next_before
+        if before is None or len(jobs) >= limit or size >= _PAGE_BYTES:
+            rest = f'"counts":{json.dumps(found.counts)},"next_before":{json.dumps(before)}'
+            return PiecewiseResponse(f'{{"jobs":[{",".join(jobs)}],{rest}}}', media_type="application/json")
+
+
+def _settings_of_query(
+    reference: Annotated[
+        str | None,
+        Query(min_length=1, max_length=200, description="Settings of a job whose body is the dataset: as in its JSON."),
+    ] = None,
+    format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
+    max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,
+    truncation_mode: Annotated[str, Query(pattern="^keep_(start|end)$", description="As above.")] = "keep_start",
+    ld_alpha: Annotated[float | None, Query(ge=0, le=1, description="As above.")] = None,
+    priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
+    title: Annotated[str, Query(max_length=200, description="As above.")] = "",
+) -> JobSettings | None:
+    """Settings of a job whose body is the dataset itself; None without a reference."""
+    if reference is None:
+        return None
+    return JobSettings.model_validate(
+        {
+            "reference": reference,
+            "format": format,
+            "max_length": max_length,
+            "truncation_mode": truncation_mode,
+            "ld_alpha": ld_alpha,
+            "priority": priority,
+            "title": title,
+        }
+    )

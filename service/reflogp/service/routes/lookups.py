@@ -1,0 +1,213 @@
+"""/v1/references and /v1/lookup: what the store has."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from reflogp.service.auth import requires
+from reflogp.service.bodies import (
+    JSON,
+    PIECE_BYTES,
+    body_schemas,
+    in_pieces,
+    json_response,
+    keys_body_bytes,
+    keys_of,
+    read_body,
+    read_json,
+    require_type,
+)
+from reflogp.service.context import Context
+from reflogp.service.problems import Problem, documented
+from reflogp.service.request_memory import reservation_of
+from reflogp.store import Snapshot
+from reflogp.store.arrow_stream import ARROW_STREAM
+from reflogp.store.keys import KEY_BYTES, KEY_TYPE
+from reflogp.store.lookup import answer_messages, answer_parts, answer_table
+from reflogp.store.safe_text import hide_secrets
+from reflogp.store.shard import READ_BYTES
+from reflogp.store.snapshot import Found
+
+#: Bytes of token values in one batch of an answer, at most, and as a part of the memory of all requests. Each batch reads the
+#: row groups that hold its keys: large ones read less in all, and take more memory.
+_BATCH_BYTES, _BATCH_PART = 64 << 20, 16
+#: Bytes of memory for each byte of keys: as they came, and once more where they came in several batches.
+_KEYS_COST = 2
+#: Reserved beside: what decoding, a schema and a piece of the answer take.
+_MARGIN_BYTES = 64 << 10
+#: Token values in a JSON answer, and bytes of memory for each: a Python number, its place in a list, about 20 characters.
+_MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
+
+
+class ReferenceInfo(BaseModel):
+    """A reference that the service knows."""
+
+    name: str | None = Field(description="Its name here; None for one that only the store knows.")
+    reference_id: str = Field(description="Digest of the model's content and numerics.")
+    model: str = Field(description="What it was called when it was described.")
+    dtype: str = Field(description="What it computes in.")
+    lm_head_dtype: str = Field(description="What its logits are computed in.")
+    snapshot: int | None = Field(description="Number of the latest snapshot; None where nothing was scored.")
+    sequences: int = Field(description="Rows of that snapshot.")
+
+
+class References(BaseModel):
+    """All references of the service and its store."""
+
+    store: str = Field(description="Where the values are kept.")
+    references: list[ReferenceInfo] = Field(description="By name, then those that only the store knows.")
+
+
+class LookupRequest(BaseModel):
+    """Keys to look up, for people and small numbers; programs send an Arrow stream."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
+    keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
+        max_length=10_000, description="Each 32 hex digits."
+    )
+    values: bool = Field(False, description="Give token_logps too.")
+
+
+class LookupAnswer(BaseModel):
+    """One entry per key, in order; null for a key that the snapshot has not."""
+
+    reference_id: str = Field(description="Whose values these are.")
+    snapshot: int = Field(description="Number of the snapshot that was read.")
+    scored_len: list[int | None] = Field(description="Values that are stored.")
+    logp_sum: list[float | None] = Field(description="Their sum, nats.")
+    token_logps: list[list[float] | None] | None = Field(None, description="The values, where they were asked for.")
+
+
+def lookups_router(context: Context) -> APIRouter:
+    """Routes over the shelf of references."""
+    router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
+    settings, shelf = context.settings, context.shelf
+
+    @router.get(
+        "/v1/references",
+        tags=["references"],
+        summary="List references",
+        response_description="References by name, then those that only the store knows.",
+        responses=documented(401, 403, 503),
+    )
+    async def references() -> References:
+        """What can be asked for: references by name, and every other one of the store."""
+
+        def described() -> list[ReferenceInfo]:
+            return [
+                ReferenceInfo(
+                    name=entry.name,
+                    reference_id=entry.reference.reference_id,
+                    model=hide_secrets(entry.reference.name),
+                    dtype=entry.reference.dtype,
+                    lm_head_dtype=entry.reference.lm_head_dtype,
+                    snapshot=entry.table.snapshot_number() if entry.table else None,
+                    sequences=entry.table.totals()[1] if entry.table else 0,
+                )
+                for entry in shelf.list()
+            ]
+
+        return References(store=hide_secrets(shelf.store.uri), references=await to_thread.run_sync(described))
+
+    def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
+        """Look keys up. Raises a Problem where their values are more than `most` bytes."""
+        found = snapshot.find(keys)
+        if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
+            raise Problem(413, f"their values are more than {most:,} bytes", "ask for fewer keys at a time")
+        missing = int((found.lengths < 0).sum())
+        context.metrics.lookup_keys.labels("no").inc(missing)
+        context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
+        return found
+
+    def with_values(held: int, reading: int) -> int:
+        """What to reserve where token values are read too.
+
+        A store's row groups are as large as they are, and one must be read whole: where that is more than any request may take,
+        the request has all that there is.
+        """
+        return max(held, min(held + reading, context.request_memory.largest))
+
+    @router.post(
+        "/v1/lookup",
+        tags=["lookup"],
+        summary="Look keys up",
+        response_model=LookupAnswer,
+        response_description="One entry per key, in order.",
+        responses={**documented(400, 401, 403, 404, 408, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
+        openapi_extra=body_schemas(LookupRequest, ARROW_STREAM),
+    )
+    async def lookup(
+        request: Request,
+        reference: Annotated[str, Query(max_length=200, description="Name or id.")],
+        snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number; the latest when left out.")] = None,
+        values: Annotated[bool, Query(description="Give token_logps too (Arrow requests).")] = False,
+    ) -> Any:
+        """What the store has for some keys.
+
+        An Arrow stream with the column `key` is answered by one with `scored_len`, `logp_sum` and, where asked for,
+        `token_logps`; its schema's metadata names reference_id and snapshot. JSON is answered by JSON.
+        """
+        kind = require_type(request, JSON, ARROW_STREAM)
+        reservation = reservation_of(request)
+        if kind == ARROW_STREAM:
+            found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+            batch = min(_BATCH_BYTES, context.request_memory.size // _BATCH_PART)
+            longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
+
+            def cost(size: int) -> int:
+                finding = _MARGIN_BYTES + _KEYS_COST * size + found_in.find_bytes(size // KEY_BYTES)
+                return with_values(finding, 2 * (batch + READ_BYTES)) if values else finding
+
+            body = await read_body(request, longest, cost)
+            keys = await to_thread.run_sync(keys_of, body, settings.max_lookup_keys)
+            found = await to_thread.run_sync(find, found_in, keys, values, settings.max_answer_bytes)
+            del body, keys
+            parts = answer_parts(found, values, batch)
+            largest = max((4 * int(found.lengths[slice(*part)].clip(min=0).sum()) for part in parts), default=0)
+            held = _MARGIN_BYTES + found.nbytes + 2 * PIECE_BYTES
+            reservation.resize(with_values(held, found.values_bytes(largest)) if values else held)
+            return await _streamed(answer_messages(found_in, found, values, parts))
+        asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+        found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+        keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
+        most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
+        found = await to_thread.run_sync(find, found_in, keys, asked.values, most)
+        held = reservation.bytes + found_in.find_bytes(len(keys))
+        if asked.values:
+            held = with_values(held + _JSON_VALUE_COST * _MAX_JSON_VALUES, found.values_bytes(most))
+        reservation.resize(held)
+        return await to_thread.run_sync(_json, found_in, found, asked.values)
+
+    return router
+
+
+def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
+    columns = answer_table(snapshot, found, values).to_pydict()
+    return json_response(LookupAnswer(reference_id=snapshot.reference_id, snapshot=snapshot.number, **columns))
+
+
+async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
+    """An Arrow stream whose batches are made while it is sent.
+
+    The first batch is made before the status is sent, so that a store that cannot be read is a problem and not half an answer.
+    """
+    first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while first:
+            for piece in in_pieces(first.pop(0)):
+                yield piece
+        while (message := await to_thread.run_sync(next, messages, None)) is not None:
+            for piece in in_pieces(message):
+                yield piece
+
+    return StreamingResponse(pieces(), media_type=ARROW_STREAM)

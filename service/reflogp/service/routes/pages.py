@@ -1,0 +1,276 @@
+"""Pages for people: jobs, one job, references, the store, signing in. Made on the server; a script only keeps them up to date.
+
+Knows templates, browsers and their cookie. What is shown comes from the ledger, Precompute and the shelf. The app mounts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.resources import files
+from typing import get_args
+from urllib.parse import parse_qs, quote
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from reflogp.scoring.data import formats
+from reflogp.scoring.report.chart_frame import STYLE
+from reflogp.service import charts
+from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
+from reflogp.service.bodies import read_body, require_type
+from reflogp.service.context import Context
+from reflogp.service.models import UNFINISHED, JobState
+from reflogp.service.pages import api, names
+from reflogp.service.problems import Problem, problem_of
+from reflogp.service.settings import Scope
+from reflogp.service.shelf import Shelved
+from reflogp.service.sites import is_of_own_page
+from reflogp.store import ReflogpError
+from reflogp.store.commands import repair_command
+from reflogp.store.safe_text import hide_secrets, visible
+
+_STATES: tuple[JobState, ...] = get_args(JobState)
+#: Jobs of one page, bytes of a sign-in.
+_JOBS, _FORM_BYTES = 50, 16 << 10
+#: Of every page, beside those of every answer (`sites`).
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'",
+    "Cache-Control": "no-store",
+}
+_FOLDER = "reflogp.service.pages"
+_MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+#: Answers a request of somebody with that name.
+_Handler = Callable[[Request, str], Awaitable[Response]]
+
+
+def pages_router(context: Context) -> APIRouter:
+    """The routes of all pages. Where tokens are set, everything but signing in needs the cookie of one."""
+    pages = _Pages(context)
+    router = APIRouter(include_in_schema=False)
+    router.get("/")(pages.shown(pages.jobs))
+    router.get("/jobs")(pages.shown(pages.jobs))
+    router.get("/jobs/{job_id}")(pages.shown(pages.job))
+    router.get("/references")(pages.shown(pages.references))
+    router.get("/store")(pages.shown(pages.store))
+    router.post("/jobs/{job_id}/cancel")(pages.shown(pages.cancel, "score"))
+    router.post("/jobs/{job_id}/retry")(pages.shown(pages.retry, "score"))
+    router.get("/docs")(pages.shown(pages.api, None))
+    router.get("/signin")(pages.shown(pages.ask_token, None))
+    router.post("/signin")(pages.shown(pages.sign_in, None))
+    router.post("/signout")(pages.shown(pages.sign_out, None))
+    router.get("/static/{name}")(pages.static)
+    return router
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the store holds of a reference."""
+
+    shelved: Shelved
+    snapshot: int | None
+    shards: int
+    rows: int
+    bytes: int
+    repair: str | None
+
+    @classmethod
+    def of(cls, shelved: Shelved) -> _Held:
+        table = shelved.table
+        if table is None:
+            return cls(shelved, None, 0, 0, 0, None)
+        number = table.snapshot_number()
+        return cls(shelved, number, *table.totals(), repair_command(table.uri) if table.log_is_damaged else None)
+
+
+class _Pages:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._tokens = context.settings.tokens
+        folder = files(_FOLDER) / "static"
+        self._files = {entry.name: entry.read_bytes() for entry in folder.iterdir() if _suffix(entry.name) in _MEDIA_TYPES}
+        self._files[STYLE.name] = STYLE.read_bytes()
+        self._templates = Environment(
+            loader=PackageLoader(_FOLDER),
+            autoescape=True,
+            finalize=_shown,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=StrictUndefined,
+        )
+        for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
+            self._templates.filters[name] = getattr(formats, name)
+        for name in ("dataset_name", "job_name"):
+            self._templates.filters[name] = getattr(names, name)
+        self._templates.globals.update(
+            static=self._static_url, histogram=charts.histogram, throughput=charts.throughput, guarded=bool(self._tokens)
+        )
+
+    def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
+        """A route that asks who it is, makes a page of every error and sets the headers. Scope None: anybody."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                response = await self._answered(handler, scope, request)
+            except Problem as problem:
+                response = self._error(request, problem)
+            except ReflogpError as error:
+                response = self._error(request, problem_of(error))
+            response.headers.update(_HEADERS)
+            return response
+
+        return answer
+
+    async def jobs(self, request: Request, who: str) -> Response:
+        state = next((state for state in _STATES if state == request.query_params.get("state")), None)
+        before = request.query_params.get("before")
+        page = await to_thread.run_sync(self._context.ledger.page, state, before, _JOBS)
+        return self._page(
+            "jobs.html",
+            who,
+            page=page,
+            state=state,
+            states=_STATES,
+            before=before,
+            unfinished=any(page.counts.get(state) for state in UNFINISHED),
+            url=f"{'https' if _came_by_https(request) else 'http'}://{request.url.netloc}",
+            references=sorted(self._context.settings.references),
+        )
+
+    async def job(self, request: Request, who: str) -> Response:
+        job_id = request.path_params["job_id"]
+        job = await to_thread.run_sync(self._context.ledger.get, job_id)
+        if job is None:
+            raise Problem(404, f"there is no job {job_id!r}", "the list of jobs has those that are kept")
+        report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
+        return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
+
+    async def cancel(self, request: Request, who: str) -> Response:
+        job = await self._context.precompute.cancel(request.path_params["job_id"])
+        return RedirectResponse(f"/jobs/{job.id}", HTTPStatus.SEE_OTHER)
+
+    async def retry(self, request: Request, who: str) -> Response:
+        job = await self._context.precompute.retry(request.path_params["job_id"])
+        return RedirectResponse(f"/jobs/{job.id}", HTTPStatus.SEE_OTHER)
+
+    async def references(self, request: Request, who: str) -> Response:
+        return self._page("references.html", who, entries=await to_thread.run_sync(self._held))
+
+    async def store(self, request: Request, who: str) -> Response:
+        entries = [entry for entry in await to_thread.run_sync(self._held) if entry.snapshot is not None]
+        return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.shelf.store.uri))
+
+    async def api(self, request: Request, who: str) -> Response:
+        spec = request.app.openapi()
+        return self._page("api.html", who, operations=api.operations(spec), shapes=api.shapes(spec))
+
+    async def ask_token(self, request: Request, who: str) -> Response:
+        target = _local(request.query_params.get("next", ""))
+        if not self._tokens or sessions_of(request).entry(request):
+            return RedirectResponse(target, HTTPStatus.SEE_OTHER)
+        return self._page("signin.html", "", next=target, wrong=None)
+
+    async def sign_in(self, request: Request, who: str) -> Response:
+        require_type(request, "application/x-www-form-urlencoded")
+        body = await read_body(request, _FORM_BYTES, lambda size: 16 * size)
+        form = parse_qs(body.decode("utf-8", "replace"))
+        token, target = form.get("token", [""])[0].strip(), _local(form.get("next", [""])[0])
+        if self._tokens and entry_of(token, self._tokens) is None:
+            wrong = "This service does not know that token. Check that all of it was pasted."
+            return self._page("signin.html", "", HTTPStatus.UNAUTHORIZED, next=target, wrong=wrong)
+        response = RedirectResponse(target, HTTPStatus.SEE_OTHER)
+        if self._tokens:
+            sessions_of(request).end(request)
+            response.set_cookie(
+                cookie_name(request),
+                sessions_of(request).begin(token),
+                max_age=SESSION_SECONDS,
+                path="/",
+                secure=_came_by_https(request),
+                httponly=True,
+                samesite="strict",
+            )
+        return response
+
+    async def sign_out(self, request: Request, who: str) -> Response:
+        sessions_of(request).end(request)
+        response = RedirectResponse("/signin", HTTPStatus.SEE_OTHER)
+        response.delete_cookie(cookie_name(request), path="/", secure=_came_by_https(request), httponly=True, samesite="strict")
+        return response
+
+    async def static(self, request: Request) -> Response:
+        """A file of the package's own; its URL names its content, so a browser keeps it."""
+        name = request.path_params["name"]
+        if name not in self._files:
+            raise Problem(404, f"there is no file {name!r}", "reload the page")
+        headers = {"Cache-Control": "public, max-age=31536000, immutable"}
+        return Response(self._files[name], headers=headers, media_type=_MEDIA_TYPES[_suffix(name)])
+
+    async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
+        if request.method == "POST" and not is_of_own_page(request.headers):
+            raise Problem(403, "the form was sent by a page of another site", "open this service's own page and press it there")
+        if not self._tokens:
+            return await handler(request, "loopback")
+        entry = sessions_of(request).entry(request)
+        if scope is None:
+            return await handler(request, entry.name if entry else "")
+        if entry is None:
+            here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            target = here if request.method == "GET" else "/"
+            return RedirectResponse(f"/signin?next={quote(target, safe='/')}", HTTPStatus.SEE_OTHER)
+        require_scope(entry, scope)
+        return await handler(request, entry.name)
+
+    def _page(self, template: str, who: str, status: int = 200, **values: object) -> Response:
+        here = {"jobs.html": "/", "references.html": "/references", "store.html": "/store", "api.html": "/docs"}.get(template)
+        values = {"unfinished": False, "here": here, "who": who, **values}
+        return HTMLResponse(self._templates.get_template(template).render(values), status)
+
+    def _error(self, request: Request, problem: Problem) -> Response:
+        job_id = request.path_params.get("job_id")
+        entry = sessions_of(request).entry(request)
+        response = self._page(
+            "error.html",
+            entry.name if entry else "" if self._tokens else "loopback",
+            problem.status,
+            code=problem.status,
+            title=HTTPStatus(problem.status).phrase,
+            detail=hide_secrets(problem.detail),
+            next_step=hide_secrets(problem.next_step),
+            back=f"/jobs/{job_id}" if job_id and request.method == "POST" else "/",
+        )
+        response.headers.update(problem.headers or {})
+        return response
+
+    def _held(self) -> list[_Held]:
+        return [_Held.of(entry) for entry in self._context.shelf.list()]
+
+    def _static_url(self, name: str) -> str:
+        return f"/static/{name}?v={hashlib.sha256(self._files[name]).hexdigest()[:12]}"
+
+
+def _shown(value: object) -> object:
+    """What a template puts into a page: text without control and invisible characters but for lines and tabs."""
+    return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
+
+
+def _local(target: str) -> str:
+    """`target` where it is a path of this service, else the list of jobs.
+
+    Browsers read a backslash as a slash, pass over tabs and line ends, and take //host for another site.
+    """
+    fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
+    return target if fits else "/"
+
+
+def _came_by_https(request: Request) -> bool:
+    return "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", "").split(",")[0].strip().lower())
+
+
+def _suffix(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,175 @@
+"""/v1/score: log-probs of given completions, now."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import pyarrow as pa
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from reflogp.service.auth import requires
+from reflogp.service.bodies import (
+    JSON,
+    arrow_response,
+    body_schemas,
+    bounded_tokens,
+    json_response,
+    read_body,
+    read_json,
+    require_type,
+    sequences_body_bytes,
+    sequences_of,
+)
+from reflogp.service.context import Context
+from reflogp.service.online import Scored
+from reflogp.service.problems import documented
+from reflogp.service.request_memory import reservation_of
+from reflogp.service.worker.wire import SEQUENCES
+from reflogp.store.arrow_stream import ARROW_STREAM
+from reflogp.store.schema import one_array
+
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
+#: nginx's status for a caller who has gone; nobody sees it but the metrics.
+_CLIENT_GONE = 499
+#: A body up to this is decoded in less time than a thread takes to begin.
+_DECODED_AT_ONCE = 1 << 20
+#: Memory of an Arrow request for each byte of its body while it is decoded, and for each value (a token id, an entry of a mask)
+#: while it is scored: as a table, as a frame for the worker, in the pipe, kept for another worker; then the answer as often.
+_BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
+
+
+class SequenceBody(BaseModel):
+    """A prompt and the completion whose tokens get log-probs, as token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt_ids: _TokenIds = Field(description="The model reads these first.")
+    completion_ids: _TokenIds = Field(description="Each of these gets a log-prob.")
+
+
+class ScoreRequest(BaseModel):
+    """Sequences to score, for people and small numbers; programs send an Arrow stream."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
+    )
+    sequences: Annotated[list[SequenceBody], FailFast()] = Field(max_length=1_000, description="Answered in this order.")
+
+
+class ScoreAnswer(BaseModel):
+    """One entry per sequence, in order; null values where there is an error."""
+
+    reference_id: str = Field(description="Whose values these are.")
+    hits: int = Field(description="Sequences that the store had.")
+    engine_seconds: float = Field(description="Computing, with what shared the packs.")
+    queue_seconds: float = Field(description="Waiting before that.")
+    token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
+    errors: list[str | None] = Field(description="Why a sequence has no values.")
+
+
+def scores_router(context: Context) -> APIRouter:
+    """The route over online scoring."""
+    router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
+    settings = context.settings
+
+    @router.post(
+        "/v1/score",
+        tags=["score"],
+        summary="Score sequences now",
+        response_model=ScoreAnswer,
+        response_description="One entry per sequence, in order.",
+        responses={
+            **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
+            200: {"content": {ARROW_STREAM: {}}},
+        },
+        openapi_extra=body_schemas(ScoreRequest, ARROW_STREAM),
+    )
+    async def score(
+        request: Request,
+        reference: Annotated[str, Query(max_length=200, description="Name or id of one of the service's models.")],
+        temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
+        cache_read: Annotated[bool, Query(description="Take from the store what it has (temperature 1, no mask).")] = True,
+        cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1, no mask).")] = False,
+        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Nobody waits longer.")] = None,
+    ) -> Any:
+        """Log-probs of completions, given their prompts.
+
+        An Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is answered by one with
+        `token_logps` and `error`; its schema's metadata names reference_id, snapshot, hits, engine_seconds and queue_seconds.
+        With a third column `attention_mask` (0 or 1 for each token of prompt and completion) they are rows of a padded batch,
+        with padding among the token ids, and are scored as the model itself sees such rows. JSON is answered by JSON. A
+        sequence that cannot be scored has an error, the others have their values.
+        """
+        as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
+        limits = (settings.max_score_sequences, settings.max_score_tokens)
+        if as_arrow:
+            longest = min(settings.max_body_bytes, sequences_body_bytes(*limits))
+            body = await read_body(request, longest, lambda size: _MARGIN_BYTES + _BODY_COST * size)
+            if len(body) > _DECODED_AT_ONCE:
+                table = await to_thread.run_sync(sequences_of, body, *limits)
+            else:
+                table = sequences_of(body, *limits)
+            values = sum(len(one_array(column).flatten()) for column in table.columns)
+            reservation_of(request).resize(len(body) + _VALUE_COST * values + _MARGIN_BYTES)
+            del body
+        else:
+            asked = await read_json(request, ScoreRequest, min(settings.max_body_bytes, settings.max_json_bytes))
+            table = await to_thread.run_sync(_table_of, asked)
+            bounded_tokens(table, settings.max_score_tokens)
+            del asked
+        seconds = settings.deadline_seconds if deadline_ms is None else deadline_ms / 1000
+        scoring = asyncio.create_task(context.online.score(reference, table, temperature, cache_read, cache_write, seconds))
+        scored = await _unless_gone(request, scoring)
+        if scored is None:
+            return Response(status_code=_CLIENT_GONE)
+        return _arrow(scored) if as_arrow else await to_thread.run_sync(_json, scored)
+
+    return router
+
+
+async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
+    """The result; None, and the scoring cancelled, when the caller goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.create_task(gone())
+    try:
+        await asyncio.wait({scoring, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await scoring if scoring.done() else None
+    finally:
+        leaving.cancel()
+        scoring.cancel()
+
+
+def _arrow(scored: Scored) -> Response:
+    about = {
+        "reference_id": scored.reference_id,
+        "snapshot": "" if scored.snapshot is None else str(scored.snapshot),
+        "hits": str(scored.hits),
+        "engine_seconds": f"{scored.engine_seconds:.6f}",
+        "queue_seconds": f"{scored.queue_seconds:.6f}",
+    }
+    return arrow_response(scored.outcomes.replace_schema_metadata(about))
+
+
+def _table_of(asked: ScoreRequest) -> pa.Table:
+    columns = [[getattr(sequence, name) for sequence in asked.sequences] for name in SEQUENCES.names]
+    return pa.table(columns, schema=SEQUENCES)
+
+
+def _json(scored: Scored) -> Response:
+    return json_response(
+        ScoreAnswer(
+            reference_id=scored.reference_id,
+            hits=scored.hits,
+            engine_seconds=scored.engine_seconds,
+            queue_seconds=scored.queue_seconds,
+            token_logps=scored.outcomes["token_logps"].to_pylist(),
+            errors=scored.outcomes["error"].to_pylist(),
+        )
+    )

@@ -1,0 +1,110 @@
+"""/v1/uploads: dataset files that are sent, listed and deleted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from reflogp.scoring.data.read import SUFFIXES_IN_WORDS
+from reflogp.service.auth import requires
+from reflogp.service.bodies import JSON, json_response, require_type, stream_chunks
+from reflogp.service.context import Context
+from reflogp.service.models import NAME_PATTERN, UPLOAD_PATTERN, Upload, Uploads
+from reflogp.service.problems import documented
+from reflogp.service.request_memory import reservation_of
+from reflogp.service.routes.jobs import DATASET_TYPES
+
+_UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name that it was sent under.")]
+_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}.")]
+#: Content types of a file. The name says the format, so that any will do which a form of another site cannot send.
+_FILE_TYPES = (
+    "application/octet-stream",
+    *DATASET_TYPES,
+    JSON,
+    "application/jsonlines",
+    "application/x-jsonlines",
+    "application/parquet",
+    "application/gzip",
+    "application/x-gzip",
+    "application/x-bzip2",
+    "application/zstd",
+    "application/x-lz4",
+)
+#: Bytes of memory that a list of 10,000 uploads takes, read, validated and written.
+_LIST_COST = 24 << 20
+_BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
+
+
+def uploads_router(context: Context) -> APIRouter:
+    """Routes over the folder of uploads."""
+    router = APIRouter(tags=["uploads"])
+    uploads = context.uploads
+    reader = Depends(requires("read", context.settings.tokens))
+    scorer = Depends(requires("score", context.settings.tokens))
+
+    @router.put(
+        "/v1/uploads/{name}",
+        status_code=201,
+        summary="Send a dataset",
+        response_model=Upload,
+        response_description="The file is there, whole.",
+        dependencies=[scorer],
+        responses={
+            **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
+            200: {"model": Upload, "description": "A file of that name was replaced."},
+        },
+        openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
+    )
+    async def put(name: _NewName, request: Request, response: Response) -> Upload:
+        """Send a dataset file; the body is the file.
+
+        The content type is application/octet-stream or the file's own; the name says the format.
+
+        Jobs that read an earlier file of the name go on with that one.
+        """
+        require_type(request, *_FILE_TYPES)
+        declared = request.headers.get("content-length", "")
+        length = int(declared) if declared.isascii() and declared.isdigit() else None
+        upload, created = await uploads.receive(name, stream_chunks(request), length)
+        response.status_code = 201 if created else 200
+        return upload
+
+    @router.get(
+        "/v1/uploads",
+        dependencies=[reader],
+        summary="List uploads",
+        response_description="All that are there.",
+        response_model=Uploads,
+        responses=documented(401, 403, 503),
+    )
+    async def list_uploads(request: Request) -> Response:
+        """Every upload, by name."""
+        await reservation_of(request).reserve(_LIST_COST)
+        return await to_thread.run_sync(lambda: json_response(Uploads(uploads=uploads.list())))
+
+    @router.get(
+        "/v1/uploads/{name}",
+        dependencies=[reader],
+        summary="Show an upload",
+        response_description="What is known of it.",
+        responses=documented(401, 403, 404, 422, 503),
+    )
+    async def get(name: _UploadName) -> Upload:
+        """An upload's size and digest."""
+        return await to_thread.run_sync(uploads.get, name)
+
+    @router.delete(
+        "/v1/uploads/{name}",
+        status_code=204,
+        dependencies=[scorer],
+        summary="Delete an upload",
+        response_description="It is gone.",
+        responses=documented(401, 403, 404, 422, 503),
+    )
+    async def delete(name: _UploadName) -> None:
+        """Forget an upload. Jobs that were submitted with it keep their file."""
+        await to_thread.run_sync(uploads.delete, name)
+
+    return router

@@ -1,0 +1,295 @@
+"""What a service is told: by flags, by environment variables, by a TOML file, in that order of precedence.
+
+Knows names, defaults and bounds. Called by `reflogp serve` and by tests.
+
+    # serve.toml                            # environment: REFLOGP_STORE, REFLOGP_PORT, REFLOGP_REFERENCES='{"sft": {…}}', …
+    store = "s3://team/logps"
+    [references.sft]
+    model = "/models/sft"
+    dtype = "bfloat16"
+    [[tokens]]
+    name = "trainers"
+    sha256 = "…"                            # of the token; `reflogp token trainers` makes one
+    scopes = ["read", "score"]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from reflogp.scoring.engines import EngineChoice, EngineName
+from reflogp.scoring.vllm_engine.options import check_options
+from reflogp.service.worker.orders import ModelPlace
+from reflogp.store.errors import UsageError
+from reflogp.store.storage import normalize_uri
+
+#: read: look up and look at; score: compute; admin: everything.
+Scope = Literal["read", "score", "admin"]
+SCOPES: tuple[str, ...] = get_args(Scope)
+
+
+_OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_claim")
+
+
+class ReferenceSettings(BaseModel):
+    """A reference model by a name of the service's own."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
+    dtype: str = Field(
+        "bfloat16",
+        description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
+        "torch.autocast); auto for the checkpoint's own. Part of the reference id.",
+    )
+    lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
+    revision: str | None = Field(None, description="Revision of a hub id.")
+    trust_remote_code: bool = Field(False, description="Run modelling code that the checkpoint brings.")
+    engine: EngineName = Field("torch", description="What computes: torch, vllm, or remote (a `vllm serve` that runs).")
+    vllm_python: str | None = Field(None, description="vllm: Python of its environment. Default: REFLOGP_VLLM_PYTHON.")
+    tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the model is spread over.")
+    vllm_options: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments (docs/engines.md).")
+    url: str | None = Field(None, pattern="^https?://", description="remote: the server; its key is in VLLM_API_KEY.")
+    served_model: str | None = Field(None, description="remote: its name for the model. Default: the only one it serves.")
+    concurrency: int = Field(64, ge=1, description="remote: requests under way at a time.")
+    patience_seconds: float = Field(300.0, gt=0, description="remote: how long a server that does not answer is waited for.")
+    check_claim: bool = Field(True, description="remote: compare its values with those of the weights before they are kept.")
+
+    @model_validator(mode="after")
+    def _options_fit_the_engine(self) -> ReferenceSettings:
+        owners = {"vllm": ("vllm_python", "tensor_parallel", "vllm_options"), "remote": _OF_REMOTE}
+        for owner, names in owners.items():
+            given = sorted(self.model_fields_set.intersection(names))
+            if given and self.engine != owner:
+                raise ValueError(f"{given[0]} is a setting of engine {owner}, and this is {self.engine}")
+        if self.engine == "remote" and self.url is None:
+            raise ValueError("engine remote needs a url")
+        try:
+            check_options(self.vllm_options)
+            EngineChoice(self.engine).require_dtype(self.dtype)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def place(self) -> ModelPlace:
+        """The same for a worker."""
+        of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
+        fields = self.model_dump()
+        choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
+        return ModelPlace(**{name: fields[name] for name in of_the_model}, engine=choice)
+
+
+class TokenSettings(BaseModel):
+    """A bearer token, by its digest: the token itself is nowhere stored."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(description="Who it is for; appears in logs.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Digest of the token.")
+    scopes: set[Scope] = Field(description="What it may do.")
+
+
+class ServerSettings(BaseSettings):
+    """Settings of one service. Unknown names are refused."""
+
+    model_config = SettingsConfigDict(env_prefix="REFLOGP_", extra="forbid")
+
+    store: str = Field(description="Store: a folder, or s3://, gs://, az://.")
+    references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
+    tokens: list[TokenSettings] = Field(default_factory=list, description="Who may call. None is allowed on loopback only.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Host names that the service may be asked by, beside those of loopback: data.example.org, *.example.org."
+        " Default: without tokens none, with tokens any. With tokens an IP address is always allowed.",
+    )
+    max_body_bytes: int = Field(
+        256 << 20, gt=0, description="A longer request body is refused; uploads have max_upload_bytes instead."
+    )
+    max_json_bytes: int = Field(
+        2 << 20, gt=0, description="A longer JSON body is refused: Arrow streams are for more than that."
+    )
+    request_memory_bytes: int | None = Field(
+        None,
+        ge=64 << 20,
+        description="Memory of all requests under way. Those beyond wait for up to 10 seconds, then the answer is 503."
+        " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
+    )
+    max_head_bytes: int = Field(32 << 10, gt=0, description="A longer target, or longer headers, are refused.")
+    head_seconds: float = Field(10.0, gt=0, description="A connection whose request's head is not complete by then is closed.")
+    answer_idle_seconds: float = Field(30.0, gt=0, description="A connection whose answer is not read for this long is closed.")
+    max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
+    max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
+    max_connections: int = Field(
+        1_000,
+        gt=0,
+        description="Requests under way at a time; beyond, the answer is 503. As many connections may be idle beside them.",
+    )
+    state: Path | None = Field(
+        None, description="Folder for jobs, uploads and results. Default: one of this store's own in ~/.local/state/reflogp."
+    )
+    keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line, with job ids.")
+    access_log: bool = Field(False, description="A log line for each request, too; /metrics counts and times them anyway.")
+    # workers
+    devices: list[str] = Field(
+        ["all"],
+        min_length=1,
+        description="One worker process for each: all (every GPU, or the CPU where there is none), auto, cpu, cuda:0, …; "
+        "with tensor_parallel = N, one for every N GPUs. Workers without a job help with one that runs.",
+    )
+    executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
+    ray_address: str | None = Field(
+        None, description="auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this machine alone."
+    )
+    ray_workers: int | None = Field(
+        None,
+        ge=1,
+        description="Workers on Ray. Default: one for each GPU of the cluster, or CPU where it has none.",
+    )
+    token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
+    max_loaded: int = Field(1, ge=1, description="References that a worker holds in memory; others wait for room.")
+    pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
+    max_worker_bytes: int | None = Field(
+        None,
+        gt=0,
+        description="A worker that takes more memory is killed and started again. Default: 9/10 of the memory of"
+        " the machine, or of its container; on Ray, Ray's own limit.",
+    )
+    worker_silence_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="A worker that does not answer for so long is killed and started again; ten times as long while it starts."
+        " Loading a model and a long pass are no silence.",
+    )
+    max_pass_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="A worker whose engine is at one pass for longer is killed and started again. Default: no bound, since a"
+        " long pass looks like one that hangs; the log warns of passes of more than ten minutes.",
+    )
+    # jobs
+    ledger_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="How long a request waits for a ledger of jobs that is locked or whose disk fails, before it is 503.",
+    )
+    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
+    commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
+    max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
+    # online scoring
+    window_seconds: float = Field(0.002, ge=0, le=1, description="How long a request waits for others to share a pack with.")
+    max_score_sequences: int = Field(4_096, gt=0, description="Sequences of one request.")
+    max_score_tokens: int = Field(4 << 20, gt=0, description="Tokens of one request.")
+    max_queued_tokens: int = Field(16 << 20, gt=0, description="Tokens in line for a worker; beyond, the answer is 429.")
+    deadline_seconds: float = Field(300.0, gt=0, description="A request that names no deadline has this one.")
+    # datasets
+    dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name; none: no paths.")
+    dataset_uris: list[str] = Field(
+        default_factory=list,
+        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/. A host that is named is"
+        " trusted, internal or not; https:// alone is any host with public addresses only.",
+    )
+    max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
+    max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads and fetched datasets together.")
+    max_uploads: int = Field(10_000, gt=0, description="Names of uploads; further ones are refused.")
+    max_fetches: int = Field(4, gt=0, description="Datasets that are fetched at a time; the jobs of others wait.")
+    fetch_seconds: float = Field(3_600.0, gt=0, description="A dataset that was not fetched by then is given up.")
+    body_idle_seconds: float = Field(60.0, gt=0, description="An upload or fetch that stands still for this long is given up.")
+    max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is a bad row.")
+    row_seconds: float = Field(
+        10.0, gt=0, le=3600, description="A row that takes more processor time to tokenise is a bad row."
+    )
+    max_dataset_bytes: int = Field(256 << 30, gt=0, description="A dataset that is longer when decompressed is refused.")
+    max_group_bytes: int = Field(
+        2 << 30, gt=0, description="What is read at once: a JSON array, a Parquet row group, an Arrow batch."
+    )
+
+    @model_validator(mode="after")
+    def _open_only_on_loopback(self) -> ServerSettings:
+        if not self.tokens and not self.on_loopback():
+            raise ValueError(f"host {self.host} is reachable by others: give tokens, or listen on 127.0.0.1")
+        return self
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name == "*":
+                raise ValueError("'*' would let a page of any site in: list the names that the service is asked by")
+            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
+                raise ValueError(f"{name!r} is not a host name: write it without scheme, port and path")
+        return names
+
+    @model_validator(mode="after")
+    def _pinned_is_known(self) -> ServerSettings:
+        if self.pinned is not None and self.pinned not in self.references:
+            raise ValueError(f"pinned {self.pinned!r} is none of the references")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_places_workers(self) -> ServerSettings:
+        if self.executor == "ray" and len(self.devices) > 1:
+            raise ValueError("with executor ray give one of devices (all, auto, cpu or cuda), and how many as ray_workers")
+        if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
+            raise ValueError('ray_address and ray_workers go with executor "ray"')
+        return self
+
+    def state_folder(self) -> Path:
+        """Where jobs, uploads and results lie: `state`, or a folder of this store's own."""
+        if self.state is not None:
+            return self.state
+        home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        name = hashlib.blake2b(normalize_uri(self.store).encode(), digest_size=8).hexdigest()
+        return home / "reflogp" / name
+
+    def on_loopback(self) -> bool:
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = cls.model_config.get("toml_file")
+        toml = (TomlConfigSettingsSource(settings_cls, file),) if file else ()
+        return (named["init_settings"], named["env_settings"], *toml)
+
+
+def _said(error: ErrorDetails) -> str:
+    """What is wrong with a setting, in words."""
+    name = ".".join(map(str, error["loc"])) or "settings"
+    if error["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting"
+    if error["type"] == "missing":
+        return f"{name} is not set" + (": give --store, or `store` in the settings file" if name == "store" else "")
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
+    """Settings from flags (None means not given), the environment and a TOML file.
+
+    Raises UsageError that names the setting and what is wrong with it.
+    """
+    if file is not None and not Path(file).is_file():
+        raise UsageError(f"settings file {file} is not there")
+
+    class FromFile(ServerSettings):
+        model_config = SettingsConfigDict(toml_file=file)
+
+    try:
+        return FromFile(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise UsageError("; ".join(_said(entry) for entry in error.errors()[:3])) from error
+    except ValueError as error:  # TOML or JSON that cannot be parsed
+        raise UsageError(f"settings {file or 'from the environment'}: {str(error).splitlines()[0]}") from error

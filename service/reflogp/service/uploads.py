@@ -1,0 +1,277 @@
+"""Dataset files that were sent: in one folder, each named by its content, so that a new file disturbs no reader of the old one.
+
+Knows files and the ledger's list of names. Does not know HTTP or file formats. One object of one process owns the folder. All
+but `receive` block. Called by the routes of uploads and jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+
+from anyio import to_thread
+
+from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
+from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.ledger import Ledger
+from reflogp.service.models import NAME_PATTERN, Upload
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+
+_PARTIAL = ".partial-"
+#: Bytes that are gathered before they go to the disk, off the event loop.
+_WRITE_BYTES = 256 << 10
+#: Bytes that must arrive within `body_idle_seconds`, so that nobody holds a place by a byte a minute.
+_LEAST_BYTES = 4 << 10
+#: A file that was sent or resolved within this time is never deleted: a job may be about to name it.
+_GRACE = timedelta(minutes=10)
+_MAKE_ROOM = "DELETE /v1/uploads/NAME of what is not needed, and wait ten minutes"
+
+
+class UploadFolder:
+    """Uploads by name.
+
+    Args:
+        folder: created where it is not there. What a killed service left half written in it is deleted.
+        ledger: remembers which name means which file.
+        settings: bounds.
+        room: for uploads and fetched datasets together.
+    """
+
+    def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetRoom) -> None:
+        self._folder = folder.absolute()
+        self._ledger = ledger
+        self._settings = settings
+        self._room = room
+        self._lock = Lock()  # whoever names, touches or deletes a whole file holds it
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(f"{_PARTIAL}*"):
+            partial.unlink(missing_ok=True)
+        room.hold(sum(file.stat().st_size for file in folder.iterdir() if file.is_file()))
+        room.add_sweeper(lambda: self.collect(datetime.now(UTC)))
+
+    async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
+        """Take a file; (what it is now, whether the name is new). It is on the disk when this returns, or there is none of it.
+
+        Args:
+            name: says the format by its suffix.
+            chunks: the content, as it arrives.
+            declared_length: bytes that were announced.
+
+        Raises:
+            Problem: 400 where other bytes come than announced, 408 where they stop coming, 413 and 507 for too many,
+                422 for a name that is none and for an empty file.
+        """
+        file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
+        return await to_thread.run_sync(self._put, name, file.name, size, digest)
+
+    async def receive_nameless(
+        self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
+    ) -> tuple[Path, str]:
+        """Take a file for one job; (file, sha256). It stays for some minutes, and as long as a job needs it then.
+
+        Raises Problem as `receive`.
+        """
+        file, digest, _ = await self._receive(suffix, chunks, declared_length)
+        return file, digest
+
+    async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
+        """Take a file; (file, sha256, bytes)."""
+        if declared_length is not None:
+            self._check_length(declared_length)
+            if not await to_thread.run_sync(self._room.fits, declared_length):
+                raise self._no_room()
+        partial = self._folder / f"{_PARTIAL}{secrets.token_hex(8)}"
+        size, taken, digest = 0, 0, hashlib.sha256()
+
+        def keep() -> Path:
+            nonlocal taken
+            file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
+            taken = 0  # the file holds its room itself now, also when nobody waits for it any more
+            return file
+
+        try:
+            file = await to_thread.run_sync(_create, partial)
+            try:
+                async for block in self._blocks(chunks):
+                    self._check_length(size + len(block))
+                    await self._take_room(len(block))
+                    size += len(block)
+                    taken = size
+                    if declared_length is not None and size > declared_length:
+                        break
+                    await to_thread.run_sync(_append, file, digest, block)
+                if declared_length is not None and size != declared_length:
+                    raise Problem(400, f"the body has not the {declared_length:,} bytes that were announced", "send it again")
+                if not size:
+                    raise Problem(422, "the file is empty", "send a file with rows")
+                await to_thread.run_sync(_make_durable, file)
+            finally:
+                file.close()
+            return await to_thread.run_sync(keep), digest.hexdigest(), size
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._no_room() from error
+            raise
+        finally:
+            self._room.give(taken)
+            with suppress(FileNotFoundError):
+                partial.unlink()  # not awaited: whoever went away has cancelled this task
+
+    def list(self) -> list[Upload]:
+        """Every upload, by name."""
+        return [Upload.model_validate(row, extra="ignore") for row in self._ledger.uploads()]
+
+    def get(self, name: str) -> Upload:
+        """An upload. Raises Problem 404 for an unknown one."""
+        row = self._ledger.upload(name)
+        if row is None:
+            raise _unknown(name)
+        return Upload.model_validate(row, extra="ignore")
+
+    def delete(self, name: str) -> None:
+        """Forget a name. Its file stays for jobs that read it, until `collect`. Raises Problem 404 for an unknown one."""
+        if not self._ledger.delete_upload(name):
+            raise _unknown(name)
+
+    def resolve(self, name: str) -> tuple[Path, str]:
+        """(file, sha256) of an upload, for a job. Raises Problem 404 for an unknown one."""
+        with self._lock:
+            row = self._ledger.upload(name)
+            if row is None:
+                raise _unknown(name)
+            file = self._folder / row["file"]
+            try:
+                os.utime(file)  # the job is not in the ledger yet; the file's age protects it from `collect` until then
+            except FileNotFoundError as error:
+                raise _unknown(name) from error
+            return file, row["sha256"]
+
+    def collect(self, older_than: datetime) -> int:
+        """Delete files that no name and no job that is not done refers to, not sent or resolved since a moment; how many."""
+        deleted = 0
+        before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
+        with self._lock:
+            needed = {row["file"] for row in self._ledger.uploads()}
+            needed |= {Path(file).name for file in self._ledger.files_in_use()}
+            for file in self._folder.iterdir():
+                if file.name in needed or file.name.startswith(_PARTIAL):  # a partial one may be gone at any moment
+                    continue
+                about = file.stat()
+                if about.st_mtime < before:
+                    file.unlink()
+                    self._room.give(about.st_size)
+                    deleted += 1
+        return deleted
+
+    async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Chunks, gathered to blocks. Raises Problem 408 when too little comes for too long."""
+        loop, patience = asyncio.get_running_loop(), self._settings.body_idle_seconds
+        block, since = bytearray(), 0
+        deadline = loop.time() + patience
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise Problem(
+                    408, f"less than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send it again"
+                ) from None
+            if chunk is None:
+                break
+            block += chunk
+            since += len(chunk)
+            if since >= _LEAST_BYTES:
+                since, deadline = 0, loop.time() + patience
+            if len(block) >= _WRITE_BYTES:
+                yield bytes(block)
+                block.clear()
+                deadline = loop.time() + patience  # the disk's time is not the sender's
+        if block:
+            yield bytes(block)
+
+    def _check_length(self, size: int) -> None:
+        if size > self._settings.max_upload_bytes:
+            raise Problem(413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split it, or compress it")
+
+    async def _take_room(self, size: int) -> None:
+        """Take room for bytes that arrived. Raises Problem where there is none."""
+        if not self._room.take(size):
+            await to_thread.run_sync(self._room.sweep)
+            if not self._room.take(size):
+                raise self._no_room()
+
+    def _no_room(self) -> Problem:
+        return Problem(507, "there is no room for the file", _MAKE_ROOM)
+
+    def _keep(self, partial: Path, content_name: str, size: int) -> Path:
+        """Name a whole file by its content."""
+        file = self._folder / content_name
+        with self._lock:
+            if file.exists():
+                self._room.give(size)
+            partial.replace(file)  # the same content where it was there before: whoever reads that goes on
+            os.utime(file)
+            _sync_folder(self._folder)
+        return file
+
+    def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
+        """Record what a name means."""
+        with self._lock:
+            created = self._ledger.upload(name) is None
+            if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
+                raise Problem(507, f"there are {self._settings.max_uploads:,} uploads already", _MAKE_ROOM)
+            self._ledger.put_upload(name, content_name, size, sha256)
+            return self.get(name), created
+
+
+def _suffix_of(name: str) -> str:
+    """The suffix that says the format. Raises Problem 422 for a name that cannot be an upload's."""
+    if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
+        raise Problem(422, "a name is 1 to 200 of A-Z a-z 0-9 . _ - and begins with a letter or a digit", "use another name")
+    suffix = dataset_suffix(name)
+    if suffix is None:
+        raise Problem(
+            422,
+            "the name does not say the file's type",
+            f"end it in {SUFFIXES_IN_WORDS}",
+        )
+    return suffix
+
+
+def _unknown(name: str) -> Problem:
+    return Problem(404, f"there is no upload {name[:200]!r}", "GET /v1/uploads lists what there is")
+
+
+def _create(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=0)
+
+
+def _append(file: BinaryIO, digest: hashlib._Hash, block: bytes) -> None:
+    digest.update(block)
+    view = memoryview(block)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _make_durable(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

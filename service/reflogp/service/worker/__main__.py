@@ -1,0 +1,377 @@
+"""The worker process: frames in on stdin, frames out on stdout, until the service says so or is gone.
+
+Three threads: this one owns the engines and takes turns, one reads frames, one does jobs. Started by the service's pool as
+`python -m reflogp.service.worker`; what it has to say to people goes to stderr.
+
+    service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
+    worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
+                        answer, helped
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.row_process import RowLimits
+from reflogp.scoring.data.tokenizer_files import TokenizerCache
+from reflogp.scoring.engines import EngineChoice, PassEngine, opened_as
+from reflogp.scoring.frames import encode, read_frame
+from reflogp.scoring.machine.freed_memory import give_freed_memory_back
+from reflogp.scoring.machine.quiet import quiet_libraries
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.scoring.torch_engine.load import choose_device
+from reflogp.service.worker.engine_loop import Answer, DeviceLostError, DisplacedError, EngineLoop, OnlineRequest
+from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.helpers import Helpers
+from reflogp.service.worker.helping import Asked, help_with
+from reflogp.service.worker.job import JobPlace, JobStoppedError, Progress, run_job
+from reflogp.service.worker.late_writes import LateWrites
+from reflogp.service.worker.orders import HelpOrder, JobOrder, ModelPlace, WorkerConfiguration
+from reflogp.service.worker.wire import outcomes_table, table_of
+from reflogp.store import LogprobStore, OtherContentError, Reference, ReflogpError, describe_reference, resolve_model
+from reflogp.store.arrow_stream import stream_bytes
+from reflogp.store.safe_text import LineFormatter
+from reflogp.store.texts import shortened
+
+logger = logging.getLogger("reflogp.worker")
+
+#: A worker whose service is gone ends after this, whatever it is doing.
+_LAST_SECONDS = 20.0
+_TOKENIZERS = 4
+
+
+@dataclass(eq=False)
+class _Ordered:
+    """What the service ordered: a job, or help with another worker's.
+
+    Attributes:
+        helpers: with a job.
+        why: it shall end.
+        asked: what comes for one that helps.
+    """
+
+    order: JobOrder | HelpOrder
+    helpers: Helpers | None = None
+    why: str | None = None
+    asked: queue.SimpleQueue[Asked] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def is_help(self) -> bool:
+        return self.helpers is None
+
+
+class Worker:
+    """One device's engines, and what is done with them.
+
+    Args:
+        configuration: from the service.
+        out: where frames go.
+    """
+
+    def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
+        self._configuration = configuration
+        self._out = out
+        self._sending = threading.Lock()
+        self._references: dict[str, Reference] = {}
+        self._tokenizers = TokenizerCache(_TOKENIZERS)
+        self._store = LogprobStore(configuration.store)
+        self._place = JobPlace(
+            self._store,
+            Path(configuration.tokens),
+            configuration.max_tokens_bytes,
+            configuration.commit_seconds,
+            ReadBounds(configuration.row_bytes, configuration.dataset_bytes, configuration.group_bytes),
+            RowLimits(configuration.row_seconds),
+        )
+        engines = Engines(
+            self._load,
+            configuration.capacity,
+            configuration.pinned,
+            lambda ids: self.send({"op": "loaded", "references": ids}),
+            self._admit,
+        )
+        self.loop = EngineLoop(
+            engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
+        )
+        self._late = LateWrites(self._store, self._reference)
+        self._writes: set[str] = set()
+        self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
+        self._ordered: list[_Ordered] = []  # not done yet
+        self._ending = False
+        self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
+
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """Send a frame; without a service there is nobody to tell."""
+        try:
+            with self._sending:
+                self._out.write(encode(message, body))
+                self._out.flush()
+        except (BrokenPipeError, ValueError):
+            self.end()
+
+    def run(self, source: BinaryIO) -> None:
+        """Work until the service says `exit` or is gone."""
+        choose_device(self._configuration.device)
+        if self._configuration.device == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
+        self._job_thread.start()
+        threading.Thread(target=self._read, args=(source,), name="frames", daemon=True).start()
+        if self._configuration.pinned is not None:
+            try:
+                self.loop.preload(self._configuration.pinned)
+            except OtherContentError as error:  # requests for it are answered so; other references go on
+                logger.error("%s", error)
+        self.send({"op": "ready"})
+        self.loop.run()
+        self._late.close()
+
+    def end(self) -> None:
+        """Stop the job with a commit, finish the round, return from `run`."""
+        if not self._ending:
+            self._ending = True
+            self._orders.put(None)
+            threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
+
+    def keep_what_is_computed(self) -> None:
+        """Give the job that was told of a lost device a moment to commit."""
+        if self._ordered:
+            self._job_thread.join(_LAST_SECONDS)
+
+    def _close_after_job(self) -> None:
+        self._job_thread.join(_LAST_SECONDS)
+        self.loop.close()
+        time.sleep(_LAST_SECONDS)
+        os._exit(1)
+
+    def _read(self, source: BinaryIO) -> None:
+        while (frame := read_frame(source)) is not None:
+            message, body = frame
+            match message["op"]:
+                case "score":
+                    self._ask(message, body)
+                case "forget":
+                    self._writes.discard(message["id"])
+                    self.loop.forget(message["id"])
+                case "job":
+                    order = JobOrder(**message["order"])
+                    self._put(_Ordered(order, Helpers(order.job, self.send, self._configuration.workers > 1)))
+                case "help":
+                    self._put(_Ordered(HelpOrder(**message["order"])))
+                case "stop":
+                    for ordered in list(self._ordered):
+                        if (ordered.order.job, ordered.is_help) == (message["job"], message.get("help", False)):
+                            ordered.why = ordered.why or message["why"]
+                case "helper" | "answer" | "gone":
+                    for ordered in list(self._ordered):
+                        if ordered.helpers is not None:
+                            ordered.helpers.take(message)
+                case "ask":
+                    for ordered in list(self._ordered):
+                        if ordered.is_help and ordered.order.job == message["job"]:
+                            ordered.asked.put((message, body))
+                case "ping":
+                    doing, seconds = self.loop.doing() or (None, 0.0)
+                    self.send({"op": "pong", "doing": doing, "seconds": seconds})
+                case "exit":
+                    self.end()
+        self.end()
+
+    def _ask(self, message: dict[str, Any], body: bytes) -> None:
+        table = table_of(body)
+        rows = zip(*(table[name] for name in table.column_names), strict=True)
+        sequences = [Sequence(*(_ids(entry) for entry in row)) for row in rows]
+        left = message["deadline_seconds"]
+        deadline = None if left is None else time.monotonic() + left
+        if message["write"]:
+            self._writes.add(message["id"])
+        self.loop.ask(
+            OnlineRequest(message["id"], message["reference_id"], sequences, message["temperature"], message["alone"], deadline)
+        )
+
+    def _answer(self, answer: Answer) -> None:
+        request = answer.request
+        message = {
+            "op": "scored",
+            "id": request.id,
+            "error": answer.error,
+            "engine_seconds": answer.engine_seconds,
+            "queue_seconds": answer.queue_seconds,
+        }
+        body = b"" if answer.error is not None else stream_bytes(outcomes_table(request.outcomes))
+        self.send(message, body)
+        if request.id in self._writes:
+            self._writes.discard(request.id)
+            if answer.engine is not None:
+                pairs = zip(request.sequences, request.outcomes, strict=True)
+                good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
+                self._late.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
+
+    def _put(self, ordered: _Ordered) -> None:
+        self._ordered.append(ordered)
+        self._orders.put(ordered)
+
+    def _do_orders(self) -> None:
+        while (ordered := self._orders.get()) is not None:
+            try:
+                message = self._help(ordered) if ordered.is_help else self._do_job(ordered)
+            except DeviceLostError:
+                return
+            self._ordered.remove(ordered)
+            self.send(message)
+            give_freed_memory_back()
+
+    def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
+        """A job; what to say of its end. Raises DeviceLostError."""
+        message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
+        try:
+            return message | {"end": "done", "summary": self._do(ordered)}
+        except JobStoppedError as stopped:
+            return message | {"end": "stopped", "why": str(stopped)}
+        except DisplacedError:
+            return message | {"end": "stopped", "why": "displaced"}
+        except (ReflogpError, OSError) as error:
+            return message | {"end": "failed", "error": shortened(str(error))}
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            return message | {"end": "failed", "error": _unexpected(ordered, error)}
+
+    def _help(self, ordered: _Ordered) -> dict[str, Any]:
+        """Help with a job; what to say of the end of it. Raises DeviceLostError."""
+        order, text = ordered.order, None
+        try:
+            reference = self._reference(order.reference_id)
+            table = self._store.create_table(reference)
+            assert isinstance(order, HelpOrder)
+            help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered))
+        except (JobStoppedError, DisplacedError):
+            pass
+        except (ReflogpError, OSError) as error:
+            text = shortened(str(error))
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            text = _unexpected(ordered, error)
+        return {"op": "helped", "job": order.job, "error": text}
+
+    def _check(self, ordered: _Ordered) -> None:
+        """Raise JobStoppedError where what was ordered shall end."""
+        why = "end" if self._ending else ordered.why
+        if why is not None:
+            raise JobStoppedError(why)
+
+    def _do(self, ordered: _Ordered) -> dict[str, Any]:
+        order, helpers = ordered.order, ordered.helpers
+        assert isinstance(order, JobOrder) and helpers is not None
+        check = partial(self._check, ordered)
+
+        def report(progress: dict[str, Any], committed: bool) -> None:
+            self.send({"op": "progress", "job": order.job, "progress": progress, "committed": committed})
+
+        def announce(keys: list[str]) -> None:
+            self.send({"op": "pass", "job": order.job, "keys": keys})
+
+        place = self._models(order.reference_id)
+        folder = self._folder(order.reference_id)
+        reference = self._reference(order.reference_id)
+        find_tokenizer = partial(self._tokenizers.find, folder, place.trust_remote_code)
+        new_progress = partial(Progress, report, check)
+        return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, new_progress, announce, check)
+
+    def _models(self, reference_id: str) -> ModelPlace:
+        return self._configuration.models[reference_id]
+
+    def _reference(self, reference_id: str) -> Reference:
+        """What a reference id stands for: found by describing the model's folder, then remembered, since an id never changes.
+
+        What the folder holds now is compared at every load, by `_admit` and by the engine's choice.
+        """
+        if reference_id not in self._references:
+            place = self._models(reference_id)
+            found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
+            if found.reference_id != reference_id:
+                raise OtherContentError(
+                    f"{place.model} has changed since the service started: it is reference {found.reference_id} now, not "
+                    f"{reference_id}; put the old files back, or restart the service"
+                )
+            self._references[reference_id] = found
+        return self._references[reference_id]
+
+    def _admit(self, reference_id: str) -> None:
+        """Raise OtherContentError when a model's folder no longer holds the reference, before others make room for it."""
+        with opened_as(self._folder(reference_id), self._reference(reference_id)):
+            pass
+
+    def _folder(self, reference_id: str) -> str:
+        place = self._models(reference_id)
+        return str(resolve_model(place.model, place.revision))
+
+    def _load(self, reference_id: str) -> PassEngine:
+        place = self._models(reference_id)
+        configuration = self._configuration
+        choice = EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **place.engine)
+        return choice.make(self._folder(reference_id), self._reference(reference_id))
+
+
+def _unexpected(ordered: _Ordered, error: Exception) -> str:
+    """What to say of an error that is a defect, or a library's; where it came from is logged."""
+    where = "".join(traceback.format_tb(error.__traceback__))
+    text = shortened(f"{type(error).__name__}: {error}")
+    logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
+    return text
+
+
+def _ids(scalar: Any) -> Any:
+    return scalar.values.to_numpy(zero_copy_only=False)
+
+
+def main() -> None:
+    """Read the configuration, then work."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service says when to end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # whatever prints does not end up between frames
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)
+    quiet_libraries()
+    frame = read_frame(source)
+    if frame is None:
+        return
+    fields = frame[0]["configuration"]
+    models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
+    configuration = WorkerConfiguration(models=models, **fields)
+    if configuration.visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # read when CUDA is first used
+    worker = Worker(configuration, out)
+    try:
+        worker.run(source)
+    except Exception as error:  # the service says it on, and starts another worker or gives it up
+        known = isinstance(error, ReflogpError)
+        text = shortened(str(error) if known else f"{type(error).__name__}: {error}")
+        worker.keep_what_is_computed()
+        worker.send({"op": "dying", "error": text})
+        logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
+        os._exit(1)
+    out.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Who gets the engine next: sequences that somebody waits for, or the next pass of a job.
+
+Online requests go first, merged into one round; after each round a waiting job gets one pass, so neither starves the other and
+a request waits for two passes at the most, which are short while callers are about. Knows engines and turns. Does not know
+jobs' datasets or the wire. The thread that calls `run` owns the engines; every other method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from reflogp.scoring.engines import PassEngine
+from reflogp.scoring.torch_engine import Outcome, Sequence
+from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.service.worker.engines import Engines
+from reflogp.store import ReflogpError
+
+#: Passes that a job's thread may be behind the engine.
+_AHEAD = 64
+#: An engine is not unloaded for another reference before it was here, or unused, for so long.
+_RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
+#: A request waits for others only when requests have overlapped in this time: a lone caller gains nothing by it.
+_OVERLAP_SECONDS = 1.0
+
+#: Callers are about while the last request is so young. A job's passes are then short: a request waits for the one that is
+#: computed and for the next, which the device has already.
+_ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
+#: How often the loop looks whether a model may be exchanged, or a job's thread has caught up.
+_LOOK_AGAIN_SECONDS = 0.02
+#: How often the loop looks whether a job has read more, where the engine has computed all that it had read.
+_LOOK_FOR_GROUPS_SECONDS = 0.005
+
+Landed = list[tuple[int, Outcome]]
+
+
+class DeviceLostError(Exception):
+    """A pass failed, so that the worker ends; the job goes on in another one."""
+
+
+class DisplacedError(Exception):
+    """A job's model had to make room for another one; the job goes on later."""
+
+
+@dataclass
+class OnlineRequest:
+    """Sequences that somebody waits for.
+
+    Attributes:
+        alone: scored in a round of its own: it may have killed a worker before.
+        deadline: time.monotonic() after which nobody waits any more, or None.
+        outcomes: one per sequence, None while it is not computed.
+    """
+
+    id: str
+    reference_id: str
+    sequences: list[Sequence]
+    temperature: float
+    alone: bool
+    deadline: float | None
+    arrived: float = field(default_factory=time.monotonic)
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    left: int = 0
+
+    def tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of an online request: outcomes, or an error for all of it."""
+
+    request: OnlineRequest
+    engine: PassEngine | None
+    engine_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass
+class _Work:
+    """A job's flow of passes, each with its operations."""
+
+    reference_id: str
+    groups: Iterable[list[Sequence]]
+    before: Callable[[list[int]], None]
+    out: queue.SimpleQueue[tuple[Landed, Operations] | BaseException | None] = field(default_factory=queue.SimpleQueue)
+    engine: PassEngine | None = None
+    is_starved: bool = False
+    idle_until: float = 0.0
+    passes: Iterator[tuple[Landed, Operations]] | None = None
+    abandoned: bool = False
+
+    def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
+        """The passes, for the thread that owns the engine; online requests may use it in between."""
+        passes = engine.flow(self.groups, before=self.before)
+        is_used = False
+        while True:
+            so_far = engine.operations()
+            landed = next(passes, None)
+            if landed is None:
+                break
+            is_used |= bool(landed)
+            yield landed, engine.operations() - so_far
+        if is_used:
+            engine.peak_flops_per_second()  # measured here once, where nothing else runs on the device; the job asks for it
+
+
+class EngineLoop:
+    """Turns between online requests and one job.
+
+    Args:
+        engines: of the device.
+        on_round: told the ids of the requests that the engine begins.
+        on_answer: gets each request's answer.
+        window_seconds: how long a request waits for others to be merged with, where several callers are about.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        on_round: Callable[[list[str]], None],
+        on_answer: Callable[[Answer], None],
+        window_seconds: float,
+    ) -> None:
+        self._engines = engines
+        self._on_round = on_round
+        self._on_answer = on_answer
+        self._window = window_seconds
+        self._changed = threading.Condition()
+        self._online: deque[OnlineRequest] = deque()
+        self._work: _Work | None = None
+        self._closing = self._is_lost = False
+        self._news = False
+        self._serving = False
+        self._overlapped = -_OVERLAP_SECONDS
+        self._asked_at = -_ONLINE_SECONDS
+        self._at: tuple[str, float] | None = None
+
+    def doing(self) -> tuple[str, float] | None:
+        """("load" or "pass", for how many seconds) while the engine is at something; None while it is idle."""
+        at = self._at
+        return None if at is None else (at[0], time.monotonic() - at[1])
+
+    def ask(self, request: OnlineRequest) -> None:
+        """Put a request in line."""
+        with self._changed:
+            if self._online or self._serving:
+                self._overlapped = time.monotonic()
+            self._asked_at = time.monotonic()
+            self._online.append(request)
+            self._tell()
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for that request any more. One that the engine has begun is finished all the same."""
+        with self._changed:
+            self._online = deque(request for request in self._online if request.id != request_id)
+
+    def flow(
+        self,
+        reference_id: str,
+        groups: Iterable[list[Sequence]],
+        before: Callable[[list[int]], None],
+        check: Callable[[], None],
+    ) -> Iterator[tuple[Landed, Operations]]:
+        """A job's passes and the operations of each, computed in turns; called by a thread of the job.
+
+        Args:
+            groups: taken without waiting, in a thread of the engine; an empty one where there is none at the moment.
+            before: told each pass's numbers before it is computed, in the engine's thread.
+            check: called while waiting; raises to stop.
+
+        Raises:
+            DisplacedError: another reference needs the room; begin anew later.
+            DeviceLostError: a pass failed.
+            EngineError and its kin: the model cannot be loaded.
+        """
+        return self._follow(_Work(reference_id, groups, before), check)
+
+    def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
+        """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `flow`."""
+        work = _Work(reference_id, [], lambda _: None)
+        for _ in self._follow(work, check):
+            pass
+        assert work.engine is not None
+        return work.engine
+
+    def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
+        with self._changed:
+            if self._is_lost:
+                raise DeviceLostError
+            if self._work is not None:  # of a job that was given up while the loop was busy
+                self._work.out.put(DisplacedError())
+            self._work = work
+            self._tell()
+        try:
+            while True:
+                check()
+                try:
+                    landed = work.out.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                if landed is None:
+                    return
+                if isinstance(landed, BaseException):
+                    raise landed
+                yield landed
+        finally:
+            with self._changed:
+                work.abandoned = True
+                if self._work is work:
+                    self._work = None
+
+    def close(self) -> None:
+        """Make `run` return when what it does now is done."""
+        with self._changed:
+            self._closing = True
+            self._tell()
+
+    def preload(self, reference_id: str) -> None:
+        """Load an engine before anybody asks; called by the thread that will call `run`."""
+        self._engine(reference_id)
+
+    def run(self) -> None:
+        """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on.
+
+        A job is told first, with DeviceLostError, so that it can commit what was computed.
+        """
+        try:
+            self._take_turns()
+        except BaseException:
+            with self._changed:
+                self._is_lost = True
+                if self._work is not None:
+                    self._work.out.put(DeviceLostError())
+            raise
+
+    def _take_turns(self) -> None:
+        jobs_turn = False
+        while not self._closing:
+            work = self._ready_work()
+            batch = [] if jobs_turn and work is not None else self._next_round()
+            if batch:
+                self._serving = True
+                self._serve(batch)
+                self._serving = False
+                jobs_turn = True
+            elif work is not None:
+                self._advance(work)
+                jobs_turn = False
+            else:
+                with self._changed:
+                    if not self._news:
+                        self._changed.wait(self._pause())
+                    self._news = False
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        self._at = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._at = None
+
+    def _engine(self, reference_id: str) -> PassEngine:
+        with self._doing("load"):
+            return self._engines.get(reference_id)
+
+    def _tell(self) -> None:
+        """Wake the loop; the caller holds the lock."""
+        self._news = True
+        self._changed.notify_all()
+
+    def _pause(self) -> float | None:
+        """Seconds until there may be something to do that nobody tells of; None where there is nothing."""
+        if self._work is not None and self._work.idle_until > time.monotonic():
+            return _LOOK_FOR_GROUPS_SECONDS
+        return _LOOK_AGAIN_SECONDS if self._online or self._work else None
+
+    def _ready_work(self) -> _Work | None:
+        """The job's stream, where its thread keeps up and its model may be loaded now."""
+        work = self._work
+        if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
+            return None
+        displaced = self._engines.displaced_by(work.reference_id)
+        settled = all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced)
+        return work if settled else None
+
+    def _advance(self, work: _Work) -> None:
+        if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
+            work.out.put(DisplacedError())  # another model found no room, and unloaded it
+            self._drop(work)
+            return
+        if not work.is_starved:  # to look for a group is no use of an engine
+            try:
+                work.engine = self._engine(work.reference_id)
+            except ReflogpError as error:
+                work.out.put(error)
+                self._drop(work)
+                return
+        assert work.engine is not None
+        if work.passes is None:
+            work.passes = work.begin(work.engine)
+        is_online = time.monotonic() - self._asked_at < _ONLINE_SECONDS
+        work.engine.pass_seconds = _PASS_SECONDS if is_online else None
+        with self._doing("pass"):
+            landed = next(work.passes, None)
+        work.is_starved = landed is not None and not landed[0]
+        if work.is_starved:
+            work.idle_until = time.monotonic() + _LOOK_FOR_GROUPS_SECONDS
+        work.out.put(landed)
+        if landed is None:
+            self._drop(work)
+
+    def _drop(self, work: _Work) -> None:
+        with self._changed:
+            if self._work is work:
+                self._work = None
+
+    def _next_round(self) -> list[OnlineRequest]:
+        """Requests of one reference and temperature, about one pack of them; empty when none may be served now."""
+        first = self._first_servable()
+        if first is None:
+            return []
+        now = time.monotonic()
+        pause = first.arrived + self._window - now
+        if pause > 0 and not first.alone and now - self._overlapped < _OVERLAP_SECONDS:
+            time.sleep(pause)
+        try:
+            budget = self._engine(first.reference_id).token_budget
+        except ReflogpError as error:
+            self._on_answer(Answer(first, None, error=str(error)))
+            return []
+        batch, tokens = [first], first.tokens()
+        with self._changed:
+            kept: deque[OnlineRequest] = deque()
+            for request in self._online:
+                fits = (
+                    not request.alone
+                    and not first.alone
+                    and request.reference_id == first.reference_id
+                    and request.temperature == first.temperature
+                    and tokens + request.tokens() <= budget
+                )
+                (batch if fits else kept).append(request)
+                tokens += request.tokens() if fits else 0
+            self._online = kept
+        return batch
+
+    def _first_servable(self) -> OnlineRequest | None:
+        now = time.monotonic()
+        with self._changed:
+            waiting, self._online = self._online, deque()
+            expired = [request for request in waiting if request.deadline is not None and request.deadline < now]
+            self._online.extend(request for request in waiting if request not in expired)
+            candidates = list(self._online)
+        for request in expired:
+            self._on_answer(Answer(request, None, error="deadline"))
+        work = self._work
+        for request in candidates:
+            displaced = self._engines.displaced_by(request.reference_id)
+            if not all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced):
+                continue
+            if work is not None and work.reference_id in displaced:
+                work.out.put(DisplacedError())
+                self._drop(work)
+            with self._changed:
+                if request in self._online:
+                    self._online.remove(request)
+                    return request
+        return None
+
+    def _serve(self, batch: list[OnlineRequest]) -> None:
+        engine = self._engine(batch[0].reference_id)
+        self._on_round([request.id for request in batch])
+        began = time.monotonic()
+        sequences: list[Sequence] = []
+        owners: list[tuple[OnlineRequest, int]] = []
+        for request in batch:
+            request.outcomes = [None] * len(request.sequences)
+            request.left = len(request.sequences)
+            owners += [(request, at) for at in range(len(request.sequences))]
+            sequences += request.sequences
+
+        def settle(index: int, outcome: Outcome) -> None:
+            request, at = owners[index]
+            request.outcomes[at] = outcome
+            request.left -= 1
+            if not request.left:
+                now = time.monotonic()
+                self._on_answer(Answer(request, engine, now - began, began - request.arrived))
+
+        engine.pass_seconds = None  # nobody waits behind this round but a job
+        problems = engine.problems(sequences)
+        for index, problem in problems.items():
+            settle(index, problem)
+        passes = engine.passes(sequences, skip=problems, temperature=batch[0].temperature)
+        while True:
+            with self._doing("pass"):
+                landed = next(passes, None)
+            if landed is None:
+                break
+            for index, outcome in landed:
+                settle(index, outcome)

@@ -1,0 +1,102 @@
+"""Values of online requests that shall be kept: committed together, a moment later, so that no answer waits for a commit.
+
+Knows stores and rows. Does not know requests. Lost when the worker is killed before the commit: they are a cache's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.runs.commits import Commits
+from reflogp.scoring.torch_engine import Sequence
+from reflogp.store import LogprobStore, Reference, ReflogpError, sequence_keys
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that values wait for others to be committed with, and sequences that do not wait longer.
+_SECONDS, _SEQUENCES = 2.0, 4096
+#: Tokens that wait at most: where the store takes commits more slowly than values come, the newest are not kept. 12 bytes each.
+_MOST_TOKENS = 8 << 20
+
+
+def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
+    """The same in memory of its own: a sequence is a view of its whole request."""
+    sequence, logps = scored
+    return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
+
+
+class LateWrites:
+    """Commits in a thread of its own.
+
+    Args:
+        store: where to.
+        reference_of: reference id -> the reference.
+    """
+
+    def __init__(self, store: LogprobStore, reference_of: Callable[[str], Reference]) -> None:
+        self._store = store
+        self._reference_of = reference_of
+        self._commits: dict[str, Commits] = {}
+        self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
+        self._changed = threading.Condition()
+        self._tokens = 0  # that wait, or are being committed
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
+        self._thread.start()
+
+    def put(
+        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
+    ) -> None:
+        """Keep values at temperature 1; they are dropped where _MOST_TOKENS wait already."""
+        with self._changed:
+            tokens = sum(len(sequence) for sequence, _ in scored)
+            if self._tokens and self._tokens + tokens > _MOST_TOKENS:
+                logger.warning("%d scored sequences are not kept: the store is slow to take those before them", len(scored))
+                return
+            self._tokens += tokens
+            self._waiting.setdefault(reference_id, (provenance, []))[1].extend(map(_copied, scored))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Commit what waits."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if not self._closing and all(len(scored) < _SEQUENCES for _, scored in self._waiting.values()):
+                    self._changed.wait(_SECONDS)
+                waiting, self._waiting = self._waiting, {}
+                if self._closing and not waiting:
+                    return
+            for reference_id, (provenance, scored) in waiting.items():
+                try:
+                    self._commit(reference_id, provenance, scored)
+                except ReflogpError as error:
+                    logger.warning("%d scored sequences could not be kept: %s", len(scored), error)
+                finally:
+                    with self._changed:
+                        self._tokens -= sum(len(sequence) for sequence, _ in scored)
+
+    def _commit(
+        self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
+    ) -> None:
+        if reference_id not in self._commits:
+            self._commits[reference_id] = Commits(self._store.create_table(self._reference_of(reference_id)))
+        sequences = [sequence for sequence, _ in scored]
+        prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
+        completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
+        lengths = np.array([len(completion) for completion in completions], np.int32)
+        keys = sequence_keys(prompts, completions)
+        self._commits[reference_id].commit(keys, sequences, lengths, [logps for _, logps in scored], provenance)

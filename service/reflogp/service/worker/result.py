@@ -1,0 +1,225 @@
+"""What a job leaves behind: its values in dataset order as Parquet, and a report on what they look like.
+
+The read side of a job: the same windows, looked up in the snapshot that the job ended with. Called by `job`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.store import Reference, Snapshot, join_logps
+from reflogp.store.joins import Join, completion_columns, tokens_column
+from reflogp.store.keys import KEY_TYPE
+from reflogp.store.schema import one_array
+from reflogp.store.whole_files import appears_whole
+
+_BINS = 40
+#: Outliers of each kind, and characters of each text that are kept.
+_OUTLIERS, _TEXT = 4, 4_000
+#: Bad rows that the report names.
+_NAMED = 100
+_REJECTED, _CHOSEN = "rejected far likelier than chosen", "chosen far likelier than rejected"
+_OF_ONE_SIGN = (_REJECTED, _CHOSEN)
+_NO_VALUE = "no value is stored for it"
+_DROPPED = "dropped, as the trainer drops it: the prompt alone fills max_length"
+
+
+@dataclass(order=True)
+class _Candidate:
+    """A row that may be an outlier: the larger `rank`, the more so."""
+
+    rank: float
+    row: int
+    value: float = field(compare=False)
+    prompt_ids: list[int] = field(compare=False)
+    completions: dict[str, list[int]] = field(compare=False)
+
+
+class _Means:
+    """Mean log-probs per token and margins of all rows so far, and the farthest out of each kind."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
+        self._outliers: dict[str, list[_Candidate]] = {}
+
+    def add(self, table: pa.Table, join: Join, usable: npt.NDArray[np.bool_]) -> None:
+        sides = dict(zip(join.keys, join.logps.values(), strict=True))
+        sums = {name.removesuffix("_ids"): logps for name, logps in sides.items()}
+        tokens = {name.removesuffix("_ids"): count for name, count in join.tokens.items()}
+        good = np.flatnonzero(usable & np.logical_and.reduce([count > 0 for count in tokens.values()]))
+        if not len(good):
+            return
+        for name, logps in sums.items():
+            means = logps[good].astype(np.float64) / tokens[name][good]
+            self._add(f"lowest mean log-prob of {name}", name, means, -means, table, good)
+        if "chosen" in sums:
+            margins = sums["chosen"][good].astype(np.float64) - sums["rejected"][good]
+            self._add(_REJECTED, "margin", margins, -margins, table, good)
+            self._offer(_CHOSEN, margins, margins, table, good)
+
+    def histograms(self) -> dict[str, dict[str, list[Any]]]:
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name, parts in self._values.items():
+            counts, edges = np.histogram(np.concatenate(parts), bins=_BINS)
+            found[name] = {"edges": [float(edge) for edge in edges], "counts": [int(count) for count in counts]}
+        return found
+
+    def outliers(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+        def text(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids[: _TEXT // 2]))[:_TEXT]
+
+        return [
+            {
+                "row": found.row,
+                "why": why,
+                "value": found.value,
+                "prompt": text(found.prompt_ids),
+                "completions": {name: text(ids) for name, ids in found.completions.items()},
+            }
+            for why, heap in self._outliers.items()
+            for found in sorted(heap, reverse=True)
+        ]
+
+    def _add(
+        self,
+        why: str,
+        name: str,
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.float64],
+        table: pa.Table,
+        good: npt.NDArray[np.int64],
+    ) -> None:
+        self._values.setdefault(name, []).append(values)
+        self._offer(why, values, ranks, table, good)
+
+    def _offer(
+        self,
+        why: str,
+        values: npt.NDArray[np.float64],
+        ranks: npt.NDArray[np.float64],
+        table: pa.Table,
+        good: npt.NDArray[np.int64],
+    ) -> None:
+        heap = self._outliers.setdefault(why, [])
+        for place in np.argsort(-ranks)[:_OUTLIERS]:
+            if why in _OF_ONE_SIGN and ranks[place] <= 0:
+                break
+            rank, at = float(ranks[place]), int(good[place])
+            if len(heap) == _OUTLIERS and rank <= heap[0].rank:
+                break
+            row = table.slice(at, 1).to_pylist()[0]
+            completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
+            heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions))
+            if len(heap) > _OUTLIERS:
+                heapq.heappop(heap)
+
+
+def write_result(
+    dataset: TokenizedDataset,
+    reference: Reference,
+    snapshot: Snapshot,
+    problems: dict[int, str],
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    result: Path,
+    report: Path,
+    *,
+    max_length: int | None,
+    truncation_mode: str,
+    ld_alpha: float | None,
+    check: Callable[[], None],
+) -> None:
+    """Write a job's result and report; both appear when they are complete.
+
+    The result has every row of the dataset once, in order (a pair that was unpaired for KTO: twice): row int64, one key column
+    (binary of 16 bytes), one float32 column of reference log-probs and one int64 column that counts them per completion, and
+    error, null where there are values. Its metadata is as of `reflogp join`: `reflogp` says what the values are of,
+    `reflogp.coverage` how many of the rows have them.
+
+    Args:
+        problems: row -> why scoring could not use it.
+        check: called for each window; raises to stop.
+    """
+    means, dropped, named = _Means(), 0, []
+    rows_in_all, written = 0, 0
+    writer: pq.ParquetWriter | None = None
+    settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
+    numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
+    note = {**numerics, "snapshot": snapshot.number, **settings}
+    with appears_whole(result) as partial:
+        try:
+            for table, unread in _windows(dataset):
+                check()
+                join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+                rows = table["row"].to_numpy()
+                bad = join.missing | join.unusable | np.fromiter((int(row) in problems for row in rows), bool, len(rows))
+                means.add(table, join, ~bad & ~join.dropped)
+                dropped += int(join.dropped.sum())
+                errors: list[str | None] = [None] * len(table)
+                for at in np.flatnonzero(bad | join.dropped):
+                    errors[at] = _DROPPED if join.dropped[at] else problems.get(int(rows[at]), _NO_VALUE)
+                named += [{"row": int(rows[at]), "error": errors[at]} for at in np.flatnonzero(bad)[:_NAMED]]
+                named += [{"row": row, "error": problem} for row, problem in list(unread.items())[:_NAMED]]
+                named = sorted(named, key=lambda entry: entry["row"])[:_NAMED]
+                part = _result_rows(table, join, bad | join.dropped, errors, unread)
+                if writer is None:
+                    schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
+                    writer = pq.ParquetWriter(partial, schema, compression="zstd")
+                writer.write_table(part)
+                rows_in_all += len(part)
+                written += part["error"].null_count
+            if writer is not None:
+                counts = {"rows": rows_in_all, "written": written, "coverage": written / max(1, rows_in_all - dropped)}
+                writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
+                writer.close()
+        finally:
+            if writer is not None:
+                writer.close()
+    outliers = means.outliers(load_tokenizer())
+    found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
+    with appears_whole(report) as partial:
+        partial.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _windows(dataset: TokenizedDataset) -> Iterator[tuple[pa.Table, dict[int, str]]]:
+    """Windows with completions; what could not be read before the first of them comes with it."""
+    unread: dict[int, str] = {}
+    for window in dataset:
+        unread |= window.problems
+        if window.table.num_columns > 2:
+            yield window.table, unread
+            unread = {}
+
+
+def _result_rows(
+    table: pa.Table,
+    join: Join,
+    without: npt.NDArray[np.bool_],
+    errors: list[str | None],
+    unread: dict[int, str],
+) -> pa.Table:
+    references = completion_columns(table.column_names)
+    more = len(unread)
+    columns: dict[str, pa.Array] = {"row": pa.concat_arrays([one_array(table["row"]), pa.array(list(unread), pa.int64())])}
+    for name, keys in join.keys.items():
+        columns[name.replace("_ids", "_key")] = pa.concat_arrays([keys, pa.nulls(more, KEY_TYPE)])
+    for name, reference in references.items():
+        values = pa.array(join.logps[reference], pa.float32(), mask=without)
+        tokens = pa.array(join.tokens[name], pa.int64(), mask=without)
+        columns[reference] = pa.concat_arrays([values, pa.nulls(more, pa.float32())])
+        columns[tokens_column(reference)] = pa.concat_arrays([tokens, pa.nulls(more, pa.int64())])
+    columns["error"] = pa.array([*errors, *unread.values()], pa.string())
+    rows = pa.table(columns)
+    return rows if not more else rows.take(pc.sort_indices(rows, [("row", "ascending")]))

@@ -1,0 +1,93 @@
+"""The cache of reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
+
+Needs numpy, pyarrow and deltalake only, and deltalake only where a table is opened: engines, joins and keys run without it.
+Imports no other reflogp package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from reflogp.store.checkpoint import read_checkpoint, resolve_model
+from reflogp.store.errors import (
+    CheckpointError,
+    DamagedStoreError,
+    FileChangedError,
+    OtherContentError,
+    ReferenceNotFoundError,
+    ReflogpError,
+    SnapshotNotFoundError,
+    StoreDamageWarning,
+    StoreError,
+    StoreFormatError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+    UsageError,
+)
+from reflogp.store.joins import Join, join_logps
+from reflogp.store.keys import example_hash, sequence_keys
+from reflogp.store.reference import Reference, describe_reference
+
+if TYPE_CHECKING:
+    from reflogp.store.compaction import compact, vacuum
+    from reflogp.store.damage import repair, verify
+    from reflogp.store.exchange import export_table, import_folder
+    from reflogp.store.snapshot import Snapshot
+    from reflogp.store.store import LogprobStore
+    from reflogp.store.table import LogprobTable
+
+__all__ = [
+    "CheckpointError",
+    "DamagedStoreError",
+    "FileChangedError",
+    "Join",
+    "LogprobStore",
+    "LogprobTable",
+    "OtherContentError",
+    "Reference",
+    "ReferenceNotFoundError",
+    "ReflogpError",
+    "Snapshot",
+    "SnapshotNotFoundError",
+    "StoreDamageWarning",
+    "StoreError",
+    "StoreFormatError",
+    "StoreNotFoundError",
+    "StoreUnavailableError",
+    "UsageError",
+    "compact",
+    "describe_reference",
+    "example_hash",
+    "export_table",
+    "import_folder",
+    "join_logps",
+    "read_checkpoint",
+    "repair",
+    "resolve_model",
+    "sequence_keys",
+    "vacuum",
+    "verify",
+]
+
+#: What needs deltalake -> the module that has it, imported when it is first asked for.
+_WITH_DELTALAKE = {
+    "LogprobStore": "store",
+    "LogprobTable": "table",
+    "Snapshot": "snapshot",
+    "compact": "compaction",
+    "export_table": "exchange",
+    "import_folder": "exchange",
+    "repair": "damage",
+    "vacuum": "compaction",
+    "verify": "damage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_WITH_DELTALAKE`."""
+    if name not in _WITH_DELTALAKE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)
+    globals()[name] = found
+    return found

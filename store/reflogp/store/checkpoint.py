@@ -1,0 +1,224 @@
+"""A model folder on disk: its config, its weight files, and whether they are whole.
+
+Knows the file layout that transformers writes (safetensors, index.json, hub cache). Loads no tensor and imports no torch.
+Called by `reference` before hashing and by the engine before loading.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reflogp.store.errors import CheckpointError, UsageError
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+#: A larger header than this is not a safetensors file (the format's own limit).
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT adapter's folder, its adapter_config.json and its weights."""
+
+    folder: Path
+    config: dict[str, Any]
+    weight_file: Path
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a safetensors header describes it.
+
+    Attributes:
+        dtype: as the format names it: "F32", "BF16", "U8", ….
+        shape: lengths of its dimensions.
+        nbytes: in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether loading converts it to the model's dtype."""
+        return self.dtype.startswith(("F", "BF"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with `config.json` and safetensors weights, found whole; and the adapter on it, where there is one."""
+
+    folder: Path
+    config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+    adapter: Adapter | None = None
+
+    def code_files(self) -> list[Path]:
+        """Modelling code that comes with the weights; none where the config names none."""
+        return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
+
+    def hashed_files(self) -> list[Path]:
+        """Weights and code: what a reference id has digests of."""
+        return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
+
+    def files(self) -> list[Path]:
+        """Every file that decides what the model computes."""
+        index = self.folder / _INDEX
+        read = [self.folder / "config.json", *([index] if index.is_file() else [])]
+        return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The weights' tensors by name, from the files' headers; an adapter's are not among them.
+
+        Raises CheckpointError where a header cannot be read.
+        """
+        return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
+
+    def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
+        """Return True if config, index and adapter config, read again, say what is in here."""
+        try:
+            if json.loads(read[self.folder / "config.json"]()) != self.config:
+                return False
+            index = self.folder / _INDEX
+            if index in read and {self.folder / name for name in _named_in(read[index]())} != set(self.weight_files):
+                return False
+            return self.adapter is None or json.loads(read[self.adapter.folder / _ADAPTER_CONFIG]()) == self.adapter.config
+        except (KeyError, ValueError, AttributeError):
+            return False
+
+
+def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The local folder of a model: a path as it is, a hub id through the hub's cache (downloaded where needed).
+
+    Without `weights` a hub model's config and tokenizer are enough.
+
+    Raises:
+        UsageError: neither a folder nor a hub id that can be had.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UsageError(f"model {model!r} is a file; give the folder that holds config.json and the weights")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UsageError(f"model {model!r}: no such folder")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise UsageError(
+            f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install huggingface_hub"
+        ) from error
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UsageError(
+            f"model {model!r} is neither a local folder nor a hub model that can be reached ({type(error).__name__})"
+        ) from error
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read a folder's config and check that every weight file is there and whole.
+
+    An adapter's folder is read together with the base model that its adapter_config.json names.
+
+    Raises:
+        UsageError: the folder has no config.json, or an adapter's base model is not to be found.
+        CheckpointError: weights are missing, truncated, unreadable, or only there as pickles.
+    """
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        if (folder / _ADAPTER_CONFIG).is_file():
+            return _read_adapter(folder)
+        raise UsageError(f"{folder} holds no config.json: not a model folder")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config_file} cannot be read: {error}") from error
+    files = _weight_files(folder)
+    for file in files:
+        _check_whole(file)
+    return Checkpoint(folder, config, files)
+
+
+def _read_adapter(folder: Path) -> Checkpoint:
+    try:
+        config = json.loads((folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = str(config["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / _ADAPTER_CONFIG} cannot be read or names no base model") from error
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} holds no adapter_model.safetensors (pickled adapters are refused)")
+    _check_whole(weights)
+    beside = folder / base
+    try:
+        model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
+    except UsageError as error:
+        raise UsageError(f"{folder} is an adapter of {base!r}, which is not to be found: {error}") from error
+    return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = _named_in(index.read_bytes())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing[:5])}"
+            )
+        return tuple(folder / name for name in names)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds pickled weights only ({pickles[0]}); loading a pickle can run code, so save the model as "
+            "safetensors (model.save_pretrained writes it) and give that folder"
+        )
+    raise CheckpointError(f"{folder} holds no weights: neither model.safetensors nor {_INDEX}")
+
+
+def _named_in(index: bytes) -> list[str]:
+    """Weight files that an index names, sorted. Raises ValueError, KeyError or AttributeError for what is no index."""
+    return sorted(set(json.loads(index)["weight_map"].values()))
+
+
+def _check_whole(file: Path) -> None:
+    """Compare the file's size with what its header promises (github.com/huggingface/safetensors, 'Format')."""
+    expected, _ = _header(file)
+    size = file.stat().st_size
+    if size != expected:
+        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, but its header promises {expected}")
+
+
+def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
+    """(bytes that the whole file has, its tensors by name)."""
+    try:
+        with file.open("rb") as handle:
+            (header_bytes,) = struct.unpack("<Q", handle.read(8))
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise CheckpointError(f"{file} is not a safetensors file")
+            header = json.loads(handle.read(header_bytes))
+        header.pop("__metadata__", None)
+        tensors, end = {}, 0
+        for name, about in header.items():
+            start, stop = about["data_offsets"]
+            tensors[name] = StoredTensor(str(about["dtype"]), tuple(about["shape"]), stop - start)
+            end = max(end, stop)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{file} is truncated or not a safetensors file: its header cannot be read") from error
+    return 8 + header_bytes + end, tensors

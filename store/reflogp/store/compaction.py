@@ -1,0 +1,250 @@
+"""Compaction: many shards into few, sorted one behind the other, each key once. And the deletion of what it leaves behind.
+
+Knows shards and their key ranges. Runs in bounded memory: the range of keys is cut into parts, and a part is read, sorted and
+written at a time; since every shard is sorted, a part of it is a stretch of its row groups. Called by `reflogp store compact`
+and `vacuum`, by export, and after an append that leaves too many small shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from reflogp.store import log
+from reflogp.store.commands import repair_command
+from reflogp.store.digests import Progress
+from reflogp.store.errors import DamagedStoreError, StoreError, StoreUnavailableError, UsageError
+from reflogp.store.keys import keys_as_words
+from reflogp.store.log import Written
+from reflogp.store.schema import SCHEMA
+from reflogp.store.shard import Shard, ShardDamageError, longest_of_each_key
+from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
+from reflogp.store.table import LogprobTable
+
+#: Bytes of a compacted shard, about. Compaction holds about six times as much, and a row group of each shard that it merges.
+SHARD_BYTES = 128 << 20
+#: A shard of fewer bytes is small.
+SMALL_BYTES = SHARD_BYTES // 4
+#: This many small shards are compacted by the append that made the last of them; a random few more, so that writers who share
+#: a table do not all begin at once.
+SMALL_SHARDS = 64
+_SMALL_SHARDS_SPREAD = 32
+#: Shards with overlapping keys that one pass merges; it holds a row group (4 MB) of each. More are merged in stages.
+_MERGED_AT_ONCE = 128
+#: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted one for its writer.
+RETENTION_HOURS = 168
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What a compaction did.
+
+    Attributes:
+        shards_before, shards_after: of the table.
+        rows: rows written anew; 0 where there was nothing to do.
+        duplicates: rows left out because a longer row of their key is there.
+        won: False when another process compacted the same shards first; nothing was changed then.
+        snapshot: number of the latest snapshot after it.
+    """
+
+    shards_before: int
+    shards_after: int
+    rows: int
+    duplicates: int
+    won: bool
+    snapshot: int
+
+
+def compact(
+    table: LogprobTable, *, only_small: bool = False, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None
+) -> Compacted:
+    """Merge shards. Readers of earlier snapshots are not disturbed: what is replaced stays until `vacuum`.
+
+    Args:
+        table: what to compact.
+        only_small: merge just the small shards (what appends do by themselves); otherwise all, unless all is in order.
+        shard_bytes: size of the new shards.
+        progress: called with (rows written, rows in all).
+
+    Raises:
+        DamagedStoreError: a shard or the log is damaged.
+        StoreUnavailableError: the store cannot be read or written. The table is then as it was.
+    """
+    table.require_whole_log()
+    sizes = table.shards()
+    before, number = len(sizes), table.snapshot_number()
+    chosen = [path for path, size in sizes.items() if not only_small or size < SMALL_BYTES]
+    rows = duplicates = 0
+    try:
+        while len(chosen) > 1:
+            shards = [table.shard(path) for path in chosen]
+            stages = _overlaps(shards) > _MERGED_AT_ONCE
+            if not only_small and not rows and not stages and _in_order(shards) and max(sizes.values()) <= 2 * shard_bytes:
+                break
+            batches = (
+                [shards[at : at + _MERGED_AT_ONCE] for at in range(0, len(shards), _MERGED_AT_ONCE)] if stages else [shards]
+            )
+            chosen = []
+            for batch in batches:
+                written, total = _merge(table, batch, sum(sizes[shard.path] for shard in batch), shard_bytes, progress)
+                if not table.replace([shard.path for shard in batch], written):
+                    return Compacted(before, len(table.shards()), rows, duplicates, False, table.snapshot_number())
+                chosen += [shard.path for shard in written]
+                sizes |= {shard.path: shard.size for shard in written}
+                kept = sum(shard.rows for shard in written)
+                rows, duplicates = rows + kept, duplicates + total - kept
+            if not stages:
+                break
+    except ShardDamageError as error:
+        raise DamagedStoreError(f"a shard is damaged ({error}); before compaction run: {repair_command(table.uri)}") from error
+    except STORAGE_ERRORS as error:
+        raise StoreUnavailableError(f"the store {table.uri} cannot be compacted: {sentence(error)}") from error
+    after = len(table.shards())
+    return Compacted(before, after, rows, duplicates, True, table.snapshot_number() if rows else number)
+
+
+def _merge(
+    table: LogprobTable, shards: Sequence[Shard], size: int, shard_bytes: int, progress: Progress | None
+) -> tuple[list[Written], int]:
+    """Write the rows of some shards anew; (the shards that are not committed yet, rows read)."""
+    total = sum(group.rows for shard in shards for group in shard.groups)
+    written: list[Written] = []
+    try:
+        for rows in merged(shards, max(1, round(size / shard_bytes))):
+            written.append(table.write(rows))
+            if progress:
+                progress(sum(shard.rows for shard in written), total)
+    except BaseException:
+        table.discard(written)
+        raise
+    return written, total
+
+
+def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
+    """All rows of some shards, sorted by key, the longest row of each key only, in about `parts` tables.
+
+    Keys are digests, so equal stretches of the key space hold about equally many. Each row group is read once: what of it lies
+    behind a stretch waits for the next, so a row group of each shard is held beside the stretch.
+    """
+    readers = [_Reader(shard) for shard in shards]
+    for part in range(parts):
+        behind = (part + 1 << 64) // parts
+        pieces = [piece for reader in readers if len(piece := reader.up_to(behind))]
+        if pieces:
+            yield longest_of_each_key(pa.concat_tables(pieces))
+
+
+class _Reader:
+    """A shard's rows, from the front."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._left = list(shard.groups)
+        self._rest: pa.Table = SCHEMA.empty_table()
+
+    def up_to(self, behind: int) -> pa.Table:
+        """The next rows, those whose key's first word is below `behind`."""
+        groups = [group.index for group in self._left if group.least < behind]
+        self._left = self._left[len(groups) :]
+        rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
+        words = keys_as_words(rows["key"])[0]
+        stop = len(words) if behind >= 1 << 64 else int(np.searchsorted(words, np.uint64(behind)))
+        # Copied, so that what was read is not held by a slice of it.
+        self._rest = rows.take(pa.array(np.arange(stop, len(rows)))) if stop < len(rows) else SCHEMA.empty_table()
+        return rows.slice(0, stop)
+
+
+def small_shards_allowed() -> int:
+    """How many small shards one writer leaves before it compacts them."""
+    return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
+
+
+def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
+    """Merge the small shards when there are more than `allowed`; None when there are not, or it could not be done.
+
+    What was appended is committed already, so a compaction that fails is a warning.
+    """
+    if sum(size < SMALL_BYTES for size in table.shards().values()) <= allowed:
+        return None
+    try:
+        return compact(table, only_small=True)
+    except StoreError as error:
+        warnings.warn(f"small shards were not compacted: {error}", stacklevel=2)
+        return None
+
+
+def vacuum(
+    table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
+) -> list[str]:
+    """Delete shards that compaction replaced, and files that a writer never committed, when older than the retention.
+
+    Snapshots from before the oldest compaction of which shards are deleted can then no longer be read.
+
+    Args:
+        table: what to vacuum.
+        retention_hours: age from which files go. Readers of older snapshots and writers need theirs for as long.
+        dry_run: delete nothing, only say what would be.
+        alone: nobody else reads or writes now; allows a retention of 0.
+
+    Returns:
+        The deleted files.
+
+    Raises:
+        UsageError: a retention that could delete what a writer is about to commit.
+        DamagedStoreError: the log is damaged, or a shard is gone: a file that nothing seems to need may be what a repair needs.
+        StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
+    """
+    if retention_hours < 0 or (retention_hours < 1 and not alone):
+        raise UsageError(
+            f"retention of {retention_hours} hours: below 1 hour only with --alone, while nobody else is at the store"
+        )
+    try:
+        ahead = table.committed_at() - time.time()
+        if ahead > 60:
+            raise StoreUnavailableError(
+                f"the last commit is {ahead / 3600:.1f} hours ahead of this machine's clock: nothing was deleted"
+            )
+        _require_every_file(table)
+        deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
+        for file in unfinished_files(table.uri):  # which delta-rs does not list
+            with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
+                if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
+                    if not dry_run:
+                        file.unlink()
+                    deleted.append(str(file.relative_to(table.uri)))
+        return deleted
+    except STORAGE_ERRORS as error:
+        raise StoreUnavailableError(f"the store {table.uri} cannot be vacuumed: {sentence(error)}") from error
+
+
+def _require_every_file(table: LogprobTable) -> None:
+    """Raise DamagedStoreError unless every shard that the log names is there, and log and checkpoints agree."""
+    number, sizes = table.numbered_shards()
+    there = list_files(table.filesystem)
+    problems = log.checked(table.filesystem, number, sizes).problems
+    problems |= {path: "the file is gone" for path in sizes if path not in there}
+    if problems:
+        file, problem = next(iter(problems.items()))
+        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before it is mended: {repair_command(table.uri)}")
+
+
+def _in_order(shards: Sequence[Shard]) -> bool:
+    """Whether the shards' key ranges lie one behind the other."""
+    ranges = sorted((shard.groups[0].least, shard.groups[-1].greatest) for shard in shards if shard.groups)
+    return all(before[1] < after[0] for before, after in pairwise(ranges))
+
+
+def _overlaps(shards: Sequence[Shard]) -> int:
+    """The most shards that hold keys of one place in the key space."""
+    ends = [
+        end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
+    ]
+    return max(accumulate(step for _, step in sorted(ends)), default=0)

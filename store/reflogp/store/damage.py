@@ -1,0 +1,145 @@
+"""Verification of a whole table, log and shards, and the repair of what is damaged.
+
+Reads everything. A repair loses only what is damaged: a damaged shard is dropped, a damaged log entry is written anew from what
+it still says. Called by `reflogp store verify`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+
+import pyarrow.fs as pafs
+
+from reflogp.store import log, storage
+from reflogp.store.digests import Progress
+from reflogp.store.errors import StoreUnavailableError
+from reflogp.store.schema import SCHEMA
+from reflogp.store.shard import Shard
+from reflogp.store.table import LogprobTable
+
+#: Damaged files are kept here, inside the table's folder; Delta readers pass over names that begin with an underscore.
+_DAMAGED_FOLDER = "_damaged"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file of a table that verification found wrong.
+
+    Attributes:
+        file: its path in the table's folder.
+        problem: what is wrong.
+        rows: rows that cannot be read because of it; None where that cannot be told.
+    """
+
+    file: str
+    problem: str
+    rows: int | None
+
+
+def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage]:
+    """Read every entry of the log, and every page of every shard of the latest snapshot; check each row.
+
+    Args:
+        table: what to read.
+        progress: called with (files read, files in all).
+
+    Returns:
+        The damaged files; empty when all is well.
+
+    Raises:
+        StoreUnavailableError: the storage does not answer.
+    """
+    try:
+        number, sizes = table.numbered_shards()
+        shards = {path: table.shard(path) for path in sizes}
+
+        def entry_read(done: int, _: int) -> None:
+            if progress:
+                progress(done, number + 1 + len(shards))
+
+        replayed = log.checked(table.filesystem, number, sizes, entry_read)
+        damages = [Damage(file, problem, None) for file, problem in replayed.problems.items()]
+        for done, (path, shard) in enumerate(shards.items(), 1):
+            committed = replayed.shards.get(path)
+            problem = shard.problem(committed.digest if committed else None)
+            if problem:
+                damages.append(Damage(path, problem, committed.rows if committed else None))
+            if progress:
+                progress(number + 1 + done, number + 1 + len(shards))
+    except storage.STORAGE_ERRORS as error:
+        raise StoreUnavailableError(f"the store {table.uri} cannot be read: {storage.sentence(error)}") from error
+    return damages
+
+
+def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
+    """Mend the log, then drop damaged shards in one commit. The next scoring run fills the gap.
+
+    Nobody else should write meanwhile. What a damaged log entry was is kept in the folder `_damaged`.
+
+    Args:
+        table: what was verified.
+        damages: what `verify` found.
+
+    Returns:
+        The table, opened anew.
+
+    Raises:
+        StoreUnavailableError: the store cannot be written.
+    """
+    try:
+        _mend_log(table.filesystem, [damage.file for damage in damages if damage.file.startswith(log.FOLDER)])
+    except storage.STORAGE_ERRORS as error:
+        raise StoreUnavailableError(f"the store {table.uri} cannot be repaired: {storage.sentence(error)}") from error
+    mended = table.reopened()
+    damaged = {damage.file for damage in (verify(mended) if damages else [])} & mended.shards().keys()
+    if damaged:
+        mended.replace(sorted(damaged), [])
+    if any(damage.problem == log.GONE for damage in damages):
+        _bring_back(mended)
+    return mended
+
+
+def _bring_back(table: LogprobTable) -> None:
+    """Append rows of whole shards that no log entry names: those of an entry that is gone are among them.
+
+    Others are what crashed writers left. Either is a score of this reference; keys that the table has keep their values.
+    """
+    last = max(log.versions(table.filesystem), default=-1)
+    named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
+    for path in sorted(storage.list_files(table.filesystem)):
+        if path.endswith(".parquet") and path not in named and table.shard(path).problem() is None:
+            for rows in table.shard(path).batches():
+                table.append(rows.cast(SCHEMA))
+
+
+def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
+    """Write damaged entries anew and remove checkpoints, which may sum up what was damaged."""
+    if not files:
+        return
+
+    def whole(path: str, digest: str | None) -> log.Written | None:
+        shard = Shard(filesystem, path)
+        if shard.problem(digest):
+            return None
+        rows = sum(group.rows for group in shard.groups)
+        return log.Written(path, int(filesystem.get_file_info(path).size), rows, shard.digest())
+
+    for version in (v for v in range(max(log.versions(filesystem), default=-1) + 1) if log.entry_path(v) in files):
+        entry = log.read_entry(filesystem, version)
+        data = storage.read_file(filesystem, log.entry_path(version))
+        if data is not None:
+            storage.write_file(filesystem, f"{_DAMAGED_FOLDER}/{version:020}-{int(time.time())}.json", data)
+        if version == 0:
+            entry.lines = _first_entry() + [line for line in entry.lines if not line.keys() & {"protocol", "metaData"}]
+        storage.write_file(filesystem, log.entry_path(version), log.mended(entry, whole, int(time.time() * 1000)))
+    for path in log.checkpoints(filesystem):
+        filesystem.delete_file(path)
+
+
+def _first_entry() -> list[dict[str, object]]:
+    """Protocol and metadata as a new table has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        LogprobTable.create(folder)
+        return log.read_entry(storage.open_filesystem(folder), 0).lines

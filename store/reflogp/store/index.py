@@ -1,0 +1,143 @@
+"""A sorted index of keys: where each key's longest row lies. All of a snapshot's in memory, or some row groups' for a moment.
+
+Knows keys, lengths and places. Reads no file. Called by the snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.store.keys import keys_as_words
+
+#: Length of a key that is not there.
+MISS = -1
+
+Int64s = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass
+class Places:
+    """What is known of each of n keys that were asked for.
+
+    Attributes:
+        length: values that are stored, int32; MISS where the key is not there.
+        total: their sum, float64; NaN where the key is not there.
+        file, row: where the row lies, int32.
+    """
+
+    length: npt.NDArray[np.int32]
+    total: npt.NDArray[np.float64]
+    file: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int32]
+
+    @classmethod
+    def none(cls, count: int) -> Places:
+        """Nothing found yet."""
+        zeros = np.zeros(count, np.int32)
+        return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
+
+    @classmethod
+    def joined(cls, parts: list[Places]) -> Places:
+        """The places of several parts of the keys, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+    def take(self, order: Int64s | slice) -> Places:
+        """The same of some of the keys, or of the keys in another order."""
+        return Places(self.length[order], self.total[order], self.file[order], self.row[order])
+
+    def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
+        """Take from `layer` what it has more of.
+
+        Args:
+            layer: where to look.
+            hi, lo: the words of the keys to look for.
+            asked: their places in this object, where they are only some of its keys.
+        """
+        if not len(layer.hi) or not len(hi):
+            return
+        at = layer.positions(hi, lo)
+        own = self.length if asked is None else self.length[asked]
+        better = np.flatnonzero((at >= 0) & (layer.length[at] > own))
+        into = better if asked is None else asked[better]
+        for field in fields(self):
+            getattr(self, field.name)[into] = getattr(layer, field.name)[at[better]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Entries sorted by key: one per key, of the longest row of a key that has several."""
+
+    hi: Words
+    lo: Words
+    length: npt.NDArray[np.int32]
+    total: npt.NDArray[np.float64]
+    file: npt.NDArray[np.int32]
+    row: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, columns: pa.Table, file: int, rows: npt.NDArray[np.int32] | None = None) -> Layer:
+        """The entries of one shard's index columns.
+
+        Args:
+            columns: key, scored_len, logp_sum.
+            file: number of the shard.
+            rows: the rows' numbers in the shard; 0, 1, 2, … when None.
+        """
+        hi, lo = keys_as_words(columns["key"])
+        if rows is None:
+            rows = np.arange(len(hi), dtype=np.int32)
+        length, total = columns["scored_len"].to_numpy(), columns["logp_sum"].to_numpy()
+        return cls.merged([cls(hi, lo, length, total, np.full(len(hi), file, np.int32), rows)])
+
+    @classmethod
+    def merged(cls, layers: list[Layer]) -> Layer:
+        """One layer of several. The list is emptied on the way, so that memory is held once and not twice."""
+        there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
+        layers.clear()
+        if not there:
+            none = np.zeros(0, np.int32)
+            return cls(none.astype(np.uint64), none.astype(np.uint64), none, none.astype(np.float64), none, none)
+        names = [field.name for field in fields(cls)]
+        parts = {name: [getattr(layer, name) for layer in there] for name in names}
+        del there
+        joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
+        hi = joined["hi"]
+        if not (hi[1:] > hi[:-1]).all():  # not yet sorted shards, one behind the other, which is what compaction leaves
+            kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
+            for name in names:
+                joined[name] = joined[name][kept]
+        return cls(**joined)
+
+    def positions(self, hi: Words, lo: Words) -> Int64s:
+        """Index of each key in this layer, int64 (n,); -1 where it is not."""
+        size = len(self.hi)
+        at = np.searchsorted(self.hi, hi)
+        while True:  # keys that share their first half stand side by side; two in a row are already one in 2**64
+            inside = np.minimum(at, size - 1)
+            beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
+            if not beside.any():
+                break
+            at = at + beside
+        hit = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] == lo)
+        return np.where(hit, at, -1)
+
+
+def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
+    """Places of the entries in the order of their keys, of each key the longest."""
+    order = np.argsort(hi, kind="stable")
+    sorted_hi = hi[order]
+    if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # hardly ever but for keys that several rows share
+        return order
+    order = np.lexsort((-length, lo, hi))
+    sorted_hi, sorted_lo = hi[order], lo[order]
+    first = np.ones(len(order), bool)
+    first[1:] = (sorted_hi[1:] != sorted_hi[:-1]) | (sorted_lo[1:] != sorted_lo[:-1])
+    return order[first]

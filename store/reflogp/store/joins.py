@@ -1,0 +1,196 @@
+"""Joins: reference log-probs for tokenised rows, from a snapshot, by key.
+
+Knows the column names of TRL's tokenised datasets and the columns that its losses read. Does not know datasets, trainers
+or files. Called by `reflogp join` and by the trainer extension, so both apply truncation and ld_alpha alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.store.errors import UsageError
+from reflogp.store.keys import token_lists
+from reflogp.store.windows import windows
+
+#: Token column -> column of reference log-probs, as TRL names them (trl/trainer/{dpo,kto}_trainer.py, signature columns).
+PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
+KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
+#: Column of a joined file: the row's number in the dataset, from 0. Rows without values are left out of the file.
+ROW_COLUMN = "ref_row"
+
+Float32s = npt.NDArray[np.float32]
+
+
+class FoundLogps(Protocol):
+    """n keys that were looked up.
+
+    Attributes:
+        lengths: values that are there for each key, int32 (n,); -1 for a miss.
+    """
+
+    lengths: npt.NDArray[np.int32]
+
+    def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
+        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where there are fewer or they are damaged."""
+
+
+class LogpLookup(Protocol):
+    """What finds log-probs by key: a store's snapshot, or a service that has one."""
+
+    def find(self, keys: pa.Array, /) -> FoundLogps:
+        """Look n keys up."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What n rows ask of a store.
+
+    Attributes:
+        columns: token column -> column of reference log-probs.
+        keys: token column -> n keys.
+        needed: token column -> values needed from the front of each completion, int64 (n,).
+        dropped: rows that TRL's length filter would drop, bool (n,).
+    """
+
+    columns: dict[str, str]
+    keys: dict[str, pa.FixedSizeBinaryArray]
+    needed: dict[str, npt.NDArray[np.int64]]
+    dropped: npt.NDArray[np.bool_]
+
+    def digest(self) -> str:
+        """Names these rows, in this order, under these settings: equal digests ask the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in self.columns:
+            digest.update(name.encode())
+            digest.update(self.keys[name].buffers()[1])
+            digest.update(self.needed[name].tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Join:
+    """Reference log-probs of n rows.
+
+    Attributes:
+        logps: column name -> float32 (n,). NaN where `missing`.
+        keys: token column -> n keys, in the same order as `logps`.
+        tokens: token column -> log-probs in each sum, int64 (n,).
+        missing: rows with a sequence that the snapshot has not for enough tokens, bool (n,).
+        unusable: rows whose stored values are damaged or not finite, bool (n,).
+        dropped: rows that TRL's length filter would drop, bool (n,).
+    """
+
+    logps: dict[str, Float32s]
+    keys: dict[str, pa.FixedSizeBinaryArray]
+    tokens: dict[str, npt.NDArray[np.int64]]
+    missing: npt.NDArray[np.bool_]
+    unusable: npt.NDArray[np.bool_]
+    dropped: npt.NDArray[np.bool_]
+
+
+def tokens_column(logps_column: str) -> str:
+    """Column that counts the log-probs in each sum of another: ref_chosen_logps -> ref_chosen_tokens."""
+    return logps_column.replace("_logps", "_tokens")
+
+
+def completion_columns(names: list[str]) -> dict[str, str]:
+    """Which columns of a tokenised table hold completions, and what their reference columns are called.
+
+    Raises UsageError when there are none.
+    """
+    if "prompt_ids" in names:
+        if all(column in names for column in PAIR_COLUMNS):
+            return PAIR_COLUMNS
+        if "completion_ids" in names:
+            return {column: ref for column, ref in KTO_COLUMNS.items() if column in names}
+    raise UsageError(f"expected prompt_ids with chosen_ids and rejected_ids, or with completion_ids; got {names}")
+
+
+def join_logps(
+    tables: pa.Table | Iterable[pa.Table],
+    lookup: LogpLookup,
+    *,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    ld_alpha: float | None = None,
+) -> Join:
+    """Reference log-probs of tokenised rows: all keys first, then one lookup for all of them.
+
+    As `answer` of what the tables `ask`.
+    """
+    return answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
+
+
+def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
+    """What tokenised rows ask of a store under a trainer's settings.
+
+    Args:
+        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids); one table, or the
+            rows in several, of which one at a time is held.
+        max_length, truncation_mode: as in the trainer's config.
+
+    Raises:
+        UsageError: columns that are not there, settings that trainers do not know, or no table at all.
+    """
+    parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
+    if not parts:
+        raise UsageError("there is no table to join")
+    columns = parts[0].columns
+    return Asked(
+        columns,
+        {name: pa.concat_arrays([part.keys[name] for part in parts]) for name in columns},
+        {name: np.concatenate([part.needed[name] for part in parts]) for name in columns},
+        np.concatenate([part.dropped for part in parts]),
+    )
+
+
+def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
+    """Look every sequence up, all at once, and sum what each row's loss sums.
+
+    Args:
+        lookup: where the values are.
+        ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
+            completions count `ld_alpha` times. None weighs all alike. Pairs only.
+
+    Raises UsageError for an ld_alpha without pairs.
+    """
+    columns, needed = asked.columns, asked.needed
+    check_ld_alpha(columns, ld_alpha)
+    found = lookup.find(pa.concat_arrays(list(asked.keys.values())))
+    every = np.concatenate(list(needed.values()))
+    sums = found.prefix_sums(every)
+    if ld_alpha is not None:
+        front = found.prefix_sums(np.tile(np.minimum.reduce(list(needed.values())), len(columns)))
+        sums = front + ld_alpha * (sums - front)
+    short = (found.lengths < every) & (every > 0)
+    rows = len(asked.dropped)
+    shape = (len(columns), rows)  # rows may be 0, so that no side can be left to reshape
+    missing = short.reshape(shape).any(0) & ~asked.dropped
+    unusable = (~np.isfinite(sums) & ~short).reshape(shape).any(0) & ~asked.dropped
+    logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(shape), strict=True)}
+    return Join(logps, asked.keys, needed, missing, unusable, asked.dropped)
+
+
+def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
+    """Raise UsageError for an ld_alpha where there are no pairs."""
+    if ld_alpha is not None and columns is not PAIR_COLUMNS:
+        raise UsageError("ld_alpha weighs a pair's two completions against each other: it needs chosen_ids, rejected_ids")
+
+
+def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:
+    columns = completion_columns(table.column_names)
+    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # once for all completions
+    views = {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
+    return Asked(
+        columns,
+        {name: view.keys() for name, view in views.items()},
+        {name: view.needed for name, view in views.items()},
+        next(iter(views.values())).dropped,
+    )

@@ -1,0 +1,338 @@
+"""The reference id: a digest that names a reference model's content and numerics, never its name or place.
+
+Knows which parts of a checkpoint can change a log-prob. Loads no tensor. Called by everyone who opens a store's table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
+from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
+from reflogp.store.errors import FileChangedError, OtherContentError, ReflogpError, StoreFormatError, UsageError
+from reflogp.store.schema import FORMAT
+
+#: What a model can compute in. A plain name: weights and activations are in that dtype. "…-autocast": weights are float32 and
+#: torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
+Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
+_AUTOCAST = "-autocast"
+
+#: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came
+#: from, what wrote it, what generation or training would do, and how attention is computed (that is provenance).
+#: Everything else counts, so an entry that reflogp has never heard of makes a new id, not a wrong hit.
+NOT_SEMANTIC = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_commit_hash",
+        "_name_or_path",
+        "attention_dropout",
+        "attn_dropout",
+        "attn_pdrop",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "classifier_dropout",
+        "decoder_start_token_id",
+        "dropout",
+        "dtype",
+        "embd_pdrop",
+        "embedding_dropout",
+        "eos_token_id",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "resid_pdrop",
+        "residual_dropout",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+#: The same for adapter_config.json: where it came from and what only training reads.
+_ADAPTER_NOT_SEMANTIC = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version", "lora_dropout"}
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a reference id stands for. Written as reference.json beside the model's table.
+
+    Attributes:
+        reference_id: 32 hex digits.
+        name: a label for people: the folder's or the hub's name at first scoring. Not part of the id.
+        dtype: what the model computes in while scoring, one of `Dtype`.
+        lm_head_dtype: dtype of the product with the output embedding.
+        weights: sorted sha256 digests of the weight files.
+        config: the semantic part of config.json (quantization included).
+        adapter: None, or the sha256 of an adapter's weights and the semantic part of its config (rank, scale, targets).
+        format: number of the store's layout.
+    """
+
+    reference_id: str
+    name: str
+    dtype: str
+    lm_head_dtype: str
+    weights: tuple[str, ...]
+    config: dict[str, Any]
+    adapter: dict[str, Any] | None = None
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Reference:
+        """Raises StoreFormatError for the layout of a newer reflogp, ValueError for what is no reference."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
+            raise ValueError("it does not say its format")
+        check_format(fields["format"])
+        if not re.fullmatch(r"[0-9a-f]{32}", str(fields.get("reference_id"))):
+            raise ValueError("its reference_id is not 32 hex digits")
+        try:
+            return cls(**{**fields, "weights": tuple(fields["weights"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its fields are not a reference's ({error})") from error
+
+
+def check_format(number: int) -> None:
+    """Raise StoreFormatError when a store's layout is newer than this reflogp knows."""
+    if number > FORMAT:
+        raise StoreFormatError(f"the store has format {number}, and this reflogp reads up to format {FORMAT}: upgrade reflogp")
+
+
+def describe_reference(
+    model: str,
+    dtype: str = "bfloat16",
+    *,
+    lm_head_dtype: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Reference:
+    """The reference that a model folder (or hub id) is under the given numerics.
+
+    Args:
+        model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
+        dtype: "float32", "bfloat16", "float16" for weights and activations in that dtype; "bfloat16-autocast" or
+            "float16-autocast" for float32 weights under torch.autocast; "auto" for the dtype that config.json names.
+        lm_head_dtype: "float32" when logits are computed in float32; None when in `dtype`.
+        revision: of a hub id.
+        progress: called with (bytes hashed, bytes in all) while weight files are read.
+
+    Raises:
+        UsageError: no such model, or an unknown dtype.
+        CheckpointError: weights that are missing, truncated or pickled.
+        FileChangedError: the files are being written or replaced.
+    """
+    with open_model(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress) as opened:
+        return opened.reference
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model folder whose files are open: what was hashed is what is loaded.
+
+    Attributes:
+        reference: what the files are under the given numerics.
+        checkpoint: the files by their paths.
+        files: the same files, open.
+        digests: sha256 of weights and code.
+    """
+
+    reference: Reference
+    checkpoint: Checkpoint
+    files: OpenFiles
+    digests: dict[Path, str]
+
+    def require(self, reference: Reference) -> None:
+        """Raise OtherContentError, which names the files, when they are not those of `reference`."""
+        if self.reference.reference_id == reference.reference_id:
+            return
+        adapter, known = self.checkpoint.adapter, reference.adapter or {}
+        weights = set(reference.weights)
+        changed = [file for file in self.checkpoint.weight_files if self.digests[file] not in weights]
+        if self.reference.config != reference.config:
+            changed.append(self.checkpoint.folder / "config.json")
+        if adapter is not None and self.digests[adapter.weight_file] != known.get("weights"):
+            changed.append(adapter.weight_file)
+        if adapter is not None and (self.reference.adapter or {}).get("config") != known.get("config"):
+            changed.append(adapter.folder / "adapter_config.json")
+        changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
+        named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
+        raise OtherContentError(
+            f"{named} changed: the model there is now reference {self.reference.reference_id}, not {reference.reference_id}. "
+            "Put the old files back, or run again with the new ones (restart a service)"
+        )
+
+    @contextmanager
+    def for_loading(self) -> Iterator[Checkpoint]:
+        """The checkpoint for libraries that take paths: they read the open files, whatever their paths lead to meanwhile.
+
+        Files of the folder that an id does not depend on are found there as well. When the block ends, all files are compared
+        with what they were when they were opened; so end it when the weights are in memory of their own.
+
+        Raises FileChangedError when one was written to in the meantime. In messages of reflogp's errors the original paths
+        stand.
+        """
+        found, adapter = self.checkpoint, self.checkpoint.adapter
+        name = f"reference_{self.reference.reference_id}"
+        with ExitStack() as stack:
+            folder = stack.enter_context(_as_opened(found.folder, self.files, name))
+            of_adapter = (
+                None if adapter is None else stack.enter_context(_as_opened(adapter.folder, self.files, f"{name}_adapter"))
+            )
+            whole = folder is not None and (adapter is None or of_adapter is not None)
+            try:
+                if folder is None or not whole:
+                    yield found
+                else:
+                    weights = tuple(folder / file.relative_to(found.folder) for file in found.weight_files)
+                    if adapter is None or of_adapter is None:
+                        yield Checkpoint(folder, found.config, weights)
+                    else:
+                        there = Adapter(of_adapter, adapter.config, of_adapter / adapter.weight_file.name)
+                        yield Checkpoint(folder, found.config, weights, there)
+            except ReflogpError as error:
+                self.files.check(by_path=not whole)  # a file that changed explains more than what it led to
+                text = str(error)
+                for temporary, original in ((folder, found.folder), (of_adapter, adapter and adapter.folder)):
+                    text = text.replace(str(temporary), str(original)) if temporary is not None else text
+                raise type(error)(text) from error
+            self.files.check(by_path=not whole)
+
+
+@contextmanager
+def open_model(
+    model: str,
+    dtype: str = "bfloat16",
+    *,
+    lm_head_dtype: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[OpenModel]:
+    """Open a model's files for the time of the block, and describe what they are.
+
+    Arguments and errors are those of `describe_reference`.
+    """
+    folder = resolve_model(model, revision)
+    with ExitStack() as stack:
+        checkpoint, files = _open_checkpoint(folder)
+        stack.enter_context(files)
+        digests = files.digests(checkpoint.hashed_files(), progress)
+        yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
+
+
+#: How often a model folder is read again because it was exchanged while it was opened.
+_OPEN_ATTEMPTS = 5
+
+
+def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
+    """A checkpoint and its open files: everything that its reference id depends on, as it was at one moment."""
+    for _ in range(_OPEN_ATTEMPTS):
+        checkpoint = read_checkpoint(folder)
+        try:
+            files = OpenFiles(checkpoint.files())
+        except FileNotFoundError:
+            continue
+        if checkpoint.is_of({path: file.read for path, file in files.files.items()}):
+            return checkpoint, files
+        files.close()
+    raise FileChangedError(f"{folder} was changed again and again while it was opened; run again when it is complete")
+
+
+@contextmanager
+def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
+    """`folder_of_open_files` for a model folder: its open files, and links to whatever else lies in it."""
+    here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
+    taken = {Path(name).parts[0] for name in here}
+    others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}
+    with folder_of_open_files(here, name, others) as found:
+        yield found
+
+
+def _reference_of(
+    model: str, checkpoint: Checkpoint, digests: dict[Path, str], dtype: str, lm_head_dtype: str | None
+) -> Reference:
+    compute_dtype = resolve_dtype(dtype, checkpoint.config)
+    head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
+    if autocast_dtype(head_dtype) and head_dtype != compute_dtype:
+        raise UsageError(f"lm_head_dtype {head_dtype!r}: an output layer computes in float32, or as the model does")
+    adapter, on_top = checkpoint.adapter, None
+    if adapter is not None:
+        settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}
+        on_top = {"weights": digests[adapter.weight_file], "config": settings}
+    config = _semantic(checkpoint.config)
+    content: dict[str, Any] = {
+        "weights": sorted(digests[file] for file in checkpoint.weight_files),
+        "config": config,
+        "adapter": on_top,
+        "dtype": compute_dtype,
+        "lm_head_dtype": head_dtype,
+    }
+    if "auto_map" in checkpoint.config:  # modelling code that comes with the weights is part of what they mean
+        content["code"] = sorted(digests[file] for file in checkpoint.code_files())
+    digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
+    return Reference(
+        reference_id=digest.hexdigest(),
+        name=Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model,
+        dtype=compute_dtype,
+        lm_head_dtype=head_dtype,
+        weights=tuple(content["weights"]),
+        config=config,
+        adapter=on_top,
+    )
+
+
+def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
+    """`dtype` as one of `Dtype`; "auto" is what config.json says (float32 where it says nothing).
+
+    Raises UsageError for anything else.
+    """
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in get_args(Dtype):
+        raise UsageError(f"dtype {dtype!r}: use one of auto, {', '.join(get_args(Dtype))}")
+    return cast(Dtype, dtype)
+
+
+def autocast_dtype(dtype: str) -> str | None:
+    """The dtype that torch.autocast casts to: "bfloat16" of "bfloat16-autocast"; None for a plain dtype."""
+    return dtype.removesuffix(_AUTOCAST) if dtype.endswith(_AUTOCAST) else None
+
+
+def _semantic(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _semantic(entry) for key, entry in value.items() if key not in NOT_SEMANTIC}
+    if isinstance(value, list):
+        return [_semantic(entry) for entry in value]
+    return value
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()

@@ -1,0 +1,321 @@
+"""A snapshot: one numbered state of one reference model's table, and how keys are looked up in it.
+
+Two ways to look up, chosen by the number of rows. Up to INDEX_ROWS the index of every key is kept in memory, which is right for
+many small questions. Beyond, each question reads the index columns of the row groups that can hold the keys: shards are sorted,
+so a few keys touch a few row groups, and a large question is one pass. Either way token values are read only for rows that need
+them. Never writes. Called by the scorer (hits and misses), by joins and by commits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+
+from reflogp.store import storage
+from reflogp.store.commands import repair_command
+from reflogp.store.errors import DamagedStoreError, StoreDamageWarning, UsageError
+from reflogp.store.index import MISS, Int64s, Layer, Places, Words
+from reflogp.store.keys import keys_as_words
+from reflogp.store.schema import list_sums
+from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
+
+#: Rows up to which the whole index is kept: 36 bytes a row, so 1.1 GB at the most.
+INDEX_ROWS = 30_000_000
+#: More index layers than this are merged, so that a lookup never searches many.
+_MAX_LAYERS = 8
+#: Shards read at a time. Object stores answer slowly and many at once.
+_READERS = 8
+#: Row groups of one shard that a lookup without an index holds at a time: 64 times 4,096 rows of 28 bytes are 7 MB.
+_GROUPS_AT_ONCE = 64
+#: Rows whose token values are read at a time.
+_VALUE_ROWS = 65_536
+#: Keys that are looked up in the index at a time, the bytes that a lookup needs for each of them beside its answer, and the
+#: bytes of the answer. One pass over row groups takes all keys, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
+_FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
+
+
+T = TypeVar("T")
+
+
+class Snapshot:
+    """One numbered state of a table. Immutable: `advanced` gives another one.
+
+    Args:
+        number: of the snapshot.
+        reference_id: of the table.
+        filesystem: rooted at the table's folder.
+        rows_of: shard -> its rows, of every shard of this state.
+        index_rows: rows up to which the index is kept in memory.
+        table_uri: of the table, for messages.
+
+    A shard that is gone or damaged is left out with a StoreDamageWarning: its rows are misses, `damaged` says why.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        reference_id: str,
+        filesystem: pafs.FileSystem,
+        rows_of: Mapping[str, int],
+        index_rows: int = INDEX_ROWS,
+        table_uri: str = "STORE/REFERENCE/logprobs",
+    ) -> None:
+        self.number = number
+        self.reference_id = reference_id
+        self.rows_of = dict(rows_of)
+        self.damaged: dict[str, str] = {}
+        self._filesystem = filesystem
+        self._index_rows = index_rows
+        self._table_uri = table_uri
+        self._shards = [Shard(filesystem, path) for path in self.rows_of]
+        # The index, and the shards that it covers, from the front. Threads that load it at a time each set the whole pair.
+        self._index: tuple[list[Layer], int] = ([], 0)
+
+    def __len__(self) -> int:
+        """Rows. A key whose completion was scored further later counts once per row until compaction."""
+        return sum(self.rows_of.values())
+
+    def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
+        """Snapshot `number` with the shards of `rows_of`; what this one has read of them is not read again."""
+        if not rows_of.keys() >= self.rows_of.keys():
+            return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
+        later = Snapshot(
+            number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows, self._table_uri
+        )
+        later._shards[: len(self._shards)] = self._shards
+        later._index = self._index
+        later.damaged = dict(self.damaged)
+        return later
+
+    def _another(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
+        return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
+
+    def find(self, keys: pa.Array) -> Found:
+        """Look n keys up, once; the answer's methods give lengths, sums and values."""
+        if len(self) > self._index_rows:
+            return Found(self, self._sorted(keys, self._scanned_places))
+        parts = [
+            self._sorted(keys.slice(start, _FIND_KEYS), self._indexed_places)
+            for start in range(0, max(1, len(keys)), _FIND_KEYS)
+        ]
+        return Found(self, Places.joined(parts))
+
+    def find_bytes(self, count: int) -> int:
+        """Bytes of memory that a lookup of `count` keys takes, its answer included."""
+        if len(self) > self._index_rows:
+            return count * (_FIND_BYTES + _PLACE_BYTES) + _READERS * _GROUPS_AT_ONCE * ROW_GROUP_ROWS * 28
+        return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
+
+    def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
+        """Places of keys, which are sorted for the search: memory is then read from front to back."""
+        hi, lo = keys_as_words(keys)
+        order = np.argsort(hi)
+        places = places_of(hi[order], lo[order])
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return places.take(back)
+
+    def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
+        """Values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
+        return self.find(keys).lengths
+
+    def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
+        """Stored values of each key, n arrays of float32; None for a miss."""
+        return self.find(keys).token_logps()
+
+    def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
+        """As Found.prefix_sums, of n keys."""
+        return self.find(keys).prefix_sums(lengths)
+
+    def repair_command(self) -> str:
+        """The command line that drops what is damaged."""
+        return repair_command(self._table_uri)
+
+    def require_whole(self) -> None:
+        """Raise DamagedStoreError where a shard is known to be damaged, or is not in the folder at all.
+
+        Every shard's index columns are read where the index is kept in memory anyway.
+        """
+        if len(self) <= self._index_rows:
+            self._load_index()
+        else:
+            there = storage.list_files(self._filesystem)
+            self.damaged |= {path: "the file is gone" for path in self.rows_of if path not in there}
+        if self.damaged:
+            shard, problem = next(iter(self.damaged.items()))
+            raise DamagedStoreError(
+                f"{len(self.damaged)} of {len(self.rows_of)} shards of reference {self.reference_id} are damaged "
+                f"({shard}: {problem}); nothing is written until they are dropped: {self.repair_command()}"
+            )
+
+    def _indexed_places(self, hi: Words, lo: Words) -> Places:
+        places = Places.none(len(hi))
+        for layer in self._load_index():
+            places.improve(layer, hi, lo)
+        return places
+
+    def _load_index(self) -> list[Layer]:
+        layers, indexed = self._index
+        if indexed < len(self._shards):
+            new = range(indexed, len(self._shards))
+            layers = list(layers)
+            read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
+            if read:
+                layers.append(Layer.merged(read))
+                pa.default_memory_pool().release_unused()  # the columns as they came out of the files
+            if len(layers) > _MAX_LAYERS:
+                layers.sort(key=lambda layer: -len(layer.hi))
+                layers = [layers[0], Layer.merged(layers[1:])]
+            self._index = (layers, len(self._shards))
+        return layers
+
+    def _layer_of(self, number: int) -> Layer | None:
+        try:
+            return Layer.of(self._shards[number].index_columns(), number)
+        except ShardDamageError as error:
+            self._note_damage(number, error)
+            return None
+
+    def _scanned_places(self, hi: Words, lo: Words) -> Places:
+        """One pass over the row groups that can hold the keys (sorted by `hi`); memory for the keys and a few groups."""
+        places, lock = Places.none(len(hi)), threading.Lock()
+
+        def look_in(number: int) -> None:
+            try:
+                for layer in self._touched_layers(number, hi):
+                    asked = np.arange(np.searchsorted(hi, layer.hi[0], "left"), np.searchsorted(hi, layer.hi[-1], "right"))
+                    with lock:
+                        places.improve(layer, hi[asked], lo[asked], asked)
+            except ShardDamageError as error:
+                self._note_damage(number, error)
+
+        for _ in self._each(look_in, range(len(self._shards))):
+            pass
+        return places
+
+    def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
+        """Entries of the row groups whose range of keys holds one that was asked for."""
+        shard = self._shards[number]
+        least = np.array([group.least for group in shard.groups], np.uint64)
+        greatest = np.array([group.greatest for group in shard.groups], np.uint64)
+        asked = np.searchsorted(sorted_hi, greatest, "right") > np.searchsorted(sorted_hi, least, "left")
+        touched = [group for group, is_asked in zip(shard.groups, asked, strict=True) if is_asked]
+        for at in range(0, len(touched), _GROUPS_AT_ONCE):
+            groups = touched[at : at + _GROUPS_AT_ONCE]
+            rows = np.concatenate([np.arange(group.start, group.start + group.rows, dtype=np.int32) for group in groups])
+            yield Layer.of(shard.index_columns([group.index for group in groups]), number, rows)
+
+    def _each(self, work: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
+        """work(number) for each, in order, several at a time."""
+        if len(numbers) <= 1:
+            yield from map(work, numbers)
+            return
+        with ThreadPoolExecutor(min(_READERS, len(numbers)), thread_name_prefix="reflogp-read") as readers:
+            yield from readers.map(work, numbers)
+
+    def _note_damage(self, number: int, error: ShardDamageError) -> None:
+        path = self._shards[number].path
+        if path not in self.damaged:
+            self.damaged[path] = str(error)
+            warnings.warn(
+                f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
+                f"missing. {self.repair_command()} drops it, the next `reflogp score` fills the gap",
+                StoreDamageWarning,
+                stacklevel=2,
+            )
+
+
+class Found:
+    """n keys that were looked up in a snapshot.
+
+    Attributes:
+        lengths: values that the snapshot holds for each key, int32 (n,); -1 for a miss.
+    """
+
+    def __init__(self, snapshot: Snapshot, places: Places) -> None:
+        self.lengths = places.length
+        self._snapshot = snapshot
+        self._places = places
+
+    def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
+        """Stored values of each key (or of some of them, by place), float32 arrays; None for a miss and for damaged values."""
+        places = np.arange(len(self.lengths)) if some is None else some
+        values: dict[int, npt.NDArray[np.float32]] = {}
+        for rows, lists in self._values(places[self.lengths[places] != MISS]):
+            offsets, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
+            for i, row in enumerate(rows):
+                values[int(row)] = flat[offsets[i] : offsets[i + 1]]
+        return [values.get(int(place)) for place in places]
+
+    def token_lists(self) -> pa.ListArray:
+        """The same of all keys as one Arrow array of list<float32>; null for a miss and for damaged values."""
+        lengths = np.maximum(self.lengths, 0).astype(np.int64)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise UsageError(f"{int(offsets[-1]):,} token values at once: ask for fewer keys at a time")
+        values, missing = np.zeros(int(offsets[-1]), np.float32), np.ones(len(lengths), bool)
+        for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
+            starts, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
+            whole = np.flatnonzero(np.diff(starts) == lengths[rows])
+            for i, row in zip(whole.tolist(), rows[whole].tolist(), strict=True):
+                values[offsets[row] : offsets[row + 1]] = flat[starts[i] : starts[i + 1]]
+            missing[rows[whole]] = False
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), mask=pa.array(missing))
+
+    def slice(self, start: int, stop: int) -> Found:
+        """Keys from `start` to before `stop`."""
+        return Found(self._snapshot, self._places.take(slice(start, stop)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this takes."""
+        return _PLACE_BYTES * len(self.lengths)
+
+    def values_bytes(self, count: int) -> int:
+        """Bytes of memory that reading and sending `count` bytes of token values at a time takes."""
+        group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
+        return 2 * count + 2 * max(READ_BYTES, group)
+
+    def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
+        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.
+
+        Reads token values only for rows whose stored length differs from the one asked for.
+        """
+        sums = np.where(self.lengths == lengths, self._places.total, np.nan)
+        sums[lengths == 0] = 0.0
+        for rows, lists in self._values(np.flatnonzero((self.lengths > lengths) & (lengths > 0))):
+            sums[rows] = list_sums(lists, lengths[rows])
+        return sums
+
+    def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
+        """How the values of some keys (by place) were made: one object for each set of rows that were made alike.
+
+        In no order; misses and damaged shards have none.
+        """
+        for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
+            yield from map(json.loads, pc.unique(texts).to_pylist())
+
+    def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
+        """(which keys, a column's values in that order), some row groups of one shard at a time."""
+        file, row = self._places.file, self._places.row
+        by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
+        for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
+            for keys in np.split(of_shard, np.arange(_VALUE_ROWS, len(of_shard), _VALUE_ROWS)):
+                if len(keys):
+                    number = int(file[keys[0]])
+                    try:
+                        for part, found in self._snapshot._shards[number].values(column, row[keys]):
+                            yield keys[part], found
+                    except ShardDamageError as error:
+                        self._snapshot._note_damage(number, error)

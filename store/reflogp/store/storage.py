@@ -1,0 +1,132 @@
+"""Where a store lies: a local folder or an object store, behind one Arrow filesystem.
+
+Knows URIs and delta-rs' own object store client, so that data files, reference.json and the Delta log all go through
+one set of credentials. Does not know what the files mean. Called by the store and its tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+from deltalake.exceptions import DeltaError
+from deltalake.fs import DeltaStorageHandler
+
+from reflogp.store.errors import StoreUnavailableError, UsageError
+
+#: What delta-rs and Arrow raise when I/O fails.
+STORAGE_ERRORS = (OSError, ValueError, DeltaError)
+
+#: delta-rs' streams take bytes, which Arrow hands them from a buffered stream only, for writes that fit its buffer.
+_WRITE_BUFFER = 1 << 20
+
+
+def normalize_uri(uri: str | os.PathLike[str]) -> str:
+    """An absolute folder path, or the URI as it is (s3://, gs://, az://, file://) without a closing slash."""
+    text = os.fspath(uri)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if re.match(r"(s3a?|gs|az|abfss?|https?):/(?!/)", text):
+        raise UsageError(f"store {text!r}: a URI has two slashes after the colon")
+    if "://" in text:
+        return text.rstrip("/")
+    if re.search(r"%[0-9A-Fa-f]{2}", text):
+        raise UsageError(f"store {text!r}: delta-rs would read the percent sign as an escape; use another folder name")
+    return str(Path(text).expanduser().absolute())
+
+
+def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
+    """delta-rs' storage options for a store.
+
+    delta-rs reads profiles and credential files of AWS only where no endpoint is named, unless it is told to.
+    """
+    named = {name.upper() for name in options or {}} | os.environ.keys()
+    if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
+        return {"AWS_FORCE_CREDENTIAL_LOAD": "true"} | (options or {})
+    return options
+
+
+def is_local(uri: str) -> bool:
+    return "://" not in uri
+
+
+def may_exist(uri: str) -> bool:
+    """False for a local folder that is not there; object stores have no folders."""
+    return not is_local(uri) or Path(uri).is_dir()
+
+
+def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
+    """An Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears whole or not at all.
+
+    Raises UsageError for a scheme that delta-rs does not know, and what delta-rs raises.
+    """
+    try:
+        return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
+    except STORAGE_ERRORS as error:
+        if "Unknown scheme" in str(error):  # delta-rs names all of its own, some fifty
+            raise UsageError(f"store {uri}: no storage has that scheme; use a folder, or s3://, gs://, az://") from error
+        raise
+
+
+def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
+    """As `open_filesystem`, for reading only: a local folder is then read by Arrow itself, which is faster."""
+    return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
+
+
+def make_folder(uri: str) -> None:
+    """Create a local store's folder; an object store has none to create.
+
+    Raises StoreUnavailableError when it cannot be.
+    """
+    if is_local(uri):
+        try:
+            Path(uri).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailableError(f"the store {uri} cannot be created: {error.strerror or error}") from error
+
+
+def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
+    """Write a file. It appears when it is closed (delta-rs' object store renames or puts); an interrupted one is deleted."""
+    try:
+        with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
+            view = memoryview(data)
+            for start in range(0, len(view), _WRITE_BUFFER // 2):
+                sink.write(view[start : start + _WRITE_BUFFER // 2])
+    except BaseException:
+        with contextlib.suppress(*STORAGE_ERRORS):
+            filesystem.delete_file(path)
+        raise
+
+
+def unfinished_files(uri: str) -> list[Path]:
+    """What writes that failed or were killed left: locally, delta-rs writes `path#1` and renames it when it is whole."""
+    return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
+
+
+def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
+    """A small file's bytes, or None when it is not there."""
+    if filesystem.get_file_info(path).type == pafs.FileType.NotFound:
+        return None
+    with filesystem.open_input_stream(path) as source:
+        return bytes(source.read())
+
+
+def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
+    """Path -> bytes of the files in a folder, not in those below it; empty when there is no such folder."""
+    entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
+    return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
+
+
+def sentence(error: BaseException) -> str:
+    """A storage error in one line: object stores answer with several, in colours, around an XML document."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    if said:
+        return " ".join(said.group(1).split())
+    lines = [re.sub(r"^\s*(↳|\d+:.*)\s*", "", line).strip() for line in text.split("\n")]
+    kept = [line for line in lines if line and not line.startswith("at ")]
+    return f"{kept[0]}: {kept[-1]}" if len(kept) > 1 else "".join(kept) or type(error).__name__

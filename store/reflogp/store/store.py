@@ -1,0 +1,175 @@
+"""The store: a folder or object store prefix with one table per reference model.
+
+Knows the layout `<store>/<reference id>/{reference.json, logprobs/}`. Does not know what scores or who reads. Opened by
+the command line, the service and the trainer extension.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pyarrow.fs as pafs
+
+from reflogp.store import log, storage
+from reflogp.store.errors import (
+    DamagedStoreError,
+    ReferenceNotFoundError,
+    StoreDamageWarning,
+    StoreNotFoundError,
+    StoreUnavailableError,
+    UsageError,
+)
+from reflogp.store.reference import Reference
+from reflogp.store.table import LogprobTable
+
+REFERENCE_FILE = "reference.json"
+_TABLE_FOLDER = "logprobs"
+
+
+class LogprobStore:
+    """A store of reference log-probs.
+
+    Args:
+        uri: a local folder, or s3://…, gs://…, az://…
+        options: delta-rs storage options; the usual environment variables are read without any.
+
+    Example:
+        store = LogprobStore("./logps")
+        for reference in store.references():
+            print(reference.name, len(store.table(reference.reference_id).snapshot()))
+    """
+
+    def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
+        self.uri = storage.normalize_uri(uri)
+        self._options = storage.with_credentials(self.uri, options)
+
+    def references(self) -> list[Reference]:
+        """The reference models that the store holds, ordered by id; without those whose reference.json is damaged (a warning).
+
+        Raises:
+            StoreNotFoundError: there is no store at the URI.
+            UsageError: something else is there.
+            StoreUnavailableError: it cannot be read.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        self._refuse_what_is_no_store()
+        if storage.is_local(self.uri) and not Path(self.uri).is_dir():
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+        try:
+            entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
+            folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
+            found, damaged = [], 0
+            for folder in folders:
+                try:
+                    if reference := self._read_reference(folder):
+                        found.append(reference)
+                except DamagedStoreError as error:  # the others can be reached all the same
+                    warnings.warn(str(error), StoreDamageWarning, stacklevel=2)
+                    damaged += 1
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if not entries and not storage.is_local(self.uri):
+            raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
+        if entries and not found and not damaged:
+            raise UsageError(f"{self.uri} is not a reflogp store: nothing in it has a reference.json")
+        return found
+
+    def table(self, reference_id: str) -> LogprobTable:
+        """The table of a reference that the store knows.
+
+        Raises:
+            ReferenceNotFoundError: nothing was ever scored with that reference; the message lists what there is.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        self._refuse_what_is_no_store()
+        try:
+            reference = self._read_reference(reference_id)
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if reference is None:
+            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references()) or "none"
+            raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
+        return LogprobTable(self._table_uri(reference_id), reference, self._options)
+
+    def table_of(self, reference: Reference) -> LogprobTable:
+        """As `table`, for a described reference: the error can then say what differs from what is there.
+
+        Raises ReferenceNotFoundError, StoreFormatError.
+        """
+        try:
+            return self.table(reference.reference_id)
+        except ReferenceNotFoundError as error:
+            same = [other.dtype for other in self.references() if other.weights == reference.weights]
+            scored = ", ".join(same)
+            hint = f"; the same weights were scored in {scored}: give that dtype (--dtype {same[0]}, or dtype=)" if same else ""
+            raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
+
+    def create_table(self, reference: Reference) -> LogprobTable:
+        """The table of `reference`, created where the store has none yet; checked to be writable.
+
+        Raises:
+            UsageError: something else than a store is at the URI.
+            DamagedStoreError: the table's log is damaged, or half of the table is gone.
+            StoreUnavailableError: the store cannot be written.
+            StoreFormatError: a newer reflogp wrote it.
+        """
+        self._refuse_what_is_no_store()
+        folder = f"{self.uri}/{reference.reference_id}"
+        storage.make_folder(f"{folder}/{_TABLE_FOLDER}")
+        uri = self._table_uri(reference.reference_id)
+        try:
+            known = self._read_reference(reference.reference_id)
+            try:
+                table = LogprobTable(uri, known or reference, self._options)
+            except ReferenceNotFoundError:
+                LogprobTable.create(uri, self._options)
+                table = LogprobTable(uri, known or reference, self._options)
+            table.check_writable()
+            if known is None:  # written last: what has a reference.json has a table
+                filesystem = storage.open_filesystem(folder, self._options)
+                storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+        return table
+
+    def _refuse_what_is_no_store(self) -> None:
+        """Raise UsageError for a file, and for a Delta table: a store is a folder of them."""
+        if storage.is_local(self.uri):
+            if Path(self.uri).is_file():
+                raise UsageError(f"{self.uri} is a file; a store is a folder")
+            if Path(self.uri, "config.json").exists():
+                raise UsageError(f"{self.uri} is a model's folder; name another one for the store")
+            is_table = Path(self.uri, "_delta_log").exists()
+        else:
+            try:
+                is_table = self._root().get_file_info(log.entry_path(0)).type != pafs.FileType.NotFound
+            except storage.STORAGE_ERRORS as error:
+                raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if is_table:
+            raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
+
+    def _root(self) -> pafs.FileSystem:
+        return storage.open_filesystem(self.uri, self._options)
+
+    def _table_uri(self, reference_id: str) -> str:
+        return f"{self.uri}/{reference_id}/{_TABLE_FOLDER}"
+
+    def _read_reference(self, reference_id: str) -> Reference | None:
+        if storage.is_local(self.uri) and not Path(self.uri, reference_id).is_dir():
+            return None
+        filesystem = storage.open_filesystem(f"{self.uri}/{reference_id}", self._options)
+        data = storage.read_file(filesystem, REFERENCE_FILE)
+        if data is None:
+            return None
+        try:
+            reference = Reference.from_json(data.decode())
+            if reference.reference_id != reference_id:
+                raise ValueError(f"it says {reference.reference_id}")
+        except ValueError as error:
+            raise DamagedStoreError(
+                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it, and scoring with that model "
+                "writes it anew"
+            ) from error
+        return reference

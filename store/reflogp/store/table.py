@@ -1,0 +1,474 @@
+"""One reference model's table in a store: numbered snapshots, appends, and the one way to commit.
+
+A Delta Lake table whose data files reflogp writes itself (so that pages carry checksums and log-probs a fitting encoding)
+and commits through delta-rs. A commit names the version that it read: when another writer came first it fails, what the
+other wrote is dropped from ours, and we try again. So the first commit wins for a key, and no key's value ever changes.
+Compaction, repair and the rest are in modules of their own, on top of `replace`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, CommitProperties, RemoveAction
+
+from reflogp.store import log, storage
+from reflogp.store.commands import repair_command
+from reflogp.store.errors import (
+    DamagedStoreError,
+    ReferenceNotFoundError,
+    SnapshotNotFoundError,
+    StoreDamageWarning,
+    StoreUnavailableError,
+    UsageError,
+)
+from reflogp.store.fresh_rows import without_stored
+from reflogp.store.log import Written
+from reflogp.store.reference import Reference, check_format
+from reflogp.store.schema import FORMAT, SCHEMA, one_array
+from reflogp.store.shard import Shard, shard_digest, sorted_by_key, write_shard
+from reflogp.store.snapshot import INDEX_ROWS, Snapshot
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Seconds for which a commit that other writers beat is tried again.
+_PATIENCE = 900.0
+#: Longest pause between two tries, in seconds, for the first so many of them.
+_LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
+#: The table's own settings. Every entry of the log is kept, since it is what a repair starts from; files that compaction
+#: replaced are kept until vacuum.
+_SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What one append did.
+
+    Attributes:
+        snapshot: number of the first snapshot that has all the rows.
+        written: rows committed.
+        already_there: rows left out because another commit had their keys for enough tokens.
+    """
+
+    snapshot: int
+    written: int
+    already_there: int
+
+
+def _in_turn(method: F) -> F:
+    """A method of LogprobTable that one thread at a time may be in."""
+
+    @functools.wraps(method)
+    def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
+        with table._turn:
+            return method(table, *args, **keywords)
+
+    return cast(F, waiting)
+
+
+class LogprobTable:
+    """The log-probs of one reference model.
+
+    Args:
+        uri: folder or object store prefix of the Delta table.
+        reference: what the table holds.
+        options: delta-rs storage options.
+        index_rows: rows up to which a snapshot keeps its index in memory.
+
+    Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
+
+    Where the newest part of the log is damaged, what its other entries say is served with a StoreDamageWarning, and nothing is
+    written.
+    """
+
+    def __init__(
+        self, uri: str, reference: Reference, options: dict[str, str] | None = None, index_rows: int = INDEX_ROWS
+    ) -> None:
+        self.uri = uri
+        self.reference = reference
+        if not storage.may_exist(uri):
+            raise self._nothing_yet()
+        self.filesystem = storage.open_filesystem(uri, options)
+        self._reading = storage.open_for_reading(uri, options)
+        self._options = options
+        self._index_rows = index_rows
+        self._salvaged: log.Replayed | None = None
+        self._opened = self._open()
+        self._latest: Snapshot | None = None
+        self._turn = threading.RLock()
+
+    @staticmethod
+    def create(uri: str, options: dict[str, str] | None = None) -> None:
+        """Create the Delta table unless it is there. Two creators at once are fine."""
+        try:
+            DeltaTable.create(
+                uri,
+                SCHEMA,
+                mode="ignore",
+                storage_options=options,
+                name="reflogp",
+                configuration=_SETTINGS,
+                raise_if_key_not_exists=False,
+            )
+        except DeltaError as error:
+            if not DeltaTable.is_deltatable(uri, options):
+                raise StoreUnavailableError(f"the store {uri} cannot be created: {storage.sentence(error)}") from error
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {uri} cannot be written: {storage.sentence(error)}") from error
+
+    @_in_turn
+    def snapshot(self, number: int | None = None) -> Snapshot:
+        """A snapshot: the latest, or the one of that number.
+
+        Raises:
+            SnapshotNotFoundError: no such number, or shards of it were vacuumed.
+            StoreUnavailableError: the table cannot be read.
+        """
+        self._refresh()
+        latest = self._latest_snapshot()
+        if number in (None, latest.number):
+            return latest
+        there = f"the latest is {latest.number}"
+        if number is None or not 0 <= number < latest.number:
+            raise SnapshotNotFoundError(f"reference {self.reference.reference_id} has no snapshot {number} ({there})")
+        try:
+            rows_of = _rows_of(DeltaTable(self.uri, version=number, storage_options=self._options))
+            gone = (rows_of.keys() - latest.rows_of.keys()) - storage.list_files(self.filesystem).keys()
+        except storage.STORAGE_ERRORS as error:
+            raise SnapshotNotFoundError(
+                f"reference {self.reference.reference_id}: snapshot {number} cannot be read: {storage.sentence(error)}"
+            ) from error
+        if gone:
+            raise SnapshotNotFoundError(
+                f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: {len(gone)} of its {len(rows_of)} "
+                f"shards were deleted after compaction ({there})"
+            )
+        return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows, self.uri)
+
+    @_in_turn
+    def append(self, rows: pa.Table) -> Appended:
+        """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
+
+        A key that the table has for as many tokens is left out. A key that it has for fewer is written with the stored
+        values first and the new ones after them, so that a value once read never changes.
+
+        Args:
+            rows: as schema.shard_table makes them, keys in any order.
+
+        Raises:
+            UsageError: a value is not finite.
+            DamagedStoreError: a shard or the log is damaged; what it held could be stored a second time, differently.
+            StoreUnavailableError: the shard or the commit cannot be written. What was committed before stays.
+        """
+        if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
+            raise UsageError("rows hold log-probs that are not finite; nothing was stored")
+        asked = len(rows)
+        written: Written | None = None
+        try:
+            for _ in self._tries():
+                latest = self._latest_snapshot()
+                fresh = without_stored(rows, latest)
+                self._require_whole(latest)
+                if fresh is not rows and written is not None:  # the file that was written no longer says what we would commit
+                    self.filesystem.delete_file(written.path)
+                    written = None
+                rows = fresh
+                if not len(rows):
+                    return Appended(latest.number, 0, asked)
+                if written is None:
+                    written = self.write(rows)
+                before = self._delta.version()
+                if self._commit([written], []):
+                    self._refresh()
+                    return Appended(before + 1, len(rows), asked - len(rows))
+                if self._arrived(written.path, before):  # it did; only the answer was lost
+                    return Appended(self.snapshot_number(), len(rows), asked - len(rows))
+                self._require_there([written])
+        except storage.STORAGE_ERRORS as error:  # the shard stays: a commit whose answer was lost may have arrived
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+        raise AssertionError("tries end with an error of their own")
+
+    @_in_turn
+    def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
+        """Commit shards in the place of others that hold the same rows, or of damaged ones.
+
+        Appends of other writers do not matter. Where another process has removed one of `removed`, nothing is committed, the
+        added files are deleted and the answer is False.
+
+        Raises StoreUnavailableError when the commit cannot be written.
+        """
+        try:
+            self._require_there(added)  # they can have taken long to write
+            for _ in self._tries():
+                self._require_whole(None)
+                if not set(removed) <= self._rows_of_now().keys():
+                    self.discard(added)
+                    return False
+                before = self._delta.version()
+                if self._commit(added, removed):
+                    self._refresh()
+                    return True
+                if added and self._arrived(added[0].path, before):
+                    return True
+        except storage.STORAGE_ERRORS as error:  # the shards stay: a commit whose answer was lost may have arrived
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+        raise AssertionError("tries end with an error of their own")
+
+    def write(self, rows: pa.Table) -> Written:
+        """Write rows as a shard that is not yet committed. Raises one of storage.STORAGE_ERRORS."""
+        path = f"shard-{uuid.uuid4()}.parquet"
+        sink = pa.BufferOutputStream()
+        write_shard(sorted_by_key(rows), sink)
+        data = sink.getvalue()
+        try:
+            storage.write_file(self.filesystem, path, data)
+        except BaseException:
+            for part in storage.unfinished_files(self.uri):
+                if part.name.startswith(path):
+                    part.unlink(missing_ok=True)
+            raise
+        return Written(path, data.size, len(rows), shard_digest(data))
+
+    def discard(self, written: Sequence[Written]) -> None:
+        """Delete shards that will not be committed, as far as the storage lets us; vacuum finds the rest."""
+        for shard in written:
+            try:
+                self.filesystem.delete_file(shard.path)
+            except storage.STORAGE_ERRORS:
+                continue
+
+    def check_writable(self) -> None:
+        """Write and remove a small file, so that a job fails before it computes and not after.
+
+        Raises StoreUnavailableError when that is not possible, DamagedStoreError when the log is damaged.
+        """
+        self._require_whole(None)
+        probe = f"probe-{uuid.uuid4()}"
+        try:
+            storage.write_file(self.filesystem, probe, b"reflogp")
+            self.filesystem.delete_file(probe)
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
+
+    @_in_turn
+    def snapshot_number(self) -> int:
+        """Number of the latest snapshot."""
+        self._refresh()
+        return self._salvaged.version if self._salvaged else int(self._delta.version())
+
+    def shards(self) -> dict[str, int]:
+        """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
+        return self.numbered_shards()[1]
+
+    @_in_turn
+    def numbered_shards(self) -> tuple[int, dict[str, int]]:
+        """The latest snapshot's number, and its shards as `shards` gives them."""
+        self._refresh()
+        if self._salvaged:
+            return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
+        actions = pa.table(self._delta.get_add_actions(flatten=True))
+        sizes = dict(zip(actions["path"].to_pylist(), actions["size_bytes"].to_pylist(), strict=True))
+        return int(self._delta.version()), sizes
+
+    @_in_turn
+    def totals(self) -> tuple[int, int, int]:
+        """(shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
+        sizes = self.shards()
+        return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
+
+    def shard(self, path: str) -> Shard:
+        """One of its shards, for reading."""
+        return Shard(self._reading, path)
+
+    def committed_at(self) -> float:
+        """When the latest snapshot was committed by its writer's clock, seconds since 1970."""
+        return float(self.delta().history(1)[0]["timestamp"]) / 1000
+
+    def reopened(self) -> LogprobTable:
+        """The same table, read anew."""
+        return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
+
+    @property
+    def log_is_damaged(self) -> bool:
+        """Whether this table is served from the log's whole entries. Opened anew, it is not once the log was mended."""
+        return self._salvaged is not None
+
+    @_in_turn
+    def require_whole_log(self) -> None:
+        """Raise DamagedStoreError when the log is damaged."""
+        self._refresh()
+        self._require_whole(None)
+
+    @_in_turn
+    def delta(self) -> DeltaTable:
+        """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
+        self.require_whole_log()
+        return self._delta
+
+    def _open(self) -> DeltaTable | None:
+        try:
+            delta = DeltaTable(self.uri, storage_options=self._options)
+        except TableNotFoundError as error:
+            if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
+                raise DamagedStoreError(
+                    f"{self.uri} has shards but no _delta_log: the folder was half deleted. Bring _delta_log back from a copy, "
+                    "or move the folder away and score anew"
+                ) from error
+            raise self._nothing_yet() from error
+        except storage.STORAGE_ERRORS as error:
+            self._salvaged = self._salvage(error)
+            return None
+        setting = str(delta.metadata().configuration.get(log.FORMAT_SETTING))
+        if setting.isdecimal():
+            check_format(int(setting))
+            return delta
+        if [field.name for field in delta.schema().fields] != SCHEMA.names:
+            raise UsageError(f"{self.uri} is a Delta table that reflogp did not make; nothing was read or written")
+        self._salvaged = self._salvage(ValueError(f"its format is said to be {setting}"))
+        return None
+
+    def _nothing_yet(self) -> ReferenceNotFoundError:
+        return ReferenceNotFoundError(
+            f"the store holds nothing yet for reference {self.reference.reference_id} ({self.reference.name})"
+        )
+
+    @property
+    def _delta(self) -> DeltaTable:
+        assert self._opened is not None, "callers turn away before, when the log is damaged"
+        return self._opened
+
+    def _salvage(self, error: BaseException) -> log.Replayed:
+        """What the log's whole entries say, after delta-rs refused it; raises where the storage does not answer."""
+        try:
+            replayed = log.replay(self._reading)
+        except storage.STORAGE_ERRORS:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        if not replayed.problems:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+        warnings.warn(
+            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): the other entries "
+            f"are served, nothing is written. Mend it: {repair_command(self.uri)}",
+            StoreDamageWarning,
+            stacklevel=4,
+        )
+        return replayed
+
+    def _refresh(self) -> None:
+        if self._salvaged:
+            return
+        try:
+            self._delta.update_incremental()
+        except storage.STORAGE_ERRORS as error:
+            self._salvaged = self._salvage(error)
+
+    def _rows_of_now(self) -> dict[str, int]:
+        if self._salvaged:
+            return {path: shard.rows for path, shard in self._salvaged.shards.items()}
+        return _rows_of(self._delta)
+
+    def _latest_snapshot(self) -> Snapshot:
+        number, latest = self._salvaged.version if self._salvaged else int(self._delta.version()), self._latest
+        if latest is None:
+            latest = Snapshot(
+                number, self.reference.reference_id, self._reading, self._rows_of_now(), self._index_rows, self.uri
+            )
+        elif latest.number != number:
+            latest = latest.advanced(number, self._rows_of_now())
+        self._latest = latest
+        return latest
+
+    def _require_whole(self, snapshot: Snapshot | None) -> None:
+        if self._salvaged:
+            raise DamagedStoreError(
+                f"the log of reference {self.reference.reference_id} is damaged ({self._salvaged.first_problem()}); nothing is "
+                f"written until it is mended: {repair_command(self.uri)}"
+            )
+        if snapshot is not None and snapshot.damaged:
+            snapshot.require_whole()
+
+    def _arrived(self, path: str, before: int) -> bool:
+        """After a commit on top of version `before` failed: whether an entry of the log since then adds the shard all the same.
+
+        The shard may be gone from the newest state already, compacted by somebody else.
+
+        Raises StoreUnavailableError when no other commit came, so that nothing explains the failure.
+        """
+        self._refresh()
+        self._require_whole(None)
+        since = range(before + 1, int(self._delta.version()) + 1)
+        if not since:
+            raise StoreUnavailableError(f"the store {self.uri} refuses commits after version {before}")
+        return any(path in log.read_entry(self.filesystem, version).added for version in since)
+
+    def _tries(self) -> Iterator[None]:
+        """Tries of a commit, each on the newest version, with a pause before all but the first.
+
+        What a try does before it commits is time in which another writer can come first. So the pause comes before the look at
+        the log, and who has lost often waits less.
+
+        Raises StoreUnavailableError when the patience is at its end.
+        """
+        end = time.monotonic() + _PATIENCE
+        for attempt in count():
+            if attempt:
+                time.sleep(random.uniform(0, _LONGEST_PAUSE / attempt if attempt > _EARLY_TRIES else _LONGEST_PAUSE))
+            if time.monotonic() > end:
+                break
+            self._refresh()
+            yield
+        raise StoreUnavailableError(
+            f"the store {self.uri}: every commit for {_PATIENCE / 60:.0f} minutes lost to other writers"
+        )
+
+    def _require_there(self, written: Sequence[Written]) -> None:
+        """Raise StoreUnavailableError when a shard that awaits its commit is gone."""
+        for shard in written:
+            if self.filesystem.get_file_info(shard.path).size != shard.size:
+                raise StoreUnavailableError(
+                    f"{shard.path} was deleted before its commit to {self.uri}: by a vacuum with too short a retention?"
+                )
+
+    def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
+        """Commit on top of the version that was read; False when another commit took its place."""
+        now = int(time.time() * 1000)
+        replaces = bool(removed)
+        actions: list[AddAction | RemoveAction] = [
+            AddAction(shard.path, shard.size, {}, now, not replaces, json.dumps({"numRecords": shard.rows})) for shard in added
+        ]
+        actions += [RemoveAction(path, bool(not added), now) for path in removed]
+        try:
+            self._delta.create_write_transaction(
+                actions,
+                mode="append",
+                schema=SCHEMA,
+                commit_properties=CommitProperties(
+                    max_commit_retries=0,
+                    custom_metadata=log.redundant(added, removed),
+                ),
+            )
+        except CommitFailedError:
+            return False
+        except DeltaError as error:
+            raise StoreUnavailableError(f"the store {self.uri} refused a commit: {storage.sentence(error)}") from error
+        return True
+
+
+def _rows_of(delta: DeltaTable) -> dict[str, int]:
+    actions = pa.table(delta.get_add_actions(flatten=True))
+    rows = actions["num_records"] if "num_records" in actions.column_names else pa.nulls(len(actions), pa.int64())
+    return dict(zip(actions["path"].to_pylist(), pc.fill_null(rows, 0).to_pylist(), strict=True))

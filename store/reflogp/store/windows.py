@@ -1,0 +1,128 @@
+"""Which tokens of an example a trainer looks at: truncation turned into sequences and lengths, on Arrow columns.
+
+Knows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference) and what causality
+makes of them. Does not know models or stores. Called by the scorer (what to score) and by joins (what to look up), so
+both always mean the same sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from reflogp.store.errors import UsageError
+from reflogp.store.keys import TokenLists, list_lengths, sequence_keys, token_lists
+
+TruncationMode = Literal["keep_start", "keep_end"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """n sequences as they are keyed, and how many of each completion's values are needed.
+
+    Attributes:
+        prompt_ids: large_list<uint32>, n lists.
+        completion_ids: large_list<uint32>, n lists; whole, also where only its beginning is needed.
+        needed: values needed from the front of each completion, int64 (n,).
+        dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
+    """
+
+    prompt_ids: pa.LargeListArray
+    completion_ids: pa.LargeListArray
+    needed: Int64s
+    dropped: npt.NDArray[np.bool_]
+
+    def keys(self) -> pa.FixedSizeBinaryArray:
+        return sequence_keys(self.prompt_ids, self.completion_ids)
+
+
+def windows(
+    prompt_ids: TokenLists,
+    completion_ids: TokenLists,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+) -> Windows:
+    """The sequences that a trainer with these settings compares.
+
+    keep_start: the whole sequence is keyed, since a causal model's first values do not depend on what follows;
+    `needed` stops at `max_length`. keep_end: a longer sequence loses its beginning, which changes every value, so its
+    last `max_length` tokens are a sequence of their own. A window that starts inside the completion has no prompt: the
+    first token then serves as context and has no value, exactly as in TRL's shifted loss.
+
+    Args:
+        prompt_ids: n lists of token ids.
+        completion_ids: n lists of token ids.
+        max_length: tokens of prompt and completion together; None for no limit.
+        truncation_mode: "keep_start" or "keep_end".
+
+    Raises:
+        UsageError: an unknown mode, a max_length below 1, or lists that are not token ids.
+    """
+    check_truncation(max_length, truncation_mode)
+    prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
+    prompt_lens = list_lengths(prompts).astype(np.int64)
+    completion_lens = list_lengths(completions).astype(np.int64)
+    dropped = np.zeros(len(prompts), bool)
+    if max_length is not None and truncation_mode == "keep_start":
+        dropped = prompt_lens >= max_length
+    if max_length is not None and truncation_mode == "keep_end":
+        cut_completion = np.maximum(completion_lens - max_length, 0)
+        cut_prompt = np.minimum(np.maximum(prompt_lens + completion_lens - max_length, 0), prompt_lens)
+        prompts = without_first(prompts, cut_prompt)
+        completions = without_first(completions, cut_completion)
+        prompt_lens, completion_lens = prompt_lens - cut_prompt, completion_lens - cut_completion
+    bare = (prompt_lens == 0) & (completion_lens > 0)
+    if bare.any():
+        prompts, completions = _first_token_as_prompt(prompts, completions, bare)
+        prompt_lens, completion_lens = prompt_lens + bare, completion_lens - bare
+    needed = completion_lens
+    if max_length is not None and truncation_mode == "keep_start":
+        needed = np.clip(max_length - prompt_lens, 0, completion_lens)
+    return Windows(prompts, completions, needed, dropped)
+
+
+def check_truncation(max_length: int | None, truncation_mode: str) -> None:
+    """Raise UsageError unless the two settings are ones that trainers know."""
+    if truncation_mode not in get_args(TruncationMode):
+        raise UsageError(f"truncation_mode {truncation_mode!r}: use keep_start or keep_end")
+    if max_length is not None and max_length < 1:
+        raise UsageError(f"max_length {max_length}: must be at least 1")
+
+
+def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
+    """Each list without its first `cut[i]` values.
+
+    Args:
+        lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` gives them.
+        cut: at most each list's length, (n,).
+    """
+    if not cut.any():
+        return lists
+    offsets = lists.offsets.to_numpy()
+    return _gather(lists.values.to_numpy(), offsets[:-1] + cut, offsets[1:])
+
+
+def _first_token_as_prompt(
+    prompts: pa.LargeListArray, completions: pa.LargeListArray, bare: npt.NDArray[np.bool_]
+) -> tuple[pa.LargeListArray, pa.LargeListArray]:
+    p_at, c_at = prompts.offsets.to_numpy(), completions.offsets.to_numpy()
+    values = np.concatenate([prompts.values.to_numpy(), completions.values.to_numpy()])
+    shift = len(prompts.values)
+    starts = np.where(bare, c_at[:-1] + shift, p_at[:-1])
+    stops = np.where(bare, starts + 1, p_at[1:])
+    return _gather(values, starts, stops), without_first(completions, bare.astype(np.int64))
+
+
+def _gather(values: npt.NDArray[np.uint32], starts: Int64s, stops: Int64s) -> pa.LargeListArray:
+    """Lists values[starts[i]:stops[i]]."""
+    lengths = stops - starts
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+    return pa.LargeListArray.from_arrays(offsets, pa.array(values[index]))

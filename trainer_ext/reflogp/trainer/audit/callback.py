@@ -1,0 +1,460 @@
+"""ReferenceAudit: a TrainerCallback that watches a run's reference log-probs.
+
+Puts the checks together, and decides what a finding does. Each check is a module of its own beside this one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import TrainerCallback
+
+from reflogp.store import UsageError
+from reflogp.trainer.audit.forwards import ForwardCount
+from reflogp.trainer.audit.metrics import GlobalMeans
+from reflogp.trainer.audit.report import read_report, verdict, write_report
+from reflogp.trainer.audit.schedule import Schedule
+from reflogp.trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
+from reflogp.trainer.audit.step_zero import StepZero, compared, differences
+from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
+from reflogp.trainer.layouts import reference_columns
+from reflogp.trainer.no_reference import NoReferenceModel
+from reflogp.trainer.own_model import computes_references, no_own_reference
+from reflogp.trainer.policy_weights import weights_of
+from reflogp.trainer.ranks import gather, together
+from reflogp.trainer.remote import RemoteReference
+from reflogp.trainer.source import ReferenceSource
+
+logger = logging.getLogger(__name__)
+
+Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot_check"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+#: Problems of one check that are kept for the report.
+_MOST_PROBLEMS = 20
+
+
+class ReferenceAudit(TrainerCallback):
+    """Watches that a run's reference log-probs are there, right and used, and reports where the run leaves its settings.
+
+    A run is stopped for its reference values only: columns that do not reach the loss, values that are wrong, a reference model
+    that runs. Everything else is logged as a warning and written down, and the run goes on.
+
+    columns: the reference columns reach the collated batch and are finite, on every process. Stops.
+    forwards: no reference model is kept, no other model runs in a training step, and the policy makes no additional pass
+        without gradients. Stops. More passes than one (two with KTO's KL sequences) are reported.
+    step_zero: before the first step the policy's log-probs of the first batch are the joined ones, within rounding. Stops. A
+        policy whose own log-probs are not finite is reported.
+    metrics: rewards and log-probs are those of the joined columns. Stops. Logged metrics that are not means over all processes,
+        and log-probs that become NaN, are reported.
+    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and saves that the
+        settings ask for and that did not come. Others may come at any time.
+    spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off. Stops.
+
+    Of a trainer whose values a service gives while it trains (RemoteRLOOTrainer, …) there are no columns and no rows to check.
+
+    `output_dir/reflogp_audit.json` has what was seen, with the store, reference id, snapshot and coverage of each dataset.
+
+    Args:
+        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
+        checks: which checks run; all by default.
+        step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
+            model, and refuses a reference of another dtype than the policy computes in.
+        spot_rows: rows of the spot check.
+
+    Example:
+        ReferenceAudit(on_finding="warn").attach(trainer)   # any transformers Trainer whose batches have reference columns
+
+    Attributes:
+        step_zero: what the gate saw; None until the first step, or where it is off.
+        findings: what was found, check -> words.
+    """
+
+    def __init__(
+        self,
+        on_finding: Literal["fail", "warn"] = "fail",
+        checks: tuple[Check, ...] = CHECKS,
+        step_zero_tolerance: float | None = None,
+        spot_rows: int = 8,
+    ) -> None:
+        if on_finding not in ("fail", "warn"):
+            raise UsageError(f"on_finding={on_finding!r}: use 'fail' or 'warn'")
+        unknown = sorted(set(checks) - set(CHECKS))
+        if unknown:
+            raise UsageError(f"checks: there is no {', '.join(unknown)}; choose of {', '.join(CHECKS)}")
+        self.on_finding = on_finding
+        self.checks = frozenset(checks)
+        self.step_zero: StepZero | None = None
+        self.findings: dict[str, list[str]] = {}
+        self._tolerance = step_zero_tolerance
+        self._spot_rows = spot_rows
+        self._trainer: Any = None
+        self._spot: tuple[SpotCheck, StepZero | None] | None = None
+        self._forwards: ForwardCount | None = None
+        self._schedule: Schedule | None = None
+        self._metrics = GlobalMeans()
+        self._batches = 0
+        self._passes = 0
+        self._not_finite: torch.Tensor | None = None
+        self._training = False
+        self._finished = False
+        self._stopped = False
+        self._at_reference = False
+        self._not_run: dict[str, str] = {}
+
+    def attach(self, trainer: Any) -> ReferenceAudit:
+        """Watch this trainer: its callbacks get this one, and its training steps are seen.
+
+        A trainer of TRL is expected to start at its reference; `trainer.policy_starts_at_reference = False` says otherwise.
+        """
+        if self._trainer is not None:
+            raise UsageError("an audit watches one trainer; make another for the next")
+        self._trainer = trainer
+        if self.checks & {"step_zero", "spot_check"}:
+            # Before this callback is added, whose on_train_begin asks for them. What a service scores is compared with the
+            # policy as it is, adapters included.
+            weights_of(trainer, with_adapters=self._remote is not None)
+        trainer.add_callback(self)
+        step = trainer.training_step
+
+        def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._training:  # called by a loop of the user's own
+                return step(model, inputs, *args, **kwargs)
+            self._before_step(model, inputs)
+            try:
+                return step(model, inputs, *args, **kwargs)
+            finally:
+                self._after_step(inputs)
+
+        trainer.training_step = training_step
+        self.write()
+        return self
+
+    # What happens in training.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training, self._finished = True, False
+        every = {event: getattr(state, f"{event}_steps", None) for event in ("logging", "eval", "save")}
+        self._schedule = Schedule(args, state.max_steps, state.global_step, {k: v for k, v in every.items() if v is not None})
+        self._batches = self._passes = 0
+        self._not_finite = None
+        self._not_run.clear()
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        if self._forwards is not None:
+            self._forwards.remove()  # of an earlier train() that was interrupted
+        if "forwards" in self.checks:
+            self._forwards = ForwardCount(policy, self._reward_models)
+            self._forwards.watch_others()
+            kept = getattr(self._trainer, "ref_model", None)
+            if kept is not None and not isinstance(kept, NoReferenceModel):
+                self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
+        # Before any pass: FSDP leaves the outermost weights whole after one, and another form counts as other weights.
+        if "step_zero" in self.checks and self.step_zero is None:
+            self._at_reference = not self._not_at_reference
+        if self._remote is not None:
+            for check in self.checks & {"columns", "spot_check"}:
+                self._not_run[check] = "a service gives the values while training, and no dataset has them"
+        elif "spot_check" in self.checks:
+            if computes_references(self._trainer):
+                self._check_spots(policy)
+            else:
+                self._not_run["spot_check"] = "this trainer has no function for reference log-probs"
+        self.write()
+
+    def _before_step(self, model: Any, inputs: dict[str, Any]) -> None:
+        assert self._schedule is not None
+        self._schedule.micro_step()
+        self._batches += 1
+        if self._remote is None:
+            self._see_columns(model, inputs)
+        if self._forwards is not None:
+            self._forwards.begin()
+
+    def _see_columns(self, model: Any, inputs: dict[str, Any]) -> None:
+        first = self._batches == 1
+        if "columns" in self.checks:
+            self._check_columns(inputs, everywhere=first)
+        if first and self.wants_first_batch and reference_columns(inputs):
+            batch = self._trainer._prepare_inputs(inputs)
+            self.check_first_batch(lambda: differences(*sums_of_batch(self._trainer, model, batch)))
+        self._metrics.saw(inputs)
+
+    def _after_step(self, inputs: dict[str, Any]) -> None:
+        if self._forwards is None:
+            return
+        self._forwards.end()
+        self._passes += self._forwards.policy
+        problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
+        if self._remote is not None:  # generation and the old policy's values take passes too
+            self._found("forwards", problems)
+            return
+        kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL makes this one without gradients
+        words = (
+            f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {1 + kl_passes} need no reference"
+        )
+        as_a_reference = self._forwards.policy_without_grad > kl_passes
+        self._found("forwards", problems + [words] * as_a_reference)
+        if self._forwards.policy > 1 + kl_passes and not as_a_reference:
+            self._report("forwards", [words])
+        if not self._forwards.policy:
+            self._not_run["forwards"] = "the policy's passes cannot be counted: its forward is compiled, or calls no decoder"
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule is not None:
+            self._schedule.optimizer_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._schedule is not None:
+            self._report("schedule", self._schedule.step_ended(state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        # TRL keeps its metrics from one train() to the next, until it logs them.
+        flushed = any(name.startswith("rewards/") for name in logs or ())
+        if flushed and (not self._training or "loss" not in (logs or {})):
+            self._metrics.forget()
+        if not self._training or not logs or self._schedule is None:
+            return
+        if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
+            self._schedule.came("logging", state.global_step)
+        if "loss" not in logs:  # of an evaluation, or a callback's own, maybe on one process alone
+            return
+        if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
+            self._found("columns", ["a reference column has values that are not finite"])
+        if "metrics" in self.checks:
+            beta = self._trainer.beta if self._logs_reference_means else None
+            found = self._metrics.check(logs, beta)
+            self._report("metrics", found.reported)
+            self._found("metrics", found.reference)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training and self._schedule is not None:
+            self._schedule.came("eval", state.global_step)
+            if self._forwards is not None:
+                self._forwards.watch_others()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._training and self._schedule is not None:
+            self._schedule.came("save", state.global_step)
+            self.write()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training, self._finished = False, True
+        if self._forwards is not None:
+            self._forwards.remove()
+        if "metrics" in self.checks and not self._metrics.compared:
+            self._not_run["metrics"] = "nothing was logged"
+        if self._schedule is not None:
+            self._report("schedule", self._schedule.missed())
+        self.write()
+        if self._trainer.accelerator.is_main_process:
+            logger.info(self._line())
+
+    # The checks.
+
+    def _check_columns(self, inputs: dict[str, Any], everywhere: bool) -> None:
+        there = reference_columns(inputs)
+        if everywhere:
+            finite = all(bool(torch.isfinite(inputs[name]).all()) for name in there)
+            seen = gather((sorted(there), finite))
+            problems = []
+            for number, (names, is_finite) in enumerate(seen):
+                if not names:
+                    problems.append(
+                        f"the collated batch of process {number} has no reference columns: they were pruned, and the reference "
+                        "model would run instead"
+                    )
+                elif not is_finite:
+                    problems.append(f"reference columns of process {number} have values that are not finite")
+            self._found("columns", problems)
+            return
+        if not there:
+            self._found("columns", ["a collated batch has no reference columns"])
+        bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
+        if bad is not None:  # read at the next log: a look at each step would make a GPU wait
+            self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
+
+    @property
+    def wants_first_batch(self) -> bool:
+        """Whether the next batch is the one to compare with the policy's own log-probs."""
+        if not self._training or self.step_zero is not None or self._schedule is None or not self._at_reference:
+            return False
+        return bool(self._trainer.state.global_step == self._schedule.first_step)
+
+    def check_first_batch(self, seen: Callable[[], list[float]]) -> None:
+        """The step-0 gate.
+
+        Args:
+            seen: computes the `differences` of this process.
+        """
+        found = gather(together("the step-0 gate", seen))
+        if not any(sequences or not_finite for sequences, *_, not_finite in found):
+            self._not_run["step_zero"] = "no completion of the first batches is in the loss"
+            return
+        self._not_run.pop("step_zero", None)
+        self.step_zero = self._compared(found, self._trainer.accelerator.unwrap_model(self._trainer.model))
+        self._judge(self.step_zero, "the first batch", "step_zero")
+
+    def _check_spots(self, policy: torch.nn.Module) -> None:
+        found = together(
+            "the spot check",
+            lambda: spot_check(self._trainer, self._trainer.model_wrapped, self._spot_rows, self._trainer.args.seed),
+        )
+        seen = [part for parts in gather(found.seen) for part in parts]
+        result = self._compared(seen, policy) if seen else None
+        if result is None:
+            self._not_run["spot_check"] = found.by
+        if self._spot is None or result is not None:
+            self._spot = (found, result)
+        if result is not None and found.by == "service" and result.not_finite:
+            self._found("spot_check", [f"the service's log-probs of {result.not_finite} sequences are not finite"])
+        elif result is not None:
+            self._judge(result, f"rows {', '.join(map(str, found.rows))}, re-scored by the {found.by}", "spot_check")
+
+    def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
+        places = [record.where for record in self._joined.values()]
+        if self._remote is not None:
+            places = [self._remote.where]
+        reference = places[0].reference_dtype if places else "unknown"
+        source = getattr(self._trainer, "reference", None)
+        advice = source.how_to_score_in if isinstance(source, ReferenceSource) else None
+        return compared(seen, self._tolerance, reference, policy, self._trainer.accelerator, advice)
+
+    def _judge(self, seen: StepZero, what: str, check: Check) -> None:
+        self.write()
+        if seen.not_finite:
+            self._report(
+                check,
+                [
+                    f"the policy's own log-probs of {seen.not_finite} sequences of {what} are not finite, so they were not "
+                    "compared; the reference's are"
+                ],
+            )
+        try:
+            seen.require(what)
+            if self._tolerance is None:
+                seen.require_one_dtype(check)
+        except StepZeroError as error:
+            # A callback may have changed the weights since training began.
+            by_policy = self._spot is None or check != "spot_check" or self._spot[0].by == "policy"
+            if by_policy and (why := self._not_at_reference):
+                self._not_run[check] = why
+                self.write()
+                return
+            self._found(check, [str(error)], error)
+
+    # What is known of the trainer.
+
+    @property
+    def _joined(self) -> dict[str, Any]:
+        return getattr(self._trainer, "joins", {})
+
+    @property
+    def _remote(self) -> RemoteReference | None:
+        kept = getattr(self._trainer, "ref_model", None)
+        return kept if isinstance(kept, RemoteReference) else None
+
+    @property
+    def _reward_models(self) -> list[torch.nn.Module]:
+        """Language models that run in a training step by right."""
+        return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
+
+    @property
+    def _not_at_reference(self) -> str:
+        """Why the policy is not expected to give the reference's values now; empty where it is. Noted as the gate's reason."""
+        if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
+            why = "the policy does not start at the reference"
+        else:
+            why = no_own_reference(self._trainer)
+        if why and "step_zero" in self.checks:
+            self._not_run["step_zero"] = why
+        return why
+
+    @property
+    def _logs_reference_means(self) -> bool:
+        """DPO's rewards are beta times log-prob minus reference, whatever the loss; KTO's are means over some of the rows."""
+        args = self._trainer.args
+        plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
+        return plain and hasattr(self._trainer, "beta") and not hasattr(args, "desirable_weight") and not self._weighs_losses
+
+    @property
+    def _weighs_losses(self) -> bool:
+        """Before 0.29, TRL adds up several losses' rewards, and losses of their own kind have other ones."""
+        return isinstance(getattr(self._trainer, "loss_type", None), list)
+
+    # What comes of it.
+
+    def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
+        """Reference values are wrong, missing or computed again: stop the run, unless it was asked to go on."""
+        if not problems or check not in self.checks:
+            return
+        if self.on_finding == "warn":
+            self._report(check, problems)
+            return
+        self.findings.setdefault(check, []).extend(problems)
+        self._stopped = True
+        self.write()
+        raise error or AuditError(_words(check, problems), check)
+
+    def _report(self, check: Check, problems: list[str]) -> None:
+        """Write something down and go on. Each check warns once, so that a log is not flooded."""
+        if not problems or check not in self.checks:
+            return
+        known = self.findings.setdefault(check, [])
+        is_first = not known
+        known.extend(problems[: max(0, _MOST_PROBLEMS - len(known))])
+        if is_first:
+            self.write()
+            logger.warning(_words(check, problems))
+
+    def write(self) -> None:
+        """Write the report as it is, from the first process."""
+        trainer = self._trainer
+        if trainer is None or not trainer.accelerator.is_main_process:
+            return
+        earlier = read_report(trainer.args.output_dir)
+        write_report(trainer.args.output_dir, self.as_dict(earlier))
+
+    def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The report. A resumed run keeps what its first start saw of step 0."""
+        step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
+        spot, result = self._spot or (None, None)
+        return {
+            "verdict": verdict(self.findings, self._stopped, self._finished),
+            "findings": self.findings,
+            "checks": sorted(self.checks),
+            "not_run": self._not_run,
+            "joins": {name: record.as_dict() for name, record in self._joined.items()},
+            "remote": None if self._remote is None else {**asdict(self._remote.where), **self._remote.traffic.as_dict()},
+            "step_zero": step_zero,
+            "spot_check": None
+            if spot is None
+            else {"by": spot.by, "rows": spot.rows, **(result.as_dict() if result is not None else {})},
+            "forwards": None if self._forwards is None else {"micro_batches": self._batches, "policy_passes": self._passes},
+            "metrics": {"logs_compared": self._metrics.compared, "worst_difference": self._metrics.worst},
+            "schedule": self._schedule.as_dict() if self._schedule is not None else None,
+        }
+
+    def _line(self) -> str:
+        joined = "; ".join(
+            f"{name}: {record.rows if record.rows is not None else 'a stream of'} rows from {record.where.store} snapshot "
+            f"{record.where.snapshot}, reference {record.where.reference_id}"
+            for name, record in self._joined.items()
+        )
+        state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
+        return f"reflogp audit: {state} ({joined or 'no joins'})"
+
+
+def _words(check: str, problems: list[str]) -> str:
+    return f"audit of the reference log-probs, {check}: {'; '.join(problems)}"
+
+
+def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
+    """What watches a trainer that takes `audit=`: that one, one with the defaults, or, for False, none."""
+    if audit is False:
+        return None
+    if not isinstance(audit, ReferenceAudit):
+        audit = ReferenceAudit(step_zero_tolerance=step_zero_tolerance)
+    return audit.attach(trainer)

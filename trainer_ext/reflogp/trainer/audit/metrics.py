@@ -1,0 +1,115 @@
+"""Logged metrics against a gather of the audit's own: are they means over all processes, and of the joined columns?
+
+Knows TRL's names of metrics. Called by the audit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reflogp.trainer.ranks import gather
+
+#: Metrics that are one process' own business: times, and what they are divided by.
+_OWN = ("runtime", "per_second", "memory", "flos", "step_time")
+_ROUNDING = 1e-4
+
+
+@dataclass
+class Disagreements:
+    """What is wrong with a log.
+
+    Attributes:
+        reference: the loss did not read the joined columns.
+        reported: metrics that are not means over all processes, and a policy whose log-probs are not finite.
+    """
+
+    reference: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+
+
+class GlobalMeans:
+    """The joined columns of the micro-batches since the last log, and what the log must say about them.
+
+    Attributes:
+        compared: logs whose metrics were compared.
+        worst: largest difference between one process' metric and the mean over all, relative.
+    """
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self.worst = 0.0
+        self._references: list[torch.Tensor] = []
+
+    def saw(self, batch: dict[str, Any]) -> None:
+        """Take one micro-batch' means of ref_chosen_logps and ref_rejected_logps."""
+        columns = [batch.get("ref_chosen_logps"), batch.get("ref_rejected_logps")]
+        means = [column.double().mean() for column in columns if isinstance(column, torch.Tensor)]
+        if len(means) == len(columns):
+            self._references.append(torch.stack(means))
+
+    def forget(self) -> None:
+        """Begin anew: TRL's trainers empty their metrics with each log, also one that a callback asks for."""
+        self._references.clear()
+
+    def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
+        """What is wrong with a log of training metrics, on all processes together."""
+        mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
+        everyone = gather(mine)
+        found = Disagreements()
+        for name, value in mine.items():
+            values = [logged[name] for logged in everyone if name in logged]
+            off = apart(value, sum(values) / len(values))
+            self.worst = max(self.worst, off)
+            if off > _ROUNDING:
+                found.reported.append(
+                    f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} as the mean over all"
+                )
+        # Means over all processes, whether or not each logs those: all of them then find the same.
+        together = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
+        self._check_references(together, beta, found)
+        self.compared += 1
+        return found
+
+    def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
+        """log-prob minus reward over beta is the reference's log-prob: that of the joined columns, over all processes."""
+        count = len(self._references)
+        seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
+        self.forget()
+        per_process = gather((count, seen))
+        if not beta or any(means is None or number != count for number, means in per_process):
+            return  # where processes logged over different batches, a mean over all is not one process' mean
+        for at, side in enumerate(("chosen", "rejected")):
+            if f"rewards/{side}" not in logs or f"logps/{side}" not in logs:
+                continue
+            joined = sum(means[at] for _, means in per_process if means) / len(per_process)
+            logged = logs[f"logps/{side}"] - logs[f"rewards/{side}"] / beta
+            if math.isfinite(joined) and not math.isfinite(logs[f"logps/{side}"]):
+                found.reported.append(
+                    f"the policy's log-probs are not finite any more (logps/{side} is {logs[f'logps/{side}']}); the "
+                    "reference's are"
+                )
+            elif apart(logged, joined) > _ROUNDING:
+                found.reference.append(
+                    f"rewards/{side} and logps/{side} are those of a mean reference log-prob of {logged:.6g}, and the joined "
+                    f"column's mean over all processes is {joined:.6g}"
+                )
+
+
+def _in_all(everyone: list[dict[str, float]]) -> set[str]:
+    return set.intersection(*(set(logged) for logged in everyone))
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    return isinstance(value, int | float) and not any(own in name for own in _OWN)
+
+
+def apart(left: float, right: float) -> float:
+    """Relative difference of two metrics; infinite where one is not a number."""
+    if math.isnan(left) and math.isnan(right):
+        return 0.0
+    off = abs(left - right) / max(1.0, abs(right))
+    return math.inf if math.isnan(off) else off

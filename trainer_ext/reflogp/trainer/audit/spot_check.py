@@ -1,0 +1,127 @@
+"""A spot check: some random rows re-scored by the current reference, where one can be had.
+
+Knows who can: a service that has the model, an adapter that can be switched off, a policy that has not moved yet. Called by the
+audit when training begins. The step-0 gate sees the first batch only; this sees rows from anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reflogp.store.joins import PAIR_COLUMNS, completion_columns
+from reflogp.store.windows import windows
+from reflogp.trainer.audit.step_zero import differences
+from reflogp.trainer.layouts import layout_of, reference_columns
+from reflogp.trainer.own_model import no_own_reference, reference_logps
+from reflogp.trainer.values import ServiceValues
+
+
+@dataclass(frozen=True)
+class SpotCheck:
+    """What was re-scored.
+
+    Attributes:
+        by: "service", "policy", or why nobody could.
+        rows: their numbers in the training dataset.
+        seen: as `step_zero.differences`, of each part that this process scored.
+    """
+
+    by: str
+    rows: list[int]
+    seen: list[list[float]]
+
+
+def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
+    """Re-score some rows of the training dataset, on every process the same.
+
+    Args:
+        trainer: a cached trainer.
+        model: as `training_step` gets it.
+    """
+    dataset = trainer.train_dataset
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        return SpotCheck("nobody: a stream's rows cannot be chosen", [], [])
+    chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(rows, len(dataset))))
+    source = getattr(trainer, "reference", None)
+    if source is not None and source.is_service:
+        seen = _by_service(trainer, source.open(), chosen) if trainer.accelerator.is_main_process else []
+        return SpotCheck("service", chosen, seen)
+    if not reference_columns(_kept(trainer, dataset[chosen[0]])):
+        return SpotCheck("nobody: the reference columns do not reach the batch", [], [])
+    if why := no_own_reference(trainer):
+        return SpotCheck(f"nobody: {why}, and the source is no service", [], [])
+    return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
+
+
+def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
+    size = max(1, trainer.args.per_device_train_batch_size)
+    parts = []
+    for start in range(0, len(rows), size):
+        batch = trainer.data_collator([_kept(trainer, trainer.train_dataset[row]) for row in rows[start : start + size]])
+        batch = trainer._prepare_inputs(batch)
+        parts.append(differences(*sums_of_batch(trainer, model, batch)))
+    return parts
+
+
+def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the policy's sums, the joined ones, completion tokens) of a collated batch, each (n,)."""
+    found = reference_logps(trainer, model, batch)
+    names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
+    policy = torch.cat(list(found.values()))
+    joined = torch.cat([batch[names[name]] for name in found])
+    return policy, joined.to(policy.device), torch.cat([_tokens(batch, name) for name in found])
+
+
+def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
+    """Completion tokens of the sequences that a reference column is of, in each version's spelling of the batch."""
+    masks = {
+        "ref_chosen_logps": ("chosen_attention_mask",),
+        "ref_rejected_logps": ("rejected_attention_mask",),
+        "ref_logps": ("completion_mask", "completion_labels"),
+        "ref_KL_logps": ("KL_completion_mask", "KL_completion_labels"),
+    }
+    for mask in masks[name]:
+        if mask in batch:
+            values: torch.Tensor = batch[mask]
+            return (values != -100 if mask.endswith("labels") else values)[:, 1 if "completion" in mask else 0 :].sum(1)
+    pairs: torch.Tensor = batch["completion_mask"]
+    return dict(zip(PAIR_COLUMNS.values(), pairs[:, 1:].sum(1).chunk(2), strict=True))[name]
+
+
+def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[list[float]]:
+    assert isinstance(values, ServiceValues)
+    dataset = trainer.train_dataset.select(rows)
+    layout = layout_of(dataset.column_names, trainer)
+    table = layout.canonical(dataset.select_columns(layout.columns).with_format("arrow")[:])
+    settings = trainer.joins["train"].settings
+    max_length = None if layout.cut else settings.max_length
+    fresh: dict[str, list[Any]] = {}
+    needed: dict[str, Any] = {}
+    names = {column: layout.name(reference) for column, reference in completion_columns(table.column_names).items()}
+    for column in names:
+        view = windows(table["prompt_ids"], table[column], max_length, settings.truncation_mode)
+        scores = values.client.score(values.where.reference_id, view.prompt_ids, view.completion_ids, cache_read=False)
+        fresh[column], needed[column] = scores.token_logps, view.needed
+    shared = np.minimum.reduce(list(needed.values()))
+    alpha = 1.0 if settings.ld_alpha is None else settings.ld_alpha
+    parts = []
+    for column, name in names.items():
+        sums = [
+            logps[:front].sum(dtype=np.float64) + alpha * logps[front:need].sum(dtype=np.float64)
+            for logps, front, need in zip(fresh[column], shared, needed[column], strict=True)
+        ]
+        joined = torch.tensor(dataset[name][:], dtype=torch.float64)
+        parts.append(differences(torch.tensor(sums), joined, torch.tensor(needed[column])))
+    return parts
+
+
+def _kept(trainer: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what TRL prunes before its collator."""
+    trainer._set_signature_columns_if_needed()
+    kept = set(trainer._signature_columns or row)
+    return {name: value for name, value in row.items() if name in kept} if trainer.args.remove_unused_columns else row

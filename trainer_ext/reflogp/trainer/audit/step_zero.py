@@ -1,0 +1,142 @@
+"""Two computations of the same log-probs compared: the step-0 gate, and spot checks.
+
+Before the first step a policy that starts at the reference must give the joined log-probs. Knows numbers and likely causes.
+Called by the audit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from reflogp.trainer.errors import StepZeroError
+from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
+
+_CAUSES = (
+    "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if that is meant);{dtype} "
+    "another chat template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does "
+    "not make; a store whose values are not what was scored (`reflogp store verify`)"
+)
+_OTHER_DTYPE = " values scored in another dtype ({reference} is what the store says, the policy computes in {policy});"
+_UNTRUE_DTYPE = " values scored in another dtype than {reference}, which the store says;"
+
+
+@dataclass(frozen=True)
+class StepZero:
+    """What a comparison saw.
+
+    Attributes:
+        sequences: sequences compared, over all processes.
+        max_difference: largest |policy - reference| of a sum, in nats.
+        max_per_root_token: largest of those over sqrt(tokens); compared with `tolerance`.
+        mean_difference: mean of policy - reference: rounding has none, another model has.
+        tolerance: what was allowed, in nats per root token.
+        reference_dtype, policy_dtype: what either side computed in.
+        advice: how to have values in the policy's dtype, where the two differ.
+        not_finite: sequences left out because the policy's own log-probs are NaN or infinite, and the reference's are not.
+    """
+
+    sequences: int
+    max_difference: float
+    max_per_root_token: float
+    mean_difference: float
+    tolerance: float
+    reference_dtype: str
+    policy_dtype: str
+    advice: str = ""
+    not_finite: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        del fields["advice"]
+        return fields
+
+    @property
+    def passed(self) -> bool:
+        return self.max_per_root_token <= self.tolerance
+
+    def require(self, what: str) -> None:
+        """Raise StepZeroError beyond the tolerance, or where a value is not a number."""
+        if not self.passed:
+            same = self.reference_dtype == self.policy_dtype
+            dtypes = _UNTRUE_DTYPE if same else _OTHER_DTYPE.format(reference=self.reference_dtype, policy=self.policy_dtype)
+            raise StepZeroError(
+                f"the policy's log-probs of {what} differ from the joined reference's by up to {self.max_difference:.4g} nats "
+                f"({self.max_per_root_token:.4g} per root token, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
+                "average). " + _CAUSES.format(dtype=dtypes),
+                "step_zero",
+            )
+
+    def require_one_dtype(self, check: str = "step_zero") -> None:
+        """Raise StepZeroError, of this check, where the reference was scored in another dtype than the policy computes in."""
+        wanted = self.policy_dtype
+        if self.reference_dtype not in ("unknown", wanted):
+            raise StepZeroError(
+                f"the reference was scored in {self.reference_dtype} and the policy computes in {wanted}{explained(wanted)}: "
+                f"at step 0 they differ by up to {self.max_difference:.4g} nats that are not training. "
+                f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
+                check,
+            )
+
+
+def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
+    """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences, not finite] of sequences.
+
+    Args:
+        policy: sums of the policy's log-probs, (n,).
+        reference: the joined sums, (n,).
+        tokens: completion tokens of each, (n,).
+
+    Sequences for which only the policy's sum is not finite are counted and left out.
+    """
+    policy, reference = policy.double().cpu(), reference.double().cpu()
+    compared = torch.isfinite(policy) | ~torch.isfinite(reference)
+    delta = (policy - reference)[compared]
+    not_finite = int((~compared).sum())
+    if not len(delta):
+        return [0, 0.0, 0.0, 0.0, not_finite]
+    scaled = delta.abs() / tokens.cpu()[compared].clamp(min=1).double().sqrt()
+    if not torch.isfinite(delta).all():
+        return [len(delta), float("nan"), float("nan"), float("nan"), not_finite]
+    return [len(delta), float(delta.abs().max()), float(scaled.max()), float(delta.sum()), not_finite]
+
+
+def compared(
+    parts: list[list[float]],
+    allowed: float | None,
+    reference_dtype: str,
+    policy: torch.nn.Module,
+    accelerator: Any,
+    how_to_score_in: Callable[[str], str] | None = None,
+) -> StepZero:
+    """The `differences` of all parts, of every process, in one.
+
+    Args:
+        allowed: nats per root token; None picks the tolerance for the dtypes and the kind of model.
+        policy: unwrapped.
+        accelerator: the trainer's, which may run the policy in mixed precision; None for none.
+        how_to_score_in: says how to have the reference's values in a dtype; None for a general answer.
+    """
+    policy_dtype = computes_in(policy, accelerator)
+    advice = (how_to_score_in or _in_general)(policy_dtype)
+    if allowed is None:
+        allowed = tolerance(coarser(reference_dtype, policy_dtype), is_moe(getattr(policy, "config", None)))
+    seen = torch.tensor(parts, dtype=torch.float64)
+    return StepZero(
+        sequences=int(seen[:, 0].sum()),
+        max_difference=float(seen[:, 1].max()),
+        max_per_root_token=float(seen[:, 2].max()),
+        mean_difference=float(seen[:, 3].sum() / max(1.0, float(seen[:, 0].sum()))),
+        tolerance=allowed,
+        reference_dtype=reference_dtype,
+        policy_dtype=policy_dtype,
+        advice=advice,
+        not_finite=int(seen[:, 4].sum()),
+    )
+
+
+def _in_general(dtype: str) -> str:
+    return f'Score in {dtype} (`reflogp score --dtype {dtype}`) and give ReferenceSource dtype="{dtype}"'

@@ -1,0 +1,280 @@
+"""The mixin that makes a TRL trainer train on stored reference log-probs.
+
+Knows TRL's hook, `_precompute_ref_logps`: it is handed the dataset after TRL's own tokenisation and filtering, and answers with
+the columns that the loss reads and that TRL keeps through column pruning. Trainers from before that hook (DPO up to TRL 0.28)
+get their columns after construction. Everything else is TRL's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import IterableDataset
+
+from reflogp.store import UsageError
+from reflogp.store.joins import Join
+from reflogp.trainer.audit import ReferenceAudit, watching
+from reflogp.trainer.audit.report import begin_report
+from reflogp.trainer.construction import unchanged_by_failure
+from reflogp.trainer.distributed_join import NothingScored, all_missing, join_everywhere, open_everywhere, raise_missing
+from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
+from reflogp.trainer.layouts import layout_of
+from reflogp.trainer.media import refuse_media
+from reflogp.trainer.no_reference import NoReferenceModel, no_reference_model, refuse_reference_model
+from reflogp.trainer.own_model import fill_in
+from reflogp.trainer.policy_weights import weights_of
+from reflogp.trainer.ranks import together
+from reflogp.trainer.shared_columns import Columns
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.tolerances import computes_in
+from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag
+from reflogp.trainer.values import Settings, Where
+
+#: What the mixin is mixed into: for Python nothing, for a type checker any trainer.
+_AnyTrainer: Any = object
+
+
+class CachedReferenceMixin(_AnyTrainer):
+    """Before a subclass of TRL's DPOTrainer or KTOTrainer: its reference log-probs come from a store.
+
+    class MyCachedTrainer(CachedReferenceMixin, MyDPOTrainer): ...
+
+    Takes what the trainer takes, and
+
+    Args:
+        reference: where the reference log-probs are.
+        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch is then
+            checked against the joined values before the first step. Pass False when the policy starts elsewhere, say from a
+            later checkpoint.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
+            dtypes in use (reflogp.trainer.tolerances).
+        audit: what watches the run; None for a `ReferenceAudit` with its defaults, False for none.
+
+    Raises:
+        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: as `join_reference_logps`, before anything trains.
+        StepZeroError, AuditError: while it trains, see ReferenceAudit.
+        RankFailedError: another process of a distributed run has raised one of these.
+        UsageError: arguments that contradict a stored reference.
+
+    Attributes:
+        joins: dataset name ("train", "eval", …) -> what was joined from where. Also in `output_dir/reflogp_audit.json`.
+        audit: what watches the run; `audit.step_zero` is what the gate saw.
+    """
+
+    train_dataset: Any
+    eval_dataset: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._tag_names = with_own_tag(cls)
+
+    def __init__(
+        self,
+        model: Any = None,
+        ref_model: Any = None,
+        args: Any = None,
+        *more: Any,
+        reference: ReferenceSource | None = None,
+        policy_starts_at_reference: bool = True,
+        step_zero_tolerance: float | None = None,
+        audit: ReferenceAudit | bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(reference, ReferenceSource):
+            raise UsageError(
+                f'{name} needs to know where the reference log-probs are: reference=ReferenceSource("./logps", '
+                'model="./sft-model", dtype="bfloat16"), the store, the model and the dtype that `reflogp score` was given'
+            )
+        refuse_reference_model(name, ref_model)
+        require_hook(type(self))
+        args = default_config(type(self), model) if args is None else args
+        if getattr(args, "sync_ref_model", False):
+            raise UsageError(
+                "sync_ref_model moves the reference while training, and stored log-probs would be stale: leave it False"
+            )
+        self.reference = reference
+        self.policy_starts_at_reference = policy_starts_at_reference
+        self.step_zero_tolerance = step_zero_tolerance
+        self.joins: dict[str, JoinRecord] = {}
+        self._misses: list[Misses] = []
+        self._joins_to_come: set[str] | None = None  # in the constructor: nobody knows before it has ended
+        self._is_audited = audit is not False
+        datasets = [*more, *kwargs.values()]
+        streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
+        for dataset, called in _named_datasets(more, kwargs):
+            refuse_media(dataset, called, raw=True)
+        joins_later = streams or self._is_legacy
+        begin_report(args.output_dir, args.process_index)
+        args = copy.copy(args)
+        if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
+            args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL writes into it
+        # TRL then reads the columns, and keeps no model to compute them. It refuses streams, which are joined below.
+        args.precompute_ref_log_probs = not streams
+        with unchanged_by_failure(model, *datasets):
+            with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
+                super().__init__(model, None, args, *more, **kwargs)
+            if joins_later:
+                self._join_after_construction()
+            self._require_all()
+            if "train" not in self.joins:
+                raise ImportError(f"TRL {trl_version()} has the hook `{HOOK}` and does not call it: {TESTED}")
+        self._joins_to_come = set()
+        self.ref_model = NoReferenceModel()
+        if self._is_audited or reference.on_miss == "compute":
+            weights_of(self)
+        self.audit = watching(self, audit, step_zero_tolerance)
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's hook: the tokenised, filtered dataset in, the same with reference columns out."""
+        return self._join(dataset, name)
+
+    def _join_after_construction(self) -> None:
+        """For trainers without the hook, and for streams, which TRL's constructor refuses to precompute."""
+        trained_on, evaluated_on = self.train_dataset, self.eval_dataset
+        self.train_dataset = self._join(trained_on, "train")
+        if isinstance(evaluated_on, dict):
+            self.eval_dataset = {name: self._join(dataset, name) for name, dataset in evaluated_on.items()}
+        elif evaluated_on is not None:
+            self.eval_dataset = self._join(evaluated_on, "eval")
+        self.args.precompute_ref_log_probs = True
+        done = ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs")
+        for flag in ("precompute_ref_logps", "precompute_ref_log_probs", *done):
+            if hasattr(self, flag):
+                setattr(self, flag, True)
+
+    def _join(self, dataset: Any, name: str) -> Any:
+        """The dataset with reference columns; on every process the same values of the same snapshot.
+
+        Rows without values are told of when all datasets have been looked up; a dataset that has some stays as it is till then.
+        """
+        refuse_media(dataset, name, raw=False)
+        settings = self._reference_settings()
+        policy = self.accelerator.unwrap_model(self.model)
+        self.reference = self.reference.in_dtype_of_run(computes_in(policy, self.accelerator))
+        where = self._where = open_everywhere(self.reference)
+        if isinstance(dataset, IterableDataset):
+            joined = self._join_stream(dataset, name, where, settings)
+        elif isinstance(where, NothingScored):
+            joined = dataset
+            misses = all_missing(dataset, name, layout_of(dataset.column_names, self), settings)
+            self._misses += [misses] if misses is not None else []
+            if misses is None:
+                raise where.error
+        else:
+            joined = self._join_rows(dataset, name, where, settings)
+        if self._joins_to_come is not None:
+            self._joins_to_come.discard(name)
+            if not self._joins_to_come:
+                self._require_all()
+        return joined
+
+    def _join_rows(self, dataset: Any, name: str, where: Where, settings: Settings) -> Any:
+        layout = layout_of(dataset.column_names, self)
+        found = join_everywhere(dataset, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
+        columns, misses = found.columns, found.misses
+        if misses is not None and self.reference.on_miss == "compute":
+            columns = {column: values.copy() for column, values in columns.items()}
+            why = fill_in(self, dataset, misses.rows, columns, list(found.asked.needed.values()), where.reference_dtype)
+            misses = replace(misses, why=why) if why else None
+        if misses is not None:
+            self._misses.append(misses)
+            return dataset
+        tokens = list(found.asked.needed.values())
+        joined, brought = together(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
+        computed = 0 if found.misses is None else len(found.misses.rows)
+        counts = {"rows": len(joined), "scored": found.scored, "computed": computed}
+        self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
+        return joined
+
+    def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: Settings) -> Any:
+        if self.reference.on_miss == "compute":
+            raise UsageError("on_miss='compute' needs rows that can be read twice; a stream's cannot")
+        if isinstance(where, NothingScored):
+            raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
+        self._record(name, JoinRecord(where, settings))
+        opened = together("opening the reference", lambda: self.reference.open(where.snapshot))
+        return join_stream(dataset, self.reference, opened, settings, self, name)
+
+    def _require_all(self) -> None:
+        """Raise for the rows without values of all datasets that were looked up since the last time."""
+        misses, self._misses = self._misses, []
+        if misses:
+            folder = Path(self.args.output_dir)
+            raise_missing(misses, self.reference, self._where, self._reference_settings(), folder, self._dtype_to_score)
+
+    @property
+    def _dtype_to_score(self) -> str | None:
+        """What the reference has to be scored in: the policy's dtype, unless another one was asked for or nobody looks."""
+        if self.step_zero_tolerance is not None or not self._is_audited:
+            return None
+        return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
+
+    def _reference_settings(self) -> Settings:
+        """What of this run's config changes the reference's values. TRL up to 0.28 has no ld_alpha in the reference."""
+        ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
+        return Settings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
+
+    def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
+        """TRL up to 0.28 divides IPO's log-probs by their number before the loss, the reference's as well."""
+        if not self._is_legacy or "ipo" not in self.args.loss_type:
+            return join.logps
+        return {
+            column: (values / np.maximum(tokens, 1)).astype(np.float32)
+            for (column, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True)
+        }
+
+    @property
+    def _is_legacy(self) -> bool:
+        """TRL before 0.29: columns are added after construction, and the policy's log-probs are not weighed alike."""
+        return not hasattr(super(), HOOK)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a dataset that TRL would hand on as it is, untokenised (before 1.7), is prepared and joined here."""
+        given = eval_dataset is not None and not isinstance(eval_dataset, str)
+        self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()
+        try:
+            return self._evaluate_joined(eval_dataset, given, *args, **kwargs)
+        finally:
+            self._joins_to_come, self._misses = set(), []
+
+    def _evaluate_joined(self, eval_dataset: Any, given: bool, *args: Any, **kwargs: Any) -> Any:
+        prepare = getattr(self, "_prepare_dataset", None)
+        if given and prepare is not None and not self._trl_prepares_for_evaluate():
+            if isinstance(eval_dataset, dict):
+                eval_dataset = {
+                    name: self._join(prepare(dataset, self.processing_class, self.args, name), name)
+                    for name, dataset in eval_dataset.items()
+                }
+            elif "prompt_ids" not in eval_dataset.column_names and "prompt_input_ids" not in eval_dataset.column_names:
+                eval_dataset = self._join(prepare(eval_dataset, self.processing_class, self.args, "eval"), "eval")
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    @classmethod
+    def _trl_prepares_for_evaluate(cls) -> bool:
+        return any("evaluate" in parent.__dict__ for parent in cls.__mro__ if parent.__module__.startswith("trl."))
+
+    def _record(self, name: str, record: JoinRecord) -> None:
+        self.joins[name] = record
+        audit: ReferenceAudit | None = getattr(self, "audit", None)
+        if audit is not None:
+            audit.write()
+
+
+def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """The datasets among a trainer's arguments, and what to call each."""
+    for name, given in (*(("given", value) for value in more), *kwargs.items()):
+        name = name.removesuffix("_dataset")
+        if isinstance(given, dict):
+            yield from ((dataset, key) for key, dataset in given.items())
+        else:
+            yield given, name
+
+
+def _each(datasets: Any) -> list[Any]:
+    return list(datasets.values()) if isinstance(datasets, dict) else [datasets]

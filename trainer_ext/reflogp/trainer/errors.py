@@ -1,0 +1,84 @@
+"""Errors of the trainer extension, below the store's ReflogpError.
+
+ReflogpError (reflogp.store.errors)
+└── ReferenceLogpsError          a training run cannot trust its reference log-probs
+    ├── MissingLogpsError        rows whose sequences were never scored
+    ├── UnusableLogpsError       rows whose values are damaged or not finite
+    ├── BroughtColumnsError      columns that a dataset brought along are not what the reference gives
+    ├── ReferenceChangedError    a service does not have the run's reference model any more
+    ├── RankFailedError          another process of a distributed run could not do its part
+    └── AuditError               a run does not do what its reference log-probs promise
+        └── StepZeroError        the policy does not begin where the joined reference says it does
+"""
+
+from __future__ import annotations
+
+from reflogp.store import ReflogpError
+
+
+class ReferenceLogpsError(ReflogpError):
+    """A training run cannot trust its reference log-probs."""
+
+
+class MissingLogpsError(ReferenceLogpsError):
+    """Rows whose sequences were never scored.
+
+    Attributes:
+        rows: their numbers in the trainer's tokenised dataset; of the first one, where several datasets have such rows.
+        command: the command line that scores them, of all datasets; empty where the values come from a file.
+        datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> their numbers.
+    """
+
+    def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:
+        super().__init__(message)
+        self.rows = rows
+        self.command = command
+        self.datasets = datasets or {}
+
+
+class UnusableLogpsError(ReferenceLogpsError):
+    """Rows whose values are damaged or not finite.
+
+    Attributes:
+        rows: their numbers in the trainer's tokenised dataset.
+    """
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class BroughtColumnsError(ReferenceLogpsError):
+    """Reference columns that a dataset brought along are not what the reference gives, or cannot be verified.
+
+    Attributes:
+        rows: rows that differ, in the trainer's tokenised dataset.
+    """
+
+    def __init__(self, message: str, rows: list[int]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class ReferenceChangedError(ReferenceLogpsError):
+    """A service does not have the reference model any more that a run began with."""
+
+
+class RankFailedError(ReferenceLogpsError):
+    """Another process of a distributed run could not do its part; its own error says why."""
+
+
+class AuditError(ReferenceLogpsError):
+    """A run does not do what its reference log-probs promise.
+
+    Attributes:
+        check: which of the audit's checks found it.
+    """
+
+    def __init__(self, message: str, check: str = "") -> None:
+        super().__init__(message)
+        self.check = check
+
+
+class StepZeroError(AuditError):
+    """The policy's log-probs differ from the joined reference's by more than the tolerance before the first step."""

@@ -1,0 +1,339 @@
+"""Joins reference log-probs into a tokenised dataset, by key.
+
+Knows datasets and what to tell a person about rows without values. The arithmetic is reflogp.store.joins'. Called by the
+trainers, and by anyone who prepares a dataset for another trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from reflogp.client import Job
+from reflogp.store import UsageError
+from reflogp.store.joins import Asked, Join, ask
+from reflogp.store.whole_files import appears_whole
+from reflogp.store.windows import check_truncation
+from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
+from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
+from reflogp.trainer.media import refuse_media, refuse_row
+from reflogp.trainer.shared_columns import Columns
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.tolerances import tolerance
+from reflogp.trainer.values import ServiceValues, Settings, Values, Where
+
+logger = logging.getLogger(__name__)
+
+_BATCH_ROWS = 8192
+_NAMED_ROWS = 10
+#: What is missing of a KTO dataset whose own completions were scored.
+_OF_KL = (
+    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always misses "
+    "those"
+)
+#: Rows of a stream that are looked up at a time.
+_STREAM_ROWS = 256
+#: What a dataset without a name of its own is called in messages.
+THE_DATASET = "the dataset"
+AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Rows of one dataset that have no values.
+
+    Attributes:
+        dataset: its name.
+        rows: their numbers, int64 (n,).
+        of: rows that the dataset has.
+        has_kl: the rows have sequences of KTO's KL term.
+        own_found: some rows' own completions have values.
+        tokens: their token ids, where this process looked them up.
+        why: why nobody computed them, where that was asked for.
+    """
+
+    dataset: str
+    rows: npt.NDArray[np.int64]
+    of: int
+    has_kl: bool
+    own_found: bool
+    tokens: pa.Table | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        where = self.dataset if self.dataset in ("train", "eval", THE_DATASET) else f"eval_dataset[{self.dataset!r}]"
+        return f"{len(self.rows)} of {self.of} rows of {where} (rows {some_rows(self.rows)})"
+
+
+@dataclass(frozen=True)
+class JoinRecord:
+    """What was joined, from where and how; enough to join the same columns again.
+
+    Attributes:
+        rows: rows with values, which is every row: a miss is an error. None for a stream, whose end nobody knows.
+        coverage: rows with values over rows, 1.0 for a join that succeeded.
+        scored, computed: rows whose values the service scored now, and the trainer's own model computed; the others' were
+            there.
+        brought: columns that the dataset brought along, and that were verified.
+    """
+
+    where: Where
+    settings: Settings
+    rows: int | None = None
+    coverage: float = 1.0
+    scored: int = 0
+    computed: int = 0
+    brought: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {name: value for name, value in asdict(self).items() if name not in ("where", "settings")}
+        return {**asdict(self.where), **counts, **asdict(self.settings)}
+
+
+def join_reference_logps(
+    dataset: AnyDataset,
+    source: ReferenceSource,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    ld_alpha: float | None = None,
+) -> AnyDataset:
+    """`dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
+
+    Args:
+        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream
+            (IterableDataset) is joined as it is read.
+        source: where the values are.
+        max_length, truncation_mode, ld_alpha: as in the trainer's config; the values are the sums that TRL's own
+            precomputation would give under them.
+
+    Returns:
+        The dataset with float32 columns, in nats, summed over each completion.
+
+    Raises:
+        MissingLogpsError: rows that were never scored; names them and the command that scores them.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        BroughtColumnsError: the dataset brings columns of these names that are not the reference's.
+        UsageError: on_miss="compute", which needs a trainer; rows with images, video or audio.
+
+        Of a stream, the first three come while it is read.
+    """
+    if source.on_miss == "compute":
+        raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
+    settings = Settings(max_length, truncation_mode, ld_alpha)
+    check_truncation(max_length, truncation_mode)
+    refuse_media(dataset, "given", raw=False)
+    values = source.open()
+    if isinstance(dataset, IterableDataset):
+        return join_stream(dataset, source, values, settings)
+    layout = layout_of(dataset.column_names)
+    asked = ask_dataset(dataset, layout, settings)
+    values, join, _ = answer_rows(dataset, layout, asked, source, values, settings)
+    if misses := misses_of(dataset, THE_DATASET, layout, join):
+        raise missing_error([misses], values.where, values.command(source.model, "DATA", settings))
+    require_usable(len(dataset), THE_DATASET, join, values)
+    columns = {layout.name(column): logps for column, logps in join.logps.items()}
+    return with_columns(dataset, columns, list(join.tokens.values()), values.where.reference_dtype)[0]
+
+
+def ask_dataset(dataset: Dataset, layout: Layout, settings: Settings) -> Asked:
+    """What a dataset's rows ask of a store."""
+    cut = Settings() if layout.cut else settings
+    return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
+
+
+def answer_rows(
+    dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: Settings
+) -> tuple[Values, Join, int]:
+    """Look every row up, and have the service score those without values where the source says so.
+
+    Returns:
+        the values as they are now, the join, and how many rows the service scored.
+    """
+    join = values.answer(asked, settings)
+    missing = np.flatnonzero(join.missing)
+    if not len(missing) or source.on_miss != "score" or not isinstance(values, ServiceValues):
+        return values, join, 0
+    logger.warning(
+        "%d of %d rows have no reference log-probs yet: %s scores them", len(missing), len(dataset), values.where.store
+    )
+    with tqdm(total=len(missing), desc="Reference log-probs", unit="row") as bar:
+
+        def show(job: Job) -> None:
+            bar.update(job.progress.rows - bar.n)
+
+        values = values.score(_rows(dataset, layout, missing), settings, show, source.score_timeout)
+    return values, values.answer(asked, settings), len(missing)
+
+
+def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
+    """The rows of a dataset that a join has no values for; None where it has values for all."""
+    missing = np.flatnonzero(join.missing)
+    if not len(missing):
+        return None
+    own = next(iter(join.logps.values()))  # NaN where the row's own completion is what is missing
+    return Misses(
+        name,
+        missing,
+        len(dataset),
+        KL_IDS in dataset.column_names,
+        bool(np.isfinite(own).any()),
+        _rows(dataset, layout, missing),
+    )
+
+
+def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
+    """Write the token ids of all missing rows into one file that `reflogp score` reads; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "reflogp-missing.parquet"
+    tables = [part.tokens for part in misses if part.tokens is not None]
+    with appears_whole(file) as partial:
+        pq.write_table(pa.concat_tables(tables, promote_options="permissive"), partial)
+    return str(file)
+
+
+def missing_error(misses: Sequence[Misses], where: Where, command: str) -> MissingLogpsError:
+    """The error that names all missing rows of all datasets, and one command that scores them."""
+    place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
+    words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
+    if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
+        words += f"on_miss='compute' cannot compute them: {why}. "
+    has_kl = any(part.has_kl for part in misses)
+    if not has_kl and all(len(part.rows) == part.of for part in misses):
+        words += NONE_FOUND
+    words += f"Score them: {command}" if command else "Join the file again from a store that has them"
+    if has_kl:
+        words += _OF_KL
+    if has_kl and not any(part.own_found for part in misses):
+        words += ". None of the rows' own completions has values yet either"
+    return MissingLogpsError(
+        words,
+        [int(row) for row in misses[0].rows],
+        command,
+        {part.dataset: [int(row) for row in part.rows] for part in misses},
+    )
+
+
+def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
+    """Raise UnusableLogpsError where values of a dataset's rows are damaged or not finite."""
+    unusable = np.flatnonzero(join.unusable)
+    if len(unusable):
+        raise UnusableLogpsError(
+            f"{len(unusable)} of {rows} rows of {name} have reference log-probs that are damaged or not finite (rows "
+            f"{some_rows(unusable)}) in {values.where.store}; run `reflogp store verify` on the store",
+            [int(row) for row in unusable],
+        )
+
+
+def with_columns(
+    dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
+) -> tuple[Dataset, tuple[str, ...]]:
+    """The dataset with reference columns, and which of them it had brought along.
+
+    Args:
+        columns: name -> float32 (n,), in nats.
+        tokens: log-probs in each sum, int64 (n,), for each column.
+        dtype: what the reference computed in; brought columns may differ by as much as that explains.
+
+    Raises BroughtColumnsError where a brought column's values are not the reference's.
+    """
+    brought = []
+    for (name, values), count in zip(columns.items(), tokens, strict=True):
+        if name in dataset.column_names:
+            _verify_brought(name, np.asarray(dataset.with_format("numpy")[name][:], np.float64), values, count, dtype)
+            dataset = dataset.remove_columns(name)
+            brought.append(name)
+        dataset = dataset.add_column(name, values)
+    return dataset, tuple(brought)
+
+
+def join_stream(
+    dataset: IterableDataset,
+    source: ReferenceSource,
+    values: Values,
+    settings: Settings,
+    trainer: Any = None,
+    name: str = THE_DATASET,
+) -> IterableDataset:
+    """A stream whose rows get their reference columns as they are read, some hundreds at a time.
+
+    Args:
+        values: opened here, because Delta's library cannot be used in a data loader's worker, which is a forked process.
+        trainer: who will read the columns; None for TRL's newest names.
+        name: of the dataset, for errors.
+    """
+    return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
+
+
+class _StreamJoin:
+    """Joins one batch of a stream, where it is read: in a data loader's worker too."""
+
+    def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any, name: str) -> None:
+        self._source, self._values, self._settings, self._name = source, values, settings, name
+        self._names = layout_of(["prompt_ids", "completion_ids"], trainer).names
+        self._rows = 0
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, Any]:
+        for number, row in enumerate(zip(*batch.values(), strict=True), self._rows):
+            refuse_row(dict(zip(batch, row, strict=True)), "given", number)
+        used = {name: column for name, column in batch.items() if name.endswith("_ids") or name in REFERENCE_COLUMNS}
+        dataset = Dataset.from_dict(used)
+        layout = replace(layout_of(dataset.column_names), names=self._names)
+        asked = ask_dataset(dataset, layout, self._settings)
+        self._values, join, _ = answer_rows(dataset, layout, asked, self._source, self._values, self._settings)
+        first, self._rows = self._rows, self._rows + len(dataset)
+        if misses := misses_of(dataset, self._name, layout, join):
+            misses = replace(misses, rows=misses.rows + first, of=self._rows)
+            command = self._values.command(self._source.model, "DATA", self._settings)
+            raise missing_error([misses], self._values.where, command)
+        require_usable(len(dataset), self._name, join, self._values)
+        columns = {layout.name(column): logps for column, logps in join.logps.items()}
+        with_columns(dataset, columns, list(join.tokens.values()), self._values.where.reference_dtype)
+        return {name: logps.tolist() for name, logps in columns.items()}
+
+
+def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
+    view = dataset.select_columns(layout.columns).with_format("arrow")
+    for start in range(0, max(1, len(dataset)), _BATCH_ROWS):
+        yield layout.canonical(view[start : start + _BATCH_ROWS])
+
+
+def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """Some rows' token ids under the names that the scorer knows."""
+    return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
+
+
+#: A whole dataset that is missing is more often tokenised otherwise than never scored, and scoring it would hide that.
+NONE_FOUND = "None was found: if they were scored before, compare the tokenizer and the chat template with those first. "
+
+
+def some_rows(rows: npt.NDArray[np.int64]) -> str:
+    """The first of these rows, for a message."""
+    return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
+
+
+def _verify_brought(
+    name: str,
+    brought: npt.NDArray[np.float64],
+    values: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.int64],
+    dtype: str,
+) -> None:
+    apart = np.abs(brought - values)
+    different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
+    if len(different):
+        raise BroughtColumnsError(
+            f"the dataset brings its own {name}, and {len(different)} of {len(values)} rows are not the reference's (rows "
+            f"{some_rows(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
+            f"(dataset.remove_columns({name!r})) to train on the reference's values",
+            [int(row) for row in different],
+        )

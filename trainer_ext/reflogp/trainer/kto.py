@@ -1,0 +1,38 @@
+"""CachedKTOTrainer: TRL's KTOTrainer on stored reference log-probs.
+
+TRL pairs each prompt with another row's completion to estimate its KL term, by batch size and order; those sequences have
+values of their own, so they are looked up in the rows that TRL prepared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import KTOTrainer
+
+from reflogp.trainer.cached import CachedReferenceMixin
+from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
+
+
+def _kto_trainer() -> Any:
+    """TRL's KTOTrainer with the hook: the one it exports since 1.8, from 1.2 on below one that only warns of its place."""
+    return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
+
+
+_found = _kto_trainer()
+_Trainer: Any = _found or object
+
+
+class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
+    """KTO without a reference model: its log-probs come from a store. Arguments are `CachedReferenceMixin`'s and TRL's.
+
+    Raises ImportError, when it is made, with a TRL whose KTOTrainer lacks the hook, as those before 1.2 do.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _found is None:
+            raise ImportError(
+                f"CachedKTOTrainer needs TRL 1.2 or newer, and a KTOTrainer with the hook `{HOOK}`, which TRL {trl_version()} "
+                f"lacks. {TESTED}"
+            )
+        super().__init__(*args, **kwargs)

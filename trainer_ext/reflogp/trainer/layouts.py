@@ -1,0 +1,85 @@
+"""What versions of TRL call the columns of their tokenised datasets, turned into one shape.
+
+Knows names, and which trainer reads which. Asks what is there, never for a version number. Does not know values. Called by the
+trainers' join.
+
+    DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
+    DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
+    KTO   1.6 and newer        prompt_ids, completion_ids, KL_completion_ids                       ref_logps, ref_KL_logps
+    KTO   1.4, 1.5             the same                                                            reference_logps, …
+    KTO   1.2, 1.3             prompt_input_ids, completion_input_ids (prompt and completion, cut) reference_logps, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS
+from reflogp.store.keys import list_lengths, token_lists
+from reflogp.store.windows import without_first
+
+#: How KTO trainers up to TRL 1.5 call the columns.
+_EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
+KL_IDS = "KL_completion_ids"
+REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of one tokenised dataset.
+
+    Attributes:
+        columns: the ones that hold tokens.
+        canonical: a table of them -> prompt_ids with chosen_ids and rejected_ids, or with completion_ids (KL_completion_ids).
+        names: reference column -> what this trainer calls it.
+        cut: the rows are truncated already.
+    """
+
+    columns: list[str]
+    canonical: Callable[[pa.Table], pa.Table]
+    names: dict[str, str]
+    cut: bool = False
+
+    def name(self, reference_column: str) -> str:
+        return self.names.get(reference_column, reference_column)
+
+
+def reference_columns(names: Iterable[str]) -> list[str]:
+    """Which of these columns hold reference log-probs."""
+    return [name for name in names if name in REFERENCE_COLUMNS]
+
+
+def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
+    """The layout of a dataset with these columns.
+
+    Args:
+        column_names: of the tokenised dataset.
+        trainer: who will read the reference columns; None for TRL's newest names.
+    """
+    there = set(column_names)
+    names = _EARLY_KTO_NAMES if hasattr(trainer, "compute_reference_log_probs") else {}
+    if {"prompt_input_ids", "chosen_input_ids", "rejected_input_ids"} <= there:
+        old = {"prompt_input_ids": "prompt_ids", "chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+        return Layout(list(old), lambda table: table.rename_columns([old[name] for name in table.column_names]), names)
+    if {"prompt_input_ids", "completion_input_ids"} <= there:
+        columns = ["prompt_input_ids", "completion_input_ids"]
+        columns += [name for name in ("KL_prompt_input_ids", "KL_completion_input_ids") if name in there]
+        return Layout(columns, _split_completions, names, cut=True)
+    wanted = ["prompt_ids", *PAIR_COLUMNS, *KTO_COLUMNS]
+    return Layout([name for name in wanted if name in there], lambda table: table, names)
+
+
+def _split_completions(table: pa.Table) -> pa.Table:
+    """Columns that hold prompt and completion in one, cut where the prompt ends."""
+    columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
+    for prefix in ("", "KL_"):
+        if f"{prefix}completion_input_ids" in table.column_names:
+            whole = token_lists(table[f"{prefix}completion_input_ids"], f"{prefix}completion_input_ids")
+            prompts = token_lists(table[f"{prefix}prompt_input_ids"], f"{prefix}prompt_input_ids")
+            columns[f"{prefix}completion_ids"] = without_first(whole, list_lengths(prompts).astype(np.int64))
+    return pa.table(columns)

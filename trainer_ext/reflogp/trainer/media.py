@@ -1,0 +1,75 @@
+"""Refuse datasets with images, video or audio: stored log-probs are of tokens alone.
+
+Says what a dataset holds beside text before a trainer prepares it, so that no row is trained on values of another input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+
+from reflogp.store import UsageError
+from reflogp.store.media import MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
+
+#: Columns by which TRL decides that all rows are images, whatever they hold.
+_READ_BY_TRL = ("image", "images")
+_BATCH_ROWS = 1000
+
+
+def refuse_media(dataset: Any, name: str, raw: bool) -> None:
+    """Raise UsageError, with the first such row's number, where a dataset holds more than text and token ids.
+
+    Args:
+        dataset: a Dataset, of which the rows are read that may hold media, or a stream, of which the first row is read;
+            anything else passes.
+        name: what to call it: train, eval, …
+        raw: TRL has not prepared it yet, and would take columns of images for its sign of a vision dataset.
+    """
+    if isinstance(dataset, IterableDataset):
+        first = next(iter(dataset), None) if raw else None
+        refuse_row(first or {}, name, 0)
+        columns = list(first or {})
+    elif isinstance(dataset, Dataset):
+        columns = dataset.column_names
+        suspicious = [column for column in columns if _may_hold_media(column, dataset)]
+        if suspicious:
+            view = dataset.select_columns(suspicious).with_format("arrow")
+            for start in range(0, len(view), _BATCH_ROWS):
+                for number, row in enumerate(view[start : start + _BATCH_ROWS].to_pylist(), start):
+                    refuse_row(row, name, number)
+    else:
+        return
+    unused = [column for column in columns if column in _READ_BY_TRL]
+    if raw and unused:
+        raise UsageError(
+            f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; they hold none, so "
+            f"remove it: dataset.remove_columns({unused})"
+        )
+
+
+def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
+    """Raise UsageError where a row holds more than text and token ids."""
+    media = media_of(row)
+    if media is not None:
+        raise UsageError(
+            f"row {number} of the {name} dataset holds more than text ({media}): stored reference log-probs are of text alone. "
+            "Train on rows with media by TRL's own trainer"
+        )
+
+
+def _may_hold_media(column: str, dataset: Dataset) -> bool:
+    if column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS:
+        return True
+    return column in MESSAGE_COLUMNS and not _is_plain(dataset.data.schema.field(column).type)
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether a column can hold nothing but text, or messages whose content is text."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        message = kind.value_type
+        if not pa.types.is_struct(message) or message.get_field_index("content") < 0:
+            return False
+        kind = message.field("content").type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))

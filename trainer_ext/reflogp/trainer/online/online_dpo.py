@@ -1,0 +1,64 @@
+"""RemoteOnlineDPOTrainer: TRL's OnlineDPOTrainer, its reference model in a service.
+
+Knows `_forward`, which TRL calls for the policy and then for the reference, with its left truncation by padded width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl.experimental.online_dpo import OnlineDPOTrainer
+
+from reflogp.store import UsageError
+from reflogp.trainer.online.mixin import RemoteReferenceMixin
+from reflogp.trainer.padded import PaddedBatch
+from reflogp.trainer.ranks import gather
+
+
+class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
+    """Online DPO without a reference model of its own. Arguments are `RemoteReferenceMixin`'s and TRL's.
+
+    TRL's objective/kl, non_score_reward and rlhf_reward count padding behind a completion too, so the service is asked for
+    values there as well; the loss and rewards/* do not see them.
+    """
+
+    def _forward(
+        self,
+        model: Any,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        completion_ids: torch.Tensor,
+        completion_mask: torch.Tensor,
+        vision_inputs: Any = None,
+    ) -> torch.Tensor:
+        own = super()._forward
+        given = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        if vision_inputs is not None:
+            raise UsageError("a service scores text, and this batch has images")
+        cut = max(prompt_ids.size(1) + completion_ids.size(1) - self.max_length, 0)
+        if cut >= prompt_ids.size(1):
+            raise UsageError(
+                f"max_length={self.max_length} leaves nothing of the prompt before {completion_ids.size(1)} completion tokens: "
+                "the first of them would have no context. Raise max_length, or lower max_new_tokens"
+            )
+        batch = PaddedBatch.of(
+            torch.cat((prompt_ids[:, cut:], completion_ids), dim=1),
+            torch.cat((prompt_mask[:, cut:], completion_mask), dim=1),
+            completion_ids.size(1),
+            at_padding=True,
+        )
+        if model is not self.ref_model:
+            self.ref_model.begin(batch)
+            self._policy = model
+            values: torch.Tensor = own(model, *given)
+            return values
+        return self._reference_values(batch, lambda: own(self._policy, *given))
+
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """As TRL's, with the mean over all processes of the one metric that TRL takes from each process alone."""
+        name = "val/contain_eos_token"
+        if name in logs:
+            everyone = gather(logs[name])
+            logs[name] = sum(everyone) / len(everyone)
+        super().log(logs, *more, **named)

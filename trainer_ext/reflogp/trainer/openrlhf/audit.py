@@ -1,0 +1,317 @@
+"""RunAudit: watches an OpenRLHF run as `ReferenceAudit` watches one of TRL's, with the same checks where both have them.
+
+Knows OpenRLHF's settings and what its trainer logs. Fed by `CachedReferenceDPOTrainer`, on every process; what one process
+finds stops all of them in the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from reflogp.trainer.audit.forwards import ForwardCount
+from reflogp.trainer.audit.metrics import apart
+from reflogp.trainer.audit.report import read_report, verdict, write_report
+from reflogp.trainer.audit.schedule import Schedule
+from reflogp.trainer.audit.step_zero import StepZero, compared
+from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
+from reflogp.trainer.join import JoinRecord
+from reflogp.trainer.ranks import Rank, gather
+
+logger = logging.getLogger(__name__)
+
+CHECKS = ("forwards", "metrics", "schedule", "step_zero")
+#: What OpenRLHF logs of a step's last micro-batch, and what it says is a mean over the step's.
+_OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
+_MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
+#: Allowed relative difference of a logged metric: it went through float32.
+_ROUNDING = 1e-4
+
+
+class RunAudit:
+    """What a run did, against what its settings and its stored reference log-probs promise.
+
+    A run is stopped for its reference values only; the rest is logged as a warning and written down.
+
+    forwards: the policy makes one pass for each micro-batch, and the reference's part of a step none, of any model. Stops where
+        there are more.
+    step_zero: before the first step, the policy's log-probs of the first batch are the stored ones, within rounding. Stops. A
+        policy whose own log-probs are not finite is reported.
+    metrics: reports where what is logged of a step is not the mean over all processes. `loss_mean` and `acc_mean`, which
+        OpenRLHF takes from the first process alone, are replaced by the mean over all; how far they were off is in the report.
+    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and checkpoints that the
+        settings ask for and that did not come.
+
+    Args:
+        output_dir: where reflogp_audit.json is written.
+        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
+        step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
+            model, and refuses a reference of another dtype than the policy computes in.
+
+    Attributes:
+        step_zero: what the comparison before the first step saw; None where there was none.
+        findings: what was found, check -> words.
+    """
+
+    def __init__(
+        self, output_dir: Path, joins: dict[str, JoinRecord], on_finding: str, step_zero_tolerance: float | None
+    ) -> None:
+        self.step_zero: StepZero | None = None
+        self.findings: dict[str, list[str]] = {}
+        self._folder, self._joins, self._on_finding, self._tolerance = str(output_dir), joins, on_finding, step_zero_tolerance
+        self._not_run: dict[str, str] = {}
+        self._problems: dict[str, list[str]] = {}
+        self._reports: dict[str, list[str]] = {}
+        self._stopped = False
+        self._schedule: Schedule | None = None
+        self._forwards: ForwardCount | None = None
+        self._engine: Any = None
+        self._engine_steps = 0
+        self._micro_batches: list[torch.Tensor] = []
+        self._logs_compared = 0
+        self._worst_log = 0.0
+        self._worst_of_first = dict.fromkeys(_MEANS, 0.0)
+        self._passes = 0
+        self._finished = False
+        self.write()
+
+    # What the trainer tells.
+
+    def begin(self, settings: Any, engine: Any, policy: torch.nn.Module, first_step: int) -> None:
+        """A run begins.
+
+        Args:
+            settings: what `Schedule` reads.
+            engine: DeepSpeed's, which counts optimizer steps.
+            policy: the unwrapped model.
+            first_step: global step that the run begins behind.
+        """
+        self._schedule = Schedule(settings, max_steps=-1, first_step=first_step)
+        self._engine, self._engine_steps = engine, int(engine.global_steps)
+        self._forwards = ForwardCount(policy)
+        self._forwards.watch_others()
+        if settings.logging_strategy == "no":
+            self._not_run["logs"] = "OpenRLHF logs to wandb or TensorBoard, and neither is on"
+
+    @contextmanager
+    def passes(self, expected: int, who: str) -> Iterator[None]:
+        """While the block runs, the policy makes so many passes and no other language model makes any."""
+        assert self._forwards is not None, "a batch outside of fit()"
+        self._forwards.begin()
+        yield
+        self._forwards.end()
+        self._passes += self._forwards.policy
+        problems = [f"{name} ran {times} times in the {who}'s part of a step" for name, times in self._forwards.others.items()]
+        words = f"the policy made {self._forwards.policy} passes in the {who}'s part of a step, not {expected}"
+        self._note("forwards", problems + [words] * (self._forwards.policy > expected))
+        self._report("forwards", [words] * (self._forwards.policy < expected))
+
+    def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
+        """`step_zero.differences` of this process' first batch."""
+        reference = next(iter(self._joins.values())).where.reference_dtype
+        self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
+        if self.step_zero.not_finite:
+            words = f"the policy's own log-probs of {self.step_zero.not_finite} sequences of the first batch are not finite"
+            self._report("step_zero", [f"{words}, so they were not compared; the reference's are"])
+        try:
+            self.step_zero.require("the first batch")
+            if self._tolerance is None:
+                self.step_zero.require_one_dtype()
+        except StepZeroError as error:
+            self._note("step_zero", [str(error)])
+            self._settle(error)
+
+    def skip_step_zero(self, why: str) -> None:
+        self._not_run["step_zero"] = why
+
+    def saw_loss(self, loss: torch.Tensor, chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> None:
+        """A training micro-batch's loss and rewards, as DPOLoss gave them."""
+        assert self._schedule is not None
+        self._schedule.micro_step()
+        accuracy = (chosen_rewards > rejected_rewards).float().mean()
+        seen = torch.stack([loss.detach(), accuracy, chosen_rewards.mean(), rejected_rewards.mean()])
+        self._micro_batches.append(seen.float())
+
+    def over_all_processes(self, logs: dict[str, float]) -> dict[str, float]:
+        """What is to be logged of a step, with means that are means over all processes."""
+        mine = torch.stack(self._micro_batches).double().cpu()
+        means = torch.tensor(gather(torch.stack([mine[-1], mine.mean(0)]).tolist()), dtype=torch.float64)
+        last, step = means.mean(0)
+        expected = dict(zip(_OF_THE_LAST, last.tolist(), strict=True))
+        whole = dict(zip(_OF_THE_LAST, step.tolist(), strict=True))
+        problems = []
+        for name in _OF_THE_LAST:
+            off = apart(logs[name], expected[name])
+            self._worst_log = max(self._worst_log, off)
+            if off > _ROUNDING:
+                problems.append(
+                    f"{name} is logged as {logs[name]:.6g}, and the mean over all processes is {expected[name]:.6g}"
+                )
+        self._report("metrics", problems)
+        self._logs_compared += 1
+        for name, of in _MEANS.items():
+            self._worst_of_first[name] = max(self._worst_of_first[name], apart(logs[name], whole[of]))
+        return {**logs, **{name: whole[of] for name, of in _MEANS.items()}}
+
+    @contextmanager
+    def events(self, trainer: Any, step: int) -> Iterator[None]:
+        """While the block runs, logs, evaluations and checkpoints are noted as they happen."""
+        assert self._schedule is not None
+        happened: set[str] = set()
+
+        def noting(event: str, call: Any) -> Any:
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                if event != "logging" or _is_of_training(args[0]):
+                    happened.add(event)
+                return call(*args, **kwargs)
+
+            return noted
+
+        watched = [
+            (trainer, "evaluate", "eval"),
+            (trainer.strategy, "save_ckpt", "save"),
+            (trainer.strategy, "save_model", "save"),
+        ]
+        watched += [(trainer._wandb, "log", "logging")] if trainer._wandb is not None else []
+        watched += [(trainer._tensorboard, "add_scalar", "logging")] if trainer._tensorboard is not None else []
+        with ExitStack() as patches:
+            for owner, name, event in watched:
+                patches.enter_context(mock.patch.object(owner, name, noting(event, getattr(owner, name))))
+            yield
+        for event in sorted(happened):
+            self._schedule.came(event, step)
+
+    def step_ended(self, step: int) -> None:
+        """An optimizer step is over; raises on all processes what any of them found."""
+        assert self._schedule is not None
+        self._micro_batches.clear()
+        steps = int(self._engine.global_steps)
+        for _ in range(steps - self._engine_steps):
+            self._schedule.optimizer_step()
+        self._engine_steps = steps
+        self._report("schedule", self._schedule.step_ended(step))
+        self._settle()
+
+    def end(self) -> None:
+        """The run has ended as its settings say."""
+        assert self._schedule is not None and self._forwards is not None
+        self._forwards.remove()
+        self._finished = True
+        if not self._logs_compared:
+            self._not_run["metrics"] = "nothing was logged"
+        self._report("schedule", self._schedule.missed())
+        self._settle()
+        self.write()
+        if Rank.here().rank == 0:
+            state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"
+            joined = "; ".join(
+                f"{name}: {record.rows} rows from {record.where.store} snapshot {record.where.snapshot}, reference "
+                f"{record.where.reference_id}"
+                for name, record in self._joins.items()
+            )
+            logger.info("reflogp audit: %s (%s)", state, joined)
+
+    # What comes of it.
+
+    def _note(self, check: str, problems: list[str]) -> None:
+        """Reference values are wrong, missing or computed again."""
+        if problems:
+            self._problems.setdefault(check, []).extend(problems)
+
+    def _report(self, check: str, problems: list[str]) -> None:
+        """Something to write down, for which no run is stopped."""
+        if problems:
+            self._reports.setdefault(check, []).extend(problems)
+
+    def _settle(self, error: ReferenceLogpsError | None = None) -> None:
+        """Tell all processes what each has found since the last time; raise what a run is stopped for on all."""
+        gathered = gather((self._problems, self._reports))
+        self._problems, self._reports = {}, {}
+        found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
+        new = {check: words for check, words in {**reported, **found}.items() if check not in self.findings}
+        for check, words in [*found.items(), *reported.items()]:
+            known = self.findings.setdefault(check, [])
+            known.extend(problem for problem in words if len(known) < 20)
+        self._stopped = bool(found) and self._on_finding == "fail"
+        if found or reported:
+            self.write()
+        if self._stopped:
+            raise error or AuditError(_message(found), next(iter(found)))
+        if new:
+            logger.warning(_message(new))
+
+    def write(self) -> None:
+        """Write the report as it is, from the first process."""
+        if Rank.here().rank == 0:
+            write_report(self._folder, self.as_dict(read_report(self._folder)))
+
+    def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The report. A resumed run keeps what its first start saw of step 0."""
+        return {
+            "verdict": verdict(self.findings, self._stopped, self._finished),
+            "findings": self.findings,
+            "checks": list(CHECKS),
+            "not_run": self._not_run,
+            "joins": {name: record.as_dict() for name, record in self._joins.items()},
+            "step_zero": self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero"),
+            "forwards": {"policy_passes": self._passes},
+            "metrics": {
+                "logs_compared": self._logs_compared,
+                "worst_difference": self._worst_log,
+                "worst_of_first_process": self._worst_of_first,
+            },
+            "schedule": self._schedule.as_dict() if self._schedule is not None else None,
+        }
+
+
+class Cadence:
+    """OpenRLHF's settings under the names that `Schedule` reads. Read when they are asked for: fit() still turns -1 into a
+    number."""
+
+    def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
+        self.gradient_accumulation_steps = accumulation
+        self.logging_strategy = "steps" if writes_logs else "no"
+        self.eval_strategy = "steps" if evaluates else "no"
+        self._args, self._saves = args, saves
+
+    @property
+    def logging_steps(self) -> int:
+        return int(self._args.logger.logging_steps)
+
+    @property
+    def eval_steps(self) -> int:
+        return int(self._args.eval.steps)
+
+    @property
+    def save_steps(self) -> float:
+        return float(self._args.ckpt.save_steps)
+
+    @property
+    def save_strategy(self) -> str:
+        return "steps" if self._saves and math.isfinite(self.save_steps) else "no"
+
+
+def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
+    """What several processes found, each problem once."""
+    merged: dict[str, list[str]] = {}
+    for problems in parts:
+        for check, words in problems.items():
+            known = merged.setdefault(check, [])
+            known.extend(problem for problem in words if problem not in known)
+    return merged
+
+
+def _message(found: dict[str, list[str]]) -> str:
+    return "audit of the reference log-probs, " + "; ".join(f"{check}: {'; '.join(words)}" for check, words in found.items())
+
+
+def _is_of_training(logged: Any) -> bool:
+    """Of what goes to TensorBoard (a name) or to wandb (a dictionary): is it of a training step."""
+    return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

@@ -1,0 +1,192 @@
+"""The reference values of OpenRLHF's datasets: looked up once a node, and what is missing scored first.
+
+Knows who does what in a distributed run, and what to tell a person about rows without values. The tokens are `sequences`', the
+arithmetic is reflogp.store.joins'. Called by `CachedReference`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from reflogp.store import ReferenceNotFoundError, StoreNotFoundError
+from reflogp.store.joins import Asked, ask
+from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
+from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
+from reflogp.trainer.layouts import layout_of
+from reflogp.trainer.openrlhf.row_values import RowValues, save_row_values
+from reflogp.trainer.openrlhf.sequences import Sequences, sequences_of
+from reflogp.trainer.ranks import Rank, gather, of_my_node, together, together_for_long
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.values import Settings, Values, Where, command_to_score
+
+T = TypeVar("T")
+
+#: Sequences whose values are in memory twice while they are looked up.
+_AT_ONCE = 65_536
+_SEQUENCES = "completion_ids"
+#: Exit code of `reflogp score` where it left rows out; they are then named as missing.
+_ROWS_LEFT_OUT = 3
+#: What a launcher tells its processes, and the scoring command must not take for its own.
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What the first process found for all."""
+
+    where: Where
+    scored: dict[str, int]
+
+
+def look_up_rows(
+    datasets: Mapping[str, Any], source: ReferenceSource, output_dir: Path, run_command: bool
+) -> tuple[RowValues, dict[str, JoinRecord]]:
+    """The values of all rows of some datasets, on every process the same ones.
+
+    The first process of each node walks the datasets. The first of all looks for what is missing, and has it scored where the
+    source or `run_command` says so; the others wait. Each node then reads the values of one snapshot into a file that its
+    processes map.
+
+    Args:
+        datasets: name -> RewardDataset.
+        output_dir: where missing sequences are written, as reflogp-missing.parquet.
+        run_command: run the command that scores them, here, as a process of its own.
+
+    Returns:
+        the values, and what was joined for each dataset.
+
+    Raises:
+        MissingLogpsError: rows that were never scored; names them and the command that scores them.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        UsageError: a source that cannot serve OpenRLHF.
+        RankFailedError: another process has raised one of these.
+    """
+    rank = Rank.here()
+    walks = rank.local_rank == 0
+    sequences = together_for_long("reading the datasets", lambda: sequences_of(datasets) if walks else None)
+
+    def answer() -> Answered | None:
+        return _answered(_given(sequences), source, output_dir, run_command) if rank.rank == 0 else None
+
+    answered = _given(gather(together_for_long("looking up the reference log-probs", answer))[0])
+
+    def read() -> Path | None:
+        return _saved(_given(sequences), source.open(answered.where.snapshot)) if walks else None
+
+    file = _given(of_my_node(gather(together_for_long("reading the reference log-probs", read))))
+    values = together("mapping the reference log-probs", lambda: RowValues(file))
+    joins = {
+        name: JoinRecord(answered.where, Settings(), rows=len(dataset), scored=answered.scored.get(name, 0))
+        for name, dataset in datasets.items()
+    }
+    return values, joins
+
+
+def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, run_command: bool) -> Answered:
+    asked = ask(sequences.table)
+    values = _opened(source)
+    missing = at_first = _missing_of(values, asked)
+    if missing.any() and values is not None and source.on_miss == "score":
+        rows = Dataset(sequences.table)
+        values, join, _ = answer_rows(rows, layout_of(rows.column_names), asked, source, values, Settings())
+        missing = join.missing
+    elif missing.any() and run_command:
+        _run(_written(sequences, missing, source, values, output_dir))
+        values = source.open()
+        missing = _missing_of(values, asked)
+    if missing.any() or values is None:
+        command = _written(sequences, missing, source, values, output_dir)
+        raise _missing_error(sequences.rows(missing), sequences, source, command)
+    return Answered(values.where, {name: len(rows) for name, rows in sequences.rows(at_first).items()})
+
+
+def _opened(source: ReferenceSource) -> Values | None:
+    """None where nothing was ever scored into the store with this reference: then everything is missing."""
+    try:
+        return source.open()
+    except (ReferenceNotFoundError, StoreNotFoundError):
+        if source.is_service or source.described is None:
+            raise
+        return None
+
+
+def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
+    return asked.needed[_SEQUENCES] > 0 if values is None else values.answer(asked, Settings()).missing
+
+
+def _written(
+    sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
+) -> str:
+    """Write the missing sequences into a file, and give the command that scores it."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / "reflogp-missing.parquet"
+    pq.write_table(sequences.table.filter(pa.array(missing)), file)
+    if values is not None:
+        return values.command(source.model, str(file), Settings())
+    assert source.described is not None
+    return command_to_score(str(source.model), source.described, str(file), source.location, Settings())
+
+
+def _run(command: str) -> None:
+    """Run a `reflogp` command with this Python, as a process that knows nothing of this run's others."""
+    words = [sys.executable, "-c", "from reflogp.cli import main; main()", *shlex.split(command)[1:]]
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+    if status not in (0, _ROWS_LEFT_OUT):
+        raise ReferenceLogpsError(f"`{command}` ended with status {status}; what it said is above")
+
+
+def _missing_error(
+    rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences, source: ReferenceSource, command: str
+) -> MissingLogpsError:
+    first = next(iter(rows.values()), np.empty(0, np.int64))
+    named = _named(rows, sequences)
+    return MissingLogpsError(
+        f"{named} have no reference log-probs in {source.location}. Score them: {command}", [int(row) for row in first], command
+    )
+
+
+def _named(rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences) -> str:
+    return " and ".join(
+        f"{len(some)} of {len(sequences.of[name])} rows of {name} (rows {some_rows(some)})" for name, some in rows.items()
+    )
+
+
+def _saved(sequences: Sequences, values: Values) -> Path:
+    """The values of all sequences in a file that this node's processes map."""
+    asked = ask(sequences.table)
+    keys, needed = asked.keys[_SEQUENCES], asked.needed[_SEQUENCES]
+    parts = [values.token_lists(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE)]
+    lengths = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy() for part in parts]).astype(np.int64)
+    flat = np.concatenate([part.flatten().to_numpy(zero_copy_only=False) for part in parts])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    unusable = lengths != needed
+    unusable[np.searchsorted(offsets, np.flatnonzero(~np.isfinite(flat)), "right") - 1] = True
+    if unusable.any():
+        rows = sequences.rows(unusable)
+        raise UnusableLogpsError(
+            f"{_named(rows, sequences)} have reference log-probs that are damaged or not finite in {values.where.store}; run "
+            "`reflogp store verify` on the store",
+            [int(row) for row in next(iter(rows.values()))],
+        )
+    lists = pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.float32()))
+    return save_row_values(sequences.row_keys, lists)
+
+
+def _given(value: T | None) -> T:
+    assert value is not None
+    return value

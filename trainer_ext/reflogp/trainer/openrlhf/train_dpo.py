@@ -1,0 +1,137 @@
+"""The launcher: `openrlhf.cli.train_dpo` with the same arguments, and no reference model.
+
+    deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
+    deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
+
+Knows the two names by which that module makes its models and its trainer. It is run as it is, as `__main__`, its parser
+included, and finds other things under those names. Called by people, once per process, by whatever launcher they use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from typing import Any, get_args
+from unittest import mock
+
+import openrlhf.models
+import openrlhf.trainer.dpo_trainer
+import openrlhf.utils.deepspeed  # it asks isinstance(model, Actor), and has to mean the real one
+
+from reflogp.store import UsageError
+from reflogp.store.reference import Dtype
+from reflogp.trainer.no_reference import NoReferenceModel
+from reflogp.trainer.openrlhf.reference import check_source
+from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
+from reflogp.trainer.source import ReferenceSource
+
+_MODULE = "openrlhf.cli.train_dpo"
+#: --ds.param_dtype -> what reflogp calls it.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class ReferenceSlot(NoReferenceModel):
+    """What OpenRLHF keeps until its trainer is made. Has no model whose tokenizer or engine could be prepared."""
+
+    model = None
+
+
+class Launch:
+    """Stands in `openrlhf.cli.train_dpo` for Actor and for DPOTrainer.
+
+    Args:
+        options: of the command line, those that begin with --reflogp.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._actor = openrlhf.models.Actor
+        self._policy_is_made = False
+        self._source: ReferenceSource | None = None
+
+    def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
+        """The first one is the policy. The second would be the reference: its path and dtype name the reference's values."""
+        if not self._policy_is_made:
+            self._policy_is_made = True
+            return self._actor(model, *args, **kwargs)
+        self._source = _source(self._options, model, _DTYPES[kwargs["param_dtype"]])
+        return ReferenceSlot()
+
+    def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
+        if self._source is None:
+            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models in another way than reflogp knows (0.11)")
+        return CachedReferenceDPOTrainer(
+            *args,
+            reference=self._source,
+            run_command=self._options.on_miss == "run",
+            policy_starts_at_reference=not self._options.policy_starts_elsewhere,
+            step_zero_tolerance=self._options.step_zero_tolerance,
+            on_finding=self._options.on_finding,
+            **kwargs,
+        )
+
+
+def main() -> None:
+    """Take reflogp's options out of the command line, and run OpenRLHF's module with the others."""
+    parser = _parser()
+    options, others = parser.parse_known_args()
+    if {"-h", "--help"} & set(others):
+        parser.print_help()
+        print(f"\nAnd those of {_MODULE}:\n")
+    elif options.store is None:
+        parser.error("--reflogp.store is needed: where the reference log-probs are")
+    launch = Launch(options)
+    sys.argv[1:] = others
+    with (
+        mock.patch.object(openrlhf.models, "Actor", launch.actor),
+        mock.patch.object(openrlhf.trainer.dpo_trainer, "DPOTrainer", launch.trainer),
+    ):
+        runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="reflogp.trainer.openrlhf.train_dpo", add_help=False, allow_abbrev=False)
+    add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
+    add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
+    add("--reflogp.model", dest="model", help="the reference model; default: --ref.model_name_or_path, else the policy's")
+    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help="what it is scored in; default: --ds.param_dtype")
+    add("--reflogp.reference", dest="reference", metavar="NAME", help="a service's name for the reference, instead of a model")
+    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="its id, instead of a model")
+    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="default: the latest")
+    add(
+        "--reflogp.on_miss",
+        dest="on_miss",
+        choices=("error", "score", "run"),
+        default="error",
+        help="rows without values: stop and name the command that scores them (error, the default), have the service score "
+        "them (score), or run that command here first (run)",
+    )
+    add(
+        "--reflogp.policy_starts_elsewhere",
+        dest="policy_starts_elsewhere",
+        action="store_true",
+        help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
+    )
+    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="of that comparison")
+    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="what the audit does")
+    return parser
+
+
+def _source(options: argparse.Namespace, model: str, dtype: str) -> ReferenceSource:
+    is_named = options.model is None and (options.reference is not None or options.reference_id is not None)
+    source = ReferenceSource(
+        options.store,
+        model=None if is_named else options.model or model,
+        dtype=options.dtype or dtype,
+        reference_id=options.reference_id,
+        reference=options.reference,
+        snapshot=options.snapshot,
+        on_miss="score" if options.on_miss == "score" else "error",
+    )
+    check_source(source, options.on_miss == "run")
+    return source
+
+
+if __name__ == "__main__":
+    main()

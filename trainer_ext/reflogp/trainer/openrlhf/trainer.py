@@ -1,0 +1,148 @@
+"""CachedReferenceDPOTrainer: OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run.
+
+Knows OpenRLHF's trainer and where each of its parts calls the next. What is checked is `audit`'s, the values are
+`CachedReference`'s. Made by the launcher `train_dpo`, or by a script of one's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from openrlhf.trainer.dpo_trainer import DPOTrainer
+
+from reflogp.trainer.audit.report import begin_report
+from reflogp.trainer.audit.step_zero import differences
+from reflogp.trainer.no_reference import NoReferenceModel, refuse_reference_model
+from reflogp.trainer.openrlhf.audit import Cadence, RunAudit
+from reflogp.trainer.openrlhf.reference import CachedReference
+from reflogp.trainer.policy_weights import fingerprint
+from reflogp.trainer.ranks import Rank, gather, together
+from reflogp.trainer.source import ReferenceSource
+
+
+class CachedReferenceDPOTrainer(DPOTrainer):
+    """OpenRLHF's DPOTrainer whose reference log-probs come from a store or a service.
+
+    Takes what DPOTrainer takes, with ref_model=None, and
+
+    Args:
+        reference: where the reference log-probs are.
+        run_command: have what is missing in a local store scored by `reflogp score`, run here as a process of its own.
+        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch is then
+            checked against the stored values before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
+            dtypes in use (reflogp.trainer.tolerances).
+        on_finding: "fail" stops the run where reference values are wrong, "warn" logs that too.
+
+    Raises:
+        MissingLogpsError, UnusableLogpsError: as `CachedReference`, before anything trains.
+        AuditError, StepZeroError: while it trains, on all processes, see `RunAudit`.
+        RankFailedError: another process has raised one of these.
+        UsageError: arguments that contradict a stored reference.
+
+    Attributes:
+        joins: dataset name ("train", "eval") -> what was joined from where. Also in reflogp_audit.json in --ckpt.output_dir.
+        audit: what watches the run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any,
+        strategy: Any,
+        tokenizer: Any,
+        optim: Any,
+        train_dataloader: Any,
+        eval_dataloader: Any,
+        scheduler: Any,
+        *args: Any,
+        reference: ReferenceSource,
+        run_command: bool = False,
+        policy_starts_at_reference: bool = True,
+        step_zero_tolerance: float | None = None,
+        on_finding: Literal["fail", "warn"] = "fail",
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(ref_model, NoReferenceModel):  # the launcher's slot is one
+            refuse_reference_model("CachedReferenceDPOTrainer", ref_model)
+        loaders = {"train": train_dataloader, "eval": eval_dataloader}
+        datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
+        output_dir = Path(strategy.args.ckpt.output_dir)
+        begin_report(str(output_dir), Rank.here().rank)
+        # Before the trainer opens a logger: a run that lacks values leaves no trace in one.
+        cached = CachedReference(reference, datasets, output_dir, run_command)
+        super().__init__(
+            model, cached, strategy, tokenizer, optim, train_dataloader, eval_dataloader, scheduler, *args, **kwargs
+        )
+        self.policy_starts_at_reference = policy_starts_at_reference
+        self.joins = cached.joins
+        self.audit = RunAudit(output_dir, cached.joins, on_finding, step_zero_tolerance)
+        self._compares_first_batch = False
+        self._weights = fingerprint(self._policy, with_adapters=True)
+        self.loss_fn.register_forward_hook(self._saw_loss)
+
+    def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> None:
+        """As DPOTrainer's, watched."""
+        first_step = consumed_samples // args.train.batch_size
+        if first_step:
+            self.audit.skip_step_zero("the run was resumed")
+        elif not self.policy_starts_at_reference:
+            self.audit.skip_step_zero("the policy does not start at the reference")
+        elif not all(gather(fingerprint(self._policy, with_adapters=True) == self._weights)):
+            self.audit.skip_step_zero("the policy's weights have changed since the trainer was made")
+        else:
+            self._compares_first_batch = True
+        cadence = Cadence(
+            args,
+            accumulation=self.strategy.accumulated_gradient,
+            writes_logs=self._wandb is not None or self._tensorboard is not None,
+            evaluates=self.eval_dataloader is not None and len(self.eval_dataloader) > 0,
+            saves=self.save_hf_ckpt or not self.disable_ds_ckpt,
+        )
+        self.audit.begin(cadence, self.model.model, self._policy, first_step)
+        super().fit(args, consumed_samples, num_update_steps_per_epoch)
+        self.audit.end()
+
+    def concatenated_forward(self, model: Any, *batch: Any) -> Any:
+        """As DPOTrainer's; before the first step the first batch is compared, and of both sides the passes are counted."""
+        if self._compares_first_batch:
+            self._compares_first_batch = False
+            seen = together("the comparison before the first step", lambda: self._differences(*batch))
+            self.audit.saw_first_batch(seen, self._policy)
+        is_policy = model is self.model
+        with self.audit.passes(int(is_policy), "policy" if is_policy else "reference"):
+            return super().concatenated_forward(model, *batch)
+
+    def save_logs_and_checkpoints(
+        self, args: Any, global_step: int, step_bar: Any, logs_dict: Any = None, client_states: Any = None
+    ) -> None:
+        """As DPOTrainer's, with means over all processes where it has those of the first alone."""
+        if logs_dict and global_step % args.logger.logging_steps == 0:
+            logs_dict = self.audit.over_all_processes(logs_dict)
+        with self.audit.events(self, global_step):
+            super().save_logs_and_checkpoints(args, global_step, step_bar, logs_dict, client_states)
+        self.audit.step_ended(global_step)
+
+    @property
+    def _policy(self) -> torch.nn.Module:
+        policy: torch.nn.Module = self.strategy._unwrap_model(self.model)
+        return policy
+
+    def _saw_loss(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        if self.model.training:  # evaluate() switches it off, and has no step
+            self.audit.saw_loss(*output)
+
+    @torch.no_grad()
+    def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
+        """Policy and reference on one batch, without dropout."""
+        batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
+        self.model.eval()
+        policy, reference = (
+            torch.cat(super(CachedReferenceDPOTrainer, self).concatenated_forward(model, *batch)[:2])
+            for model in (self.model, self.ref_model)
+        )
+        self.model.train()
+        tokens = torch.cat([c_mask.sum(1), r_mask.sum(1)]).cpu() - torch.tensor(prompt_id_lens * 2).clamp(min=1)
+        return differences(policy, reference, tokens)

@@ -1,0 +1,137 @@
+"""Tells from the weights whether a policy is still what it was when its trainer was made.
+
+The number of steps does not tell: `train()` resets it, a checkpoint may be loaded without it, and a user may change the model.
+Version counters of tensors do not either: what is written through `.data` leaves them as they are. So the content is hashed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import TrainerCallback
+
+from reflogp.trainer.ranks import Rank, gather
+
+#: Elements that are hashed at a time: what a CPU's cache holds, and what keeps a GPU busy in little memory.
+_AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 26
+#: Odd multipliers of a mixing function (xxHash's primes, as signed 32-bit integers).
+_FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What one process holds of a model's weights.
+
+    Attributes:
+        layout: shapes and dtypes; another one after weights were split over processes or cast.
+        content: a hash of every value.
+    """
+
+    layout: str
+    content: str
+
+
+def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerprint:
+    """Hash a model's parameters, where they are: 1.3 ns each on one core of a CPU.
+
+    Weights that are split over processes (FSDP, ZeRO-3) are hashed as far as this process holds them.
+
+    Args:
+        with_adapters: False for a PEFT model's weights that count with its adapters off, and those of a "ref" adapter.
+    """
+    layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    with torch.no_grad():
+        for tensor in _weights(model, with_adapters):
+            layout.update(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+            content.update(_mixed_sum(tensor).to_bytes(8, "little", signed=True))
+    return Fingerprint(layout.hexdigest(), content.hexdigest())
+
+
+class PolicyWeights(TrainerCallback):
+    """Follows the weights of a trainer's policy from the moment that this is made.
+
+    Args:
+        trainer: a transformers Trainer. Its `train` is wrapped, because weights are cast, split and loaded before callbacks
+            are called.
+        with_adapters: as for `fingerprint`.
+    """
+
+    def __init__(self, trainer: Any, with_adapters: bool = False) -> None:
+        self._trainer, self._with_adapters = trainer, with_adapters
+        self._known = [self._now()]
+        self._carries = False
+        train = trainer.train
+
+        @functools.wraps(train)
+        def watched_train(*args: Any, **kwargs: Any) -> Any:
+            resumes = bool(args[0] if args else kwargs.get("resume_from_checkpoint"))
+            self._carries = not resumes and self._is_split and self.unchanged
+            return train(*args, **kwargs)
+
+        trainer.train = watched_train
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Weights that were right before `train` split, cast or broadcast them are right in their new form."""
+        if self._carries:
+            self._known.append(self._now())
+        self._carries = False  # a loop that starts again within one `train` (auto_find_batch_size) begins elsewhere
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the policy has the weights it had at first, on all processes. Every process has to ask together."""
+        return all(gather(self._now() in self._known))
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether `train` may change the form of the weights: it splits or casts them, or copies the first process'."""
+        split = any(getattr(self._trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed"))
+        return split or Rank.here().count > 1
+
+    def _now(self) -> Fingerprint:
+        return fingerprint(self._trainer.accelerator.unwrap_model(self._trainer.model), self._with_adapters)
+
+
+def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
+    """What follows a trainer's policy; made at the first call, which counts as the beginning."""
+    found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
+    if found is None:
+        found = trainer._reflogp_policy_weights = PolicyWeights(trainer, with_adapters)
+    return found
+
+
+def is_unchanged(trainer: Any) -> bool:
+    """Whether a trainer's policy has the weights that it was made with; True while it is being made."""
+    found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
+    return found is None or found.unchanged
+
+
+def _weights(model: Any, with_adapters: bool) -> Iterator[torch.Tensor]:
+    skips = is_peft_model(model) and not with_adapters
+    adapters = {name for name in model.peft_config if name != "ref"} if skips else set()
+    for name, parameter in model.named_parameters():
+        if adapters.isdisjoint(name.split(".")):  # PEFT keeps each adapter's weights under its name
+            held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of it
+            yield held.to_local() if hasattr(held, "to_local") else held
+
+
+def _mixed_sum(tensor: torch.Tensor) -> int:
+    """The sum of a hash of each element's bits. A plain sum would miss two changes that cancel."""
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    flat = tensor.detach().reshape(-1)
+    widths = {1: torch.uint8, 2: torch.int16}
+    bits = flat.view(widths.get(flat.element_size(), torch.int32))
+    at_once = _AT_ONCE_ON_CPU if bits.device.type == "cpu" else _AT_ONCE
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), at_once):
+        mixed = bits[start : start + at_once].to(torch.int32) * _FIRST
+        mixed.bitwise_xor_(mixed >> 15).mul_(_SECOND)
+        total += mixed.sum(dtype=torch.int64)
+    return int(total)

@@ -1,0 +1,275 @@
+"""RemoteReference: asks a service for reference log-probs, and stands where a trainer keeps its reference model.
+
+Knows the service's client, deadlines, and that all processes of a run succeed or fail together. Does not know trainers. Used by
+the remote trainers, and by loops of one's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reflogp.client import (
+    DeadlineExceededError,
+    RequestRefusedError,
+    SequencesRefusedError,
+    ServiceBusyError,
+    ServiceUnreachableError,
+)
+from reflogp.store import UsageError
+from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
+from reflogp.trainer.no_reference import NoReferenceModel
+from reflogp.trainer.padded import PaddedBatch, Wanted
+from reflogp.trainer.ranks import gather, settled_together, together
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.tolerances import how_to_compute_in
+from reflogp.trainer.values import ServiceValues
+
+logger = logging.getLogger(__name__)
+
+Logps = npt.NDArray[np.float32]
+
+#: Seconds between two warnings that a step waits.
+_WORDS_SECONDS = 30.0
+#: Sequences of one request; a service's own bound is 4,096 unless its settings say otherwise.
+_SEQUENCES_AT_ONCE = 1024
+
+
+@dataclass
+class Traffic:
+    """What was asked, and what it cost.
+
+    Attributes:
+        batches: batches asked for.
+        sequences, tokens: in them.
+        seconds: from each request's leaving to its values, added up.
+        waited_seconds: of these, how long the trainer stood still.
+    """
+
+    batches: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        hidden = 1 - self.waited_seconds / self.seconds if self.seconds else None
+        return {**asdict(self), "hidden_share": hidden}
+
+
+class RemoteReference(NoReferenceModel):
+    """A reference model that is somewhere else: a service has it, and this asks for its log-probs.
+
+    It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and one of
+    each row is needed. `per_token_logps` gives those.
+
+    Args:
+        source: a running service and the reference model's name, path or id.
+        deadline: seconds that one batch's values may take, tries and pauses between them included: so long a service may be
+            slow, away or restarting.
+        absolute_positions: the reference looks up positions in a table (GPT-2), so padding is part of what it sees.
+
+    Raises:
+        UsageError: the source is no service.
+        ReferenceNotFoundError, ServiceError: no such reference, or no service.
+        RankFailedError: another process could not reach it.
+
+    Example:
+        reference = RemoteReference(ReferenceSource("http://scorer:8311", reference="sft"))
+        logps = reference.per_token_logps(input_ids, attention_mask, completion_tokens=64)   # float32, (rows, 64)
+
+    Attributes:
+        where: the service, the reference id and its dtype.
+        traffic: what was asked so far.
+    """
+
+    def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
+        if not source.is_service:
+            raise UsageError(f"{source.location} is no service, and only one has values of text that was just generated")
+        if not deadline > 0:
+            raise UsageError(f"deadline {deadline}: give seconds above 0")
+        self.traffic = Traffic()
+        self.absolute_positions = absolute_positions
+        self._deadline = deadline
+        self._pending: _Pending | None = None
+        self._values = together("reaching the reference service", lambda: _connected(source))
+        self.where = self._values.where
+        ids = sorted({where.reference_id for where in gather(self.where)})
+        if len(ids) > 1:
+            raise ReferenceChangedError(f"the processes of this run see different references: {', '.join(ids)}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "the reference model is in a service, and its logits stay there; ask per_token_logps(input_ids, attention_mask, …)"
+        )
+
+    def per_token_logps(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        completion_tokens: int | None = None,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        """log p of each token given those before it.
+
+        Args:
+            input_ids: (rows, width), padded on either side.
+            attention_mask: 0 where a token is padding, (rows, width); None for none.
+            completion_tokens: how many at the end of each row; None for all but the first.
+            temperature: logits are divided by it.
+
+        Returns:
+            float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and for a
+            row's first token where all are asked for.
+
+        Raises:
+            UsageError: shapes that do not fit, or a temperature that is none.
+            UnusableLogpsError: rows that the service cannot score.
+            ReferenceChangedError: the service has another reference now.
+            ServiceError: no answer before the deadline.
+            RankFailedError: one of these on another process: all processes ask together.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        width = input_ids.shape[1]
+        if mask.shape != input_ids.shape:
+            raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(input_ids.shape)}")
+        if completion_tokens is not None and not 0 < completion_tokens <= width:
+            raise UsageError(
+                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all"
+            )
+        if not temperature > 0:
+            raise UsageError(f"temperature {temperature}: must be above 0")
+        batch = PaddedBatch.of(input_ids, mask, completion_tokens or width, temperature=temperature)
+        values = self.collect(batch)
+        return torch.from_numpy(values[:, 1:] if completion_tokens is None else values).to(input_ids.device)
+
+    def require_numerics(self, dtype: str, float32_head: bool) -> None:
+        """Raises UsageError unless the service computes as the policy does.
+
+        Args:
+            dtype: what the policy computes in, of `computes_in`.
+            float32_head: the policy's logits are computed in float32.
+        """
+        has = self._values.reference
+        head = "float32" if float32_head else dtype
+        if (has.dtype, has.lm_head_dtype) == (dtype, head):
+            return
+        extra = f', lm_head_dtype = "{head}"' if head != dtype else ""
+        raise UsageError(
+            f"{self.where.store} has {has.name or has.reference_id} in {has.dtype} with a head in {has.lm_head_dtype}, and the "
+            f"policy computes in {dtype} with a head in {head}: they would differ from the first step on. Have "
+            f'the service offer it with dtype = "{dtype}"{extra} ([references.NAME] in its settings), '
+            f"{how_to_compute_in(has.dtype)}, or pass step_zero_tolerance= to accept it"
+        )
+
+    def begin(self, batch: PaddedBatch) -> None:
+        """Ask for a batch's values while something else is computed; `collect` gives them."""
+        self._pending = _Pending(batch, lambda: self._ask(batch))
+
+    def collect(self, batch: PaddedBatch) -> Logps:
+        """A batch's values, (rows, completion): those that `begin` asked for, or asked for now. Raises as `per_token_logps`."""
+        pending, self._pending = self._pending, None
+        if pending is None or not pending.batch.same_as(batch):
+            pending = _Pending(batch, lambda: self._ask(batch))
+        came = time.monotonic()
+        values = settled_together("asking the service for reference log-probs", pending.future, self._say_that_it_waits(came))
+        self.traffic.batches += 1
+        self.traffic.seconds += pending.ended - pending.began
+        self.traffic.waited_seconds += max(0.0, pending.ended - came)
+        return values
+
+    def _say_that_it_waits(self, since: float) -> Callable[[], None]:
+        said = -math.inf
+
+        def say() -> None:
+            nonlocal said
+            now = time.monotonic()
+            if now - said >= _WORDS_SECONDS:
+                said = now
+                waited = f"{now - since:.0f} of {self._deadline:.0f} seconds"
+                logger.warning("%s has no log-probs for this batch yet; the step waits, %s so far", self.where.store, waited)
+
+        return say
+
+    def _ask(self, batch: PaddedBatch) -> Logps:
+        until = time.monotonic() + self._deadline
+        answers: list[tuple[Wanted, Logps]] = []
+        for kind in batch.wanted(self.absolute_positions):
+            for start in range(0, len(kind), _SEQUENCES_AT_ONCE):
+                part = kind[start : start + _SEQUENCES_AT_ONCE]
+                answers += zip(part, self._scores(part, batch.temperature, until - time.monotonic()), strict=True)
+        return batch.filled(answers)
+
+    def _scores(self, part: list[Wanted], temperature: float, seconds: float) -> list[Logps]:
+        masks = [wanted.attention_mask for wanted in part if wanted.attention_mask is not None]
+        try:
+            scores = self._values.client.score(
+                self.where.reference_id,
+                [wanted.prompt_ids for wanted in part],
+                [wanted.completion_ids for wanted in part],
+                temperature=temperature,
+                cache_read=False,  # nobody scored what was just generated
+                deadline=max(seconds, 0.001),
+                attention_masks=masks or None,
+            )
+        except SequencesRefusedError as error:
+            rows = [part[position].row for position in error.problems]
+            raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
+        except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
+            error.add_note(f"No answer in {self._deadline:.0f} seconds (the deadline). A run goes on from its last checkpoint.")
+            raise
+        except RequestRefusedError as error:
+            if error.status == 404:
+                raise ReferenceChangedError(
+                    f"{self.where.store} has not reference {self.where.reference_id} any more: {error}"
+                ) from error
+            raise
+        if scores.reference_id != self.where.reference_id:
+            other = f"{self.where.store} answered with reference {scores.reference_id}"
+            raise ReferenceChangedError(f"{other}, and this run began with {self.where.reference_id}")
+        bad = [wanted.row for wanted, logps in zip(part, scores.token_logps, strict=True) if not np.isfinite(logps).all()]
+        if bad:
+            raise UnusableLogpsError(f"the reference's log-probs of rows {bad} of this batch are not finite", bad)
+        self.traffic.sequences += len(part)
+        self.traffic.tokens += sum(len(wanted.prompt_ids) + len(wanted.completion_ids) for wanted in part)
+        return scores.token_logps
+
+
+class _Pending:
+    """A batch whose values are on their way."""
+
+    def __init__(self, batch: PaddedBatch, ask: Callable[[], Logps]) -> None:
+        self.batch = batch
+        self.began = self.ended = time.monotonic()
+        self.future: Future[Logps] = Future()
+        self._ask = ask
+        # A daemon: a run that is interrupted does not wait for an answer that nobody wants any more.
+        threading.Thread(target=self._run, name="reflogp-remote", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            values = self._ask()
+        except BaseException as error:  # raised where the values are collected
+            self.ended = time.monotonic()
+            self.future.set_exception(error)
+        else:
+            self.ended = time.monotonic()
+            self.future.set_result(values)
+
+
+def _connected(source: ReferenceSource) -> ServiceValues:
+    """The service's reference; raises where it knows values of it but has no model to compute new ones."""
+    values = source.open()
+    assert isinstance(values, ServiceValues)
+    values.client.score(values.where.reference_id, [], [])
+    return values

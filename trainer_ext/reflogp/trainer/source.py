@@ -1,0 +1,161 @@
+"""Where a trainer's reference values come from: a store, a service or a file, and which reference model of it.
+
+Knows reference ids and what a user writes. Loads no model. Used by every trainer and by `join_reference_logps`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import replace
+from typing import Literal, get_args
+
+from reflogp.store import ReferenceNotFoundError, ReflogpError, StoreNotFoundError, UsageError, describe_reference
+from reflogp.store.commands import score_command
+from reflogp.trainer.values import FileValues, ServiceValues, Settings, StoreValues, Values, command_to_score
+
+OnMiss = Literal["error", "score", "compute"]
+
+
+class ReferenceSource:
+    """Reference log-probs for trainers.
+
+    Args:
+        location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file of `reflogp join`
+            (….parquet).
+        model: the reference model: a folder or hub id. Only its files' digests are needed, which are remembered; weights are
+            never loaded. Leave it out where `reference_id` or `reference` is given, or the source is a file.
+        dtype: what it was scored in, as `--dtype`. Part of the reference id. None: what the run computes in, which
+            CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision; bfloat16 for everything else.
+        reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
+        snapshot: number of a snapshot; None for the latest when the join begins.
+        on_miss: what becomes of rows without values. "error": the run stops before it trains, with the command that scores
+            them. "score": the service scores them, into its store, before training begins. "compute": this trainer's own
+            model computes them, where it still is the reference: before the first step, or by switching its adapter off.
+        lm_head_dtype: "float32" where it was scored with `--lm-head-dtype float32`.
+        reference: a service's name for the reference model, instead of `model` or `reference_id`.
+        token: a service's bearer token. Default: $REFLOGP_TOKEN.
+        score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is away for ten
+            minutes.
+
+    Raises:
+        UsageError: arguments that name no reference, or contradict each other.
+
+    Example:
+        source = ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
+        trainer = CachedDPOTrainer(model, args=DPOConfig(...), train_dataset=..., processing_class=..., reference=source)
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str],
+        model: str | None = None,
+        dtype: str | None = None,
+        reference_id: str | None = None,
+        snapshot: int | None = None,
+        on_miss: OnMiss = "error",
+        *,
+        lm_head_dtype: str | None = None,
+        reference: str | None = None,
+        token: str | None = None,
+        score_timeout: float | None = None,
+    ) -> None:
+        self.location = os.fspath(location)
+        self.is_service = self.location.startswith(("http://", "https://"))
+        self.is_file = not self.is_service and self.location.endswith(".parquet")
+        if on_miss not in get_args(OnMiss):
+            raise UsageError(f"on_miss={on_miss!r}: use error, score or compute")
+        if on_miss == "score" and not self.is_service:
+            raise UsageError(f"on_miss='score' asks a running service, and {self.location} is none: give its http:// address")
+        if reference is not None and not self.is_service:
+            raise UsageError("reference= is a name that a service knows; for a store give model= or reference_id=")
+        if not self.is_file and model is None and reference_id is None and reference is None:
+            raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
+        self.model = model
+        self._lm_head_dtype = lm_head_dtype
+        self._takes_the_runs_dtype = model is not None and dtype is None and reference_id is None
+        dtype = dtype or "bfloat16"
+        self.described = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype) if model is not None else None
+        if self.described is not None and reference_id not in (None, self.described.reference_id):
+            raise UsageError(f"{model} in {dtype} is reference {self.described.reference_id}, not {reference_id}")
+        self.reference_id = self.described.reference_id if self.described is not None else reference_id
+        self.reference_name = reference
+        self.snapshot = snapshot
+        self.on_miss = on_miss
+        self.score_timeout = score_timeout
+        self.token = token
+
+    def in_dtype_of_run(self, dtype: str) -> ReferenceSource:
+        """The source for a run that computes in `dtype`: this one, unless it was given no dtype of its own."""
+        if not self._takes_the_runs_dtype or self.model is None or (self.described and self.described.dtype == dtype):
+            return self
+        found = copy.copy(self)
+        found.described = describe_reference(self.model, dtype, lm_head_dtype=self._lm_head_dtype)
+        found.reference_id = found.described.reference_id
+        return found
+
+    def open(self, snapshot: int | None = None) -> Values:
+        """The values, as they are now or at a snapshot.
+
+        Args:
+            snapshot: number; None for the source's own, else the latest.
+
+        Raises:
+            ReferenceNotFoundError: nothing was ever scored with this reference.
+            SnapshotNotFoundError, UsageError, StoreError, ServiceError: it cannot be opened.
+        """
+        number = self.snapshot if snapshot is None else snapshot
+        if self.is_service:
+            return ServiceValues.open(
+                self.location, self.token, self.reference_name or self.reference_id, number, self.described
+            )
+        if self.is_file:
+            return FileValues.open(self.location, self.reference_id, number)
+        try:
+            return StoreValues.open(self.location, self.described or str(self.reference_id), number)
+        except (ReferenceNotFoundError, StoreNotFoundError) as error:
+            if self.described is None:
+                raise
+            raise self.nothing_scored(error, "DATA") from error
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a store that `reflogp score` can write."""
+        return not self.is_service and not self.is_file
+
+    def nothing_scored(
+        self, error: ReflogpError, data: str, settings: Settings | None = None, dtype: str | None = None
+    ) -> ReflogpError:
+        """A store's error that nothing was scored yet, with the whole command that scores.
+
+        Args:
+            error: as the store raised it, or as `open` has.
+            data: file that the command reads.
+            dtype: what the run computes in, where that is known; None for this source's.
+        """
+        assert self.described is not None
+        command = self.score_command(dtype or self.described.dtype, data, settings)
+        words = str(error).partition(". Score the data: ")[0]
+        other = f', and give ReferenceSource dtype="{dtype}", which the policy computes in'
+        hint = other if dtype not in (None, self.described.dtype) else ""
+        return type(error)(f"{words}. Score the data: {command}{hint}")
+
+    def score_command(self, dtype: str, data: str = "DATA", settings: Settings | None = None) -> str:
+        """The command that scores data in a dtype."""
+        if self.described is None:
+            return score_command("MODEL", data, self.location, dtype)
+        reference = replace(self.described, dtype=dtype)
+        if self.described.lm_head_dtype in (self.described.dtype, dtype):
+            reference = replace(reference, lm_head_dtype=dtype)
+        return command_to_score(str(self.model), reference, data, self.location, settings or Settings())
+
+    def how_to_score_in(self, dtype: str) -> str:
+        """What to do to have this reference's values in another dtype, as a sentence without its end."""
+        if self.is_service:
+            name = self.reference_name or "NAME"
+            return f'Give the service dtype = "{dtype}" for it ([references.{name}] in its settings) and score there'
+        if self.is_file:
+            command = score_command(str(self.model or "MODEL"), "DATA", "STORE", dtype)
+            return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"
+        named = f'dtype="{dtype}"' if self.model is not None else "its reference_id"
+        return f"Score in {dtype} (`{self.score_command(dtype)}`) and give ReferenceSource {named}"

@@ -1,0 +1,102 @@
+"""How far two computations of the same log-probs may lie apart: measured, by dtype and kind of model.
+
+Knows numbers only. Used by the step-0 gate, by spot checks, and to verify columns that a dataset brought along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reflogp.store.reference import autocast_dtype
+
+#: Allowed difference of a sum over n tokens, in nats, is this times sqrt(n): rounding errors of single tokens are independent,
+#: so they grow with the root. (dense, mixture of experts); measured by tests/trainer_ext/gate_trials.py, with room above the
+#: largest seen (docs/trainer.md).
+#: Another checkpoint of the same model differs by 0.1 a token and more, and by one sign, so it grows with n.
+PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
+
+
+def tolerance(dtype: str, is_moe: bool) -> float:
+    """Allowed difference in nats per root token, where both sides computed in `dtype` (an unknown one counts as bfloat16).
+
+    Under autocast it is that of the products' dtype: their rounding is most of the difference.
+    """
+    dense, experts = _allowed(dtype)
+    return experts if is_moe else dense
+
+
+def coarser(first: str, second: str) -> str:
+    """Of two dtypes the one with the larger tolerance."""
+    return max(first, second, key=_allowed)
+
+
+def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
+    """What a policy computes in, as a reference names it: found from its weights and from how accelerate runs it.
+
+    Args:
+        model: the policy, unwrapped.
+        accelerator: the trainer's, which knows bf16=, fp16=, `accelerate launch --mixed_precision` and DeepSpeed's config; None
+            where the weights' dtype is all there is.
+
+    Returns:
+        "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default). The weights'
+        dtype where there is no mixed precision. "bfloat16" for weights that are in bfloat16 when they are used: those of a
+        bfloat16 policy, autocast or not, of DeepSpeed with bf16, of FSDP with its own mixed precision.
+    """
+    weights = _name(getattr(model, "dtype", torch.float32))
+    if accelerator is None:
+        return weights
+    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
+        return _deepspeed_computes_in(weights, accelerator)
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    cast_by_fsdp = getattr(getattr(plugin, "mixed_precision_policy", None), "param_dtype", None)
+    if cast_by_fsdp is not None:
+        weights = _name(cast_by_fsdp)
+    handler = getattr(accelerator, "autocast_handler", None)
+    if not accelerator.native_amp or (handler is not None and not handler.enabled):
+        return weights
+    products = "float16" if accelerator.mixed_precision == "fp16" else "bfloat16"
+    return f"{products}-autocast" if weights == "float32" else products
+
+
+def explained(dtype: str) -> str:
+    """What stands behind a dtype in a message: nothing where its name says it all."""
+    products = autocast_dtype(dtype)
+    if products is None:
+        return ""
+    flag = "fp16=True" if products == "float16" else "bf16=True"
+    return f" (float32 weights under torch.autocast, which {flag} switches on; TRL's configs set bf16=True by default)"
+
+
+def how_to_compute_in(dtype: str) -> str:
+    """What to do so that a policy computes in `dtype`, as part of a sentence."""
+    products = autocast_dtype(dtype)
+    if products is not None:
+        return f'load the policy with dtype="float32" and set {"fp16" if products == "float16" else "bf16"}=True'
+    return f'load the policy with dtype="{dtype}"' + (" and set bf16=False" if dtype == "float32" else "")
+
+
+def _deepspeed_computes_in(weights: str, accelerator: Any) -> str:
+    """DeepSpeed casts the weights (bf16, fp16), or runs its own autocast over float32 ones (torch_autocast)."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    own = config.get("torch_autocast") or {}
+    if own.get("enabled") and weights == "float32":
+        return f"{own.get('dtype', 'bfloat16')}-autocast"
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, weights)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _allowed(dtype: str) -> tuple[float, float]:
+    return PER_ROOT_TOKEN.get(autocast_dtype(dtype) or dtype, PER_ROOT_TOKEN["bfloat16"])
+
+
+def is_moe(config: Any) -> bool:
+    """Whether a model's config names experts among which a router chooses."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)

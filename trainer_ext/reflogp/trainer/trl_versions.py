@@ -1,0 +1,53 @@
+"""What differs between versions of TRL: whether the hook is there, and what a trainer without a config is given."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Any
+
+from packaging.version import Version
+
+from reflogp.store import UsageError
+
+#: TRL calls this with each tokenised dataset and takes back one with reference columns.
+HOOK = "_precompute_ref_logps"
+#: The first TRL whose DPOTrainer has it. Before, columns are added after construction.
+_FIRST_WITH_HOOK = Version("0.29.0.dev0")
+TESTED = (
+    "reflogp's trainers are tested with TRL 1.2, 1.8, 1.12 and 1.16, and DPO with 0.24 and 1.1 too: install one of these "
+    '(`pip install "trl==1.16.0"`), or a newer reflogp'
+)
+
+
+def trl_version() -> str:
+    return importlib.metadata.version("trl")
+
+
+def require_hook(trainer_class: type) -> None:
+    """Raise ImportError where TRL is new enough to have the hook, and the trainer has it not.
+
+    It would otherwise be taken for an older one, whose columns and losses are others.
+    """
+    has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp_"))
+    if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
+        raise ImportError(f"{trainer_class.__name__}: its trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
+
+
+def default_config(trainer_class: type, model: Any) -> Any:
+    """The config that TRL makes for a trainer without one: DPOConfig("<model>-DPO") for a DPOTrainer.
+
+    Raises UsageError where TRL has none of that name.
+    """
+    for parent in trainer_class.__mro__:
+        module = sys.modules[parent.__module__]
+        config = getattr(module, parent.__name__.replace("Trainer", "Config"), None)
+        if parent.__module__.startswith("trl.") and config is not None and parent.__name__ != "Trainer":
+            name = model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+            return config(f"{name.split('/')[-1]}-{parent.__name__.removesuffix('Trainer')}")
+    raise UsageError(f"{trainer_class.__name__} needs args=: TRL has no default config for it")
+
+
+def with_own_tag(trainer_class: type) -> list[str]:
+    """A trainer class's tags for models and model cards, and reflogp's beside them."""
+    return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

@@ -1,0 +1,373 @@
+"""The values themselves: what a store's snapshot, a service or a joined file answers to what a dataset's rows ask.
+
+Knows stores, services' clients and the file that `reflogp join` writes. Does not know datasets or trainers. Opened by
+`ReferenceSource`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import transformers
+from transformers import CONFIG_MAPPING
+
+from reflogp.client import Client, Job, Lookup, ReferenceInfo
+from reflogp.store import (
+    LogprobStore,
+    Reference,
+    ReferenceNotFoundError,
+    ReflogpError,
+    Snapshot,
+    UsageError,
+    read_checkpoint,
+    resolve_model,
+)
+from reflogp.store.commands import score_command
+from reflogp.store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
+
+#: Keys of one lookup over HTTP; an answer is 12 bytes a key.
+_KEYS_AT_ONCE = 1_000_000
+#: Sequences whose token values cross at a time: 2,000 tokens each are 80 MB.
+_VALUES_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where values come from; enough to ask for the same ones again.
+
+    Attributes:
+        store: the store's URI, the service's URL, or the file.
+        reference_id: the reference model's id.
+        reference_dtype: what it was scored in.
+        snapshot: number of the snapshot.
+    """
+
+    store: str
+    reference_id: str
+    reference_dtype: str
+    snapshot: int
+
+
+class Values(Protocol):
+    """Reference log-probs at one snapshot."""
+
+    where: Where
+
+    def answer(self, asked: Asked, settings: Settings) -> Join:
+        """Look up what rows ask."""
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        """Token values of n keys, list<float32>; null for a miss and for damaged values.
+
+        Raises UsageError where the values are sums.
+        """
+
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
+        """The command line that scores `data` into where these values are; empty for a file."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a trainer's config changes which log-probs a row has."""
+
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    ld_alpha: float | None = None
+
+    @property
+    def scored_apart(self) -> dict[str, Any]:
+        """What scoring has to know of them: keep_start is served by whole sequences, and ld_alpha by values of tokens."""
+        if self.truncation_mode == "keep_start" or self.max_length is None:
+            return {}
+        return {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
+
+
+def command_to_score(model: str, reference: Reference, data: str, store: str, settings: Settings) -> str:
+    """`reflogp score` of some data with a reference model, with every option that its values depend on."""
+    return score_command(
+        model,
+        data,
+        store,
+        reference.dtype,
+        lm_head_dtype=reference.lm_head_dtype if reference.lm_head_dtype != reference.dtype else None,
+        trust_remote_code=needs_remote_code(model),
+        **settings.scored_apart,
+    )
+
+
+def needs_remote_code(model: str) -> bool:
+    """Whether transformers loads a model, or its tokenizer, only with code that the checkpoint brings."""
+    try:
+        folder = resolve_model(model)
+        if not (folder / "config.json").is_file():
+            folder = read_checkpoint(folder).folder
+    except ReflogpError:  # not at hand: nobody can say
+        return False
+    config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
+    own_class = str(tokenizer.get("tokenizer_class") or "")
+    return brings_model or ("auto_map" in tokenizer and not hasattr(transformers, own_class))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class StoreValues:
+    """Values of a store's table."""
+
+    def __init__(self, store: str, reference: Reference, snapshot: Snapshot) -> None:
+        self.where = Where(store, snapshot.reference_id, reference.dtype, snapshot.number)
+        self._reference, self._lookup = reference, snapshot
+
+    @classmethod
+    def open(cls, location: str, reference: Reference | str, snapshot: int | None) -> StoreValues:
+        store = LogprobStore(location)
+        table = store.table(reference) if isinstance(reference, str) else store.table_of(reference)
+        return cls(store.uri, table.reference, table.snapshot(snapshot))
+
+    def answer(self, asked: Asked, settings: Settings) -> Join:
+        return answer(asked, self._lookup, settings.ld_alpha)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        return self._lookup.find(keys).token_lists()
+
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
+        return command_to_score(model or self._reference.name, self._reference, data, self.where.store, settings)
+
+
+class ServiceValues:
+    """Values that a running service has, and can add to."""
+
+    def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
+        self.where = Where(url, reference.reference_id, reference.dtype, snapshot)
+        self.reference = reference
+        self._token = token
+        self._clients: dict[int, Client] = {}
+
+    @property
+    def client(self) -> Client:
+        """This process' client: a data loader's worker is a fork, and connections do not survive that."""
+        if os.getpid() not in self._clients:
+            self._clients = {os.getpid(): Client(self.where.store, self._token)}
+        return self._clients[os.getpid()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}}
+
+    @classmethod
+    def open(
+        cls, url: str, token: str | None, reference: str | None, snapshot: int | None, described: Reference | None
+    ) -> ServiceValues:
+        url = url.rstrip("/")
+        with Client(url, token) as client:
+            known = client.references()
+        for found in known:
+            if reference in (found.name, found.reference_id):
+                if described is not None and found.reference_id != described.reference_id:
+                    raise UsageError(
+                        f"{url} serves {reference} as reference {found.reference_id}, not {described.reference_id}"
+                    )
+                return cls(url, token, found, (found.snapshot or 0) if snapshot is None else snapshot)
+        names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
+        raise ReferenceNotFoundError(f"{url} has no reference {reference}; it has {names}")
+
+    def answer(self, asked: Asked, settings: Settings) -> Join:
+        return answer(asked, self, settings.ld_alpha)
+
+    def find(self, keys: pa.Array) -> FoundLogps:
+        lengths = np.full(len(keys), -1, np.int32)
+        sums = np.full(len(keys), np.nan)
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            part = slice(start, start + _KEYS_AT_ONCE)
+            if self.where.snapshot:  # 0: nothing was scored yet
+                found = self.look_up(keys[part])
+                lengths[part], sums[part] = found.lengths, found.sums
+        return _FoundByService(self, keys, lengths, sums)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        parts = [pa.array([], pa.list_(pa.float32()))]
+        for start in range(0, len(keys), _VALUES_AT_ONCE):
+            found = self.look_up(keys[start : start + _VALUES_AT_ONCE], values=True)
+            parts.append(pa.array(found.token_logps, pa.list_(pa.float32())))
+        return pa.concat_arrays(parts)
+
+    def look_up(self, keys: pa.Array, values: bool = False) -> Lookup:
+        return self.client.lookup(self.where.reference_id, keys, values=values, snapshot=self.where.snapshot)
+
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
+        reference = self.reference.name or self.reference.reference_id
+        words = ["reflogp", "submit", self.where.store, data, "--reference", reference, "--format", "tokens", "--watch"]
+        for name, value in settings.scored_apart.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        return shlex.join(words)
+
+    def score(
+        self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None], timeout: float | None
+    ) -> ServiceValues:
+        """Have the service score tokenised rows as a job; the values as they are then.
+
+        Args:
+            rows: prompt_ids and completion columns of token ids.
+            on_change: called with the job as it goes on.
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            DeadlineExceededError: not done in time; the job goes on.
+            JobFailedError: the job failed or was cancelled.
+            ServiceUnreachableError: the service went away, for longer than its client waits.
+        """
+        with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
+            file = Path(folder) / "missing.parquet"
+            pq.write_table(rows, file)
+            job = self.client.submit(
+                file,
+                self.reference.name or self.reference.reference_id,
+                format="tokens",
+                title="rows that a trainer misses",
+                **settings.scored_apart,
+            )
+        self.client.watch(job.id, on_change, timeout=timeout, check=True)
+        [found] = [found for found in self.client.references() if found.reference_id == self.reference.reference_id]
+        return ServiceValues(self.where.store, self._token, found, found.snapshot or 0)
+
+
+class _FoundByService:
+    """Keys that a service looked up. Token values are asked for only where a prefix is needed."""
+
+    def __init__(
+        self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
+    ) -> None:
+        self.lengths = lengths
+        self._values, self._keys, self._sums = values, keys, sums
+
+    def prefix_sums(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        sums = np.where(self.lengths == lengths, self._sums, np.nan)
+        sums[lengths == 0] = 0.0
+        wanted = np.flatnonzero((self.lengths > lengths) & (lengths > 0))
+        for start in range(0, len(wanted), _VALUES_AT_ONCE):
+            places = wanted[start : start + _VALUES_AT_ONCE]
+            found = self._values.look_up(self._keys.take(pa.array(places)), values=True)
+            for place, token_logps in zip(places, found.token_logps or [], strict=True):
+                if token_logps is not None:
+                    sums[place] = token_logps[: lengths[place]].sum(dtype=np.float64)
+        return sums
+
+
+class FileValues:
+    """Sums out of a Parquet file of `reflogp join` or of a job. They hold for the settings that it was written under."""
+
+    def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
+        self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
+        self._settings = Settings(note["max_length"], note["truncation_mode"], note["ld_alpha"])
+        self._table = table
+
+    @classmethod
+    def open(cls, location: str, reference_id: str | None, snapshot: int | None) -> FileValues:
+        try:
+            schema = pq.read_schema(location)
+            note = json.loads((schema.metadata or {})[b"reflogp"])
+            columns = [name for name in schema.names if name.endswith("_key") or name.startswith("ref_")]
+            rows = pq.read_table(location, columns=columns)
+            values = cls(location, note, rows.filter(_with_values(rows)))
+        except FileNotFoundError as error:
+            raise UsageError(f"there is no file {location}") from error
+        except (KeyError, ValueError, TypeError, OSError) as error:
+            raise UsageError(f"{location} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
+        if reference_id not in (None, values.where.reference_id):
+            raise UsageError(f"{location} holds values of reference {values.where.reference_id}, not {reference_id}")
+        if snapshot not in (None, values.where.snapshot):
+            raise UsageError(f"{location} was joined at snapshot {values.where.snapshot}, not {snapshot}")
+        return values
+
+    def answer(self, asked: Asked, settings: Settings) -> Join:
+        check_ld_alpha(asked.columns, settings.ld_alpha)
+        if settings != self._settings:
+            raise UsageError(
+                f"{self.where.store} was joined under {self._settings}, and this run has {settings}: join it again"
+            )
+        missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
+        if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
+            raise UsageError(
+                f"{self.where.store} has no column {', '.join(missing_columns)}: it was joined for another kind of rows"
+            )
+        sums = self._of_pairs(asked) if asked.columns is PAIR_COLUMNS else self._of_sequences(asked)
+        there = np.logical_and.reduce([places >= 0 for places, _ in sums.values()])
+        logps = {ref: np.where(places >= 0, values, np.nan).astype(np.float32) for ref, (places, values) in sums.items()}
+        finite = np.logical_and.reduce([np.isfinite(values) for values in logps.values()])
+        return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
+
+    def token_lists(self, keys: pa.Array) -> pa.ListArray:
+        raise UsageError(f"{self.where.store} holds sums, and values of single tokens are needed: give the store")
+
+    def command(self, model: str | None, data: str, settings: Settings) -> str:
+        return ""
+
+    def _names(self, asked: Asked) -> list[str]:
+        return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
+
+    def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        """Both keys of a pair name its row: with ld_alpha, a sum depends on the other completion too."""
+        places = _places(
+            _joined([asked.keys[column] for column in asked.columns]),
+            _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
+        )
+        return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
+
+    def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        """Each key for itself: a KTO run pairs prompts with other rows' completions."""
+        stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
+        keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
+        values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())
+        found = {ref: _places(asked.keys[column], keys) for column, ref in asked.columns.items()}
+        return {ref: (places, _at(values, places)) for ref, places in found.items()}
+
+
+def _with_values(rows: pa.Table) -> pa.Array:
+    """Rows that have values: those that could not be scored are null in a job's result."""
+    masks = [pc.is_valid(rows[name]) for name in rows.column_names]
+    return functools.reduce(pc.and_, masks) if masks else pa.array([], pa.bool_())
+
+
+def _key_column(token_column: str) -> str:
+    return token_column.replace("_ids", "_key")
+
+
+def _keys(table: pa.Table, name: str) -> pa.FixedSizeBinaryArray:
+    return pa.concat_arrays([pa.array([], pa.binary(16)), *(chunk.cast(pa.binary(16)) for chunk in table[name].chunks)])
+
+
+def _joined(keys: list[pa.Array]) -> pa.Array:
+    """The keys of each row one behind the other, binary(16 * columns)."""
+    parts = [np.frombuffer(part.buffers()[1], np.uint8)[part.offset * 16 :][: len(part) * 16].reshape(-1, 16) for part in keys]
+    whole = np.ascontiguousarray(np.concatenate(parts, axis=1))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16 * len(keys)), len(whole), [None, pa.py_buffer(whole)])
+
+
+def _places(wanted: pa.Array, stored: pa.Array) -> npt.NDArray[np.int64]:
+    """Where each wanted key stands, -1 where it does not."""
+    places = pc.index_in(wanted, value_set=stored)
+    return np.asarray(places.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
+
+
+def _at(values: pa.ChunkedArray, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    if not len(values):
+        return np.full(len(places), np.nan, np.float32)
+    return np.asarray(values.to_numpy()[np.maximum(places, 0)], np.float32)

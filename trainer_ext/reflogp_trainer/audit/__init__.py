@@ -1,6 +1,0 @@
-"""Watches a training run: are the reference log-probs there, right, and used, and does the run do what its settings say."""
-
-from reflogp_trainer.audit.callback import ReferenceAudit, watching
-from reflogp_trainer.audit.step_zero import StepZero
-
-__all__ = ["ReferenceAudit", "StepZero", "watching"]
