@@ -23,7 +23,7 @@ from reflogp.client import Client
 from reflogp.scoring.machine.available_memory import total_memory
 from reflogp.service.request_memory import default_request_memory
 from reflogp.service.settings import ServerSettings
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from scoring import SHIPPED
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -63,7 +63,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     data = folder / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys, values = long_rows(512, 100_000)
-    LogprobStore(folder / "store").create_table(REFERENCE).append(values)
+    Store(folder / "store").create_table(REFERENCE).append(values)
     fields = {name: field.default for name, field in ServerSettings.model_fields.items()}
     bounds = Bounds(
         size=fields["max_body_bytes"],

@@ -36,16 +36,16 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
-from reflogp.scoring.torch_engine.flow import Flying, Unit
+from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.job import JobPlace, Progress, run_job
-from reflogp.service.worker.orders import JobOrder
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.service.worker.protocol import JobOrder
+from reflogp.store import Store, describe_reference
 
 _ANSWER_SECONDS = 60.0
 #: Tokens of a pass, of which the time is given.
@@ -61,13 +61,13 @@ class ClockedEngine(TorchEngine):
         super().__init__(model, "float32", "cpu", PASS_TOKENS, compile_layers=False)
         self._seconds, self._log, self._free_at = seconds, log, 0.0
 
-    def _launch(self, unit: Unit, temperature: float) -> Flying | None:
+    def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
         begins = max(time.monotonic(), self._free_at)
         self._free_at = begins + self._seconds * unit.tokens / PASS_TOKENS
         with self._log.open("a") as file:
             print(begins, self._free_at, unit.tokens, file=file)
         values = torch.full((sum(len(where) for _, where in unit.members),), -1.0)
-        return Flying(unit, values, _Mark(begins), _Mark(self._free_at))
+        return InFlight(unit, values, _Mark(begins), _Mark(self._free_at))
 
     def provenance(self) -> dict[str, Any]:
         return {"engine": "clock"}
@@ -107,8 +107,8 @@ class World:
         self.data.write_text("".join(json.dumps(_numbered(rows[n % len(rows)], n)) + "\n" for n in range(pairs)))
         self.reference = describe_reference(str(self.model), "float32")
 
-    def store(self) -> LogprobStore:
-        return LogprobStore(tempfile.mkdtemp(dir=self.folder))
+    def store(self) -> Store:
+        return Store(tempfile.mkdtemp(dir=self.folder))
 
     def dataset(self) -> TokenizedDataset:
         return TokenizedDataset(RowSource(str(self.data)), lambda: load_tokenizer(str(self.model)))
@@ -132,7 +132,9 @@ def _save_model(folder: Path) -> None:
 
 def score(world: World, online: bool) -> dict[str, Any]:
     """What `reflogp score` does."""
-    return asdict(score_dataset(world.dataset(), world.store(), world.reference, Here(lambda: clocked(str(world.model)))))
+    return asdict(
+        score_dataset(world.dataset(), world.store(), world.reference, LocalScorer(lambda: clocked(str(world.model))))
+    )
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
@@ -224,14 +226,16 @@ def ray(world: World, online: bool) -> dict[str, Any]:
 
     import reflogp.scoring.on_ray.workers as workers
     from reflogp.scoring.on_ray.cluster import connected
-    from reflogp.scoring.runs.spread.scorer import Spread
+    from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     workers.NodeWorker = ClockedWorker  # type: ignore[misc]
     try:
         with connected(cluster.address):
-            on_ray = Spread(workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1))
+            on_ray = ParallelScorer(
+                workers.ClusterWorkers(str(world.model), None, world.reference, EngineChoice("torch", "cpu"), 1)
+            )
             try:
                 return asdict(score_dataset(world.dataset(), world.store(), world.reference, on_ray))
             finally:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from machine import cpu_and_cores, write_results
 
-from reflogp.store import LogprobStore, LogprobTable, Reference, compact, join_logps, sequence_keys
+from reflogp.store import LogprobTable, Reference, Store, compact, join_logps, sequence_keys
 from reflogp.store.schema import shard_table
 
 LEAST, MOST = 16, 400
@@ -135,7 +135,7 @@ def sequences_of_pairs(folder: Path, rows: int) -> Iterator[tuple[pa.Array, np.n
 def append(folder: Path, rows: int) -> dict[str, Any]:
     """Append rows to a new table, 100,000 a commit; the time of making them up is not counted."""
     random = np.random.default_rng(1)
-    table = LogprobStore(folder / "store").create_table(REFERENCE)
+    table = Store(folder / "store").create_table(REFERENCE)
     seconds, done = 0.0, 0
     source = sequences_of_pairs(folder, rows)
     while done < rows:
@@ -162,7 +162,7 @@ def made_up_sequences(random: np.random.Generator, count: int) -> tuple[pa.Array
 
 
 def open_table(folder: Path, **more: Any) -> LogprobTable:
-    table = LogprobStore(folder / "store").table(REFERENCE.reference_id)
+    table = Store(folder / "store").table(REFERENCE.reference_id)
     return LogprobTable(table.uri, REFERENCE, **more) if more else table
 
 

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, read_pairs
 
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from reflogp.store.schema import shard_table
 from reflogp.store.windows import windows
 
@@ -159,7 +159,7 @@ def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any
     from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
 
     began = time.monotonic()
-    table = LogprobStore(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
+    table = Store(folder / "store").create_table(describe_reference(str(folder / "model"), "bfloat16"))
     try:
         CachedDPOTrainer(policy, reference=ReferenceSource(folder / "store", model=str(folder / "model")), **options)
     except MissingLogpsError:

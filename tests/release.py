@@ -22,7 +22,7 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
     "": (
         [
             "from reflogp.client import AsyncClient, Client",
-            "from reflogp.store import LogprobStore, sequence_keys; sequence_keys([[1]], [[2]])",
+            "from reflogp.store import Store, sequence_keys; sequence_keys([[1]], [[2]])",
         ],
         ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],
     ),

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
@@ -385,7 +385,7 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder,
 
     def rows_in(store):
         try:
-            return LogprobStore(store).table(reference.reference_id).snapshot()
+            return Store(store).table(reference.reference_id).snapshot()
         except Exception:
             return ()
 

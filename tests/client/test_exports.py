@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.service.worker.result import write_result
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
@@ -249,7 +249,7 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
     reflogp, joined, place, reference_folder, tokenizer, plain, rows, tmp_path
 ):
     reference = describe_reference(str(reference_folder), "float32")
-    snapshot = LogprobStore(str(place / "store")).table_of(reference).snapshot()
+    snapshot = Store(str(place / "store")).table_of(reference).snapshot()
 
     def result(data, name, problems):
         dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)

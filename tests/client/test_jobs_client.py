@@ -29,8 +29,8 @@ from reflogp.client import (
     ServiceUri,
     Uploaded,
     jobs,
+    protocol,
     scoring,
-    wire,
 )
 from reflogp.client.events import EventParser, Following
 from reflogp.store import UsageError, sequence_keys
@@ -152,14 +152,14 @@ def test_a_watch_bears_a_restart_and_gives_up_on_a_refusal():
         httpx.Response(502),
         httpx.ReadTimeout("silent"),
     ) * 4:
-        assert 0.5 <= following.pause(cause) <= wire.LONGEST_PAUSE
+        assert 0.5 <= following.pause(cause) <= protocol.LONGEST_PAUSE
     with pytest.raises(RequestRefusedError):
         following.pause(httpx.Response(404))
 
 
 def test_a_watch_of_a_service_that_was_never_there_is_short():
     following = Following("x", "http://service", None)
-    for _ in range(wire.TRIES - 1):
+    for _ in range(protocol.TRIES - 1):
         following.pause(httpx.ConnectError("refused"))
     with pytest.raises(ServiceUnreachableError, match="http://service gives no answer"):
         following.pause(httpx.ConnectError("refused"))
@@ -182,11 +182,11 @@ def test_the_end_of_a_watchs_time_names_its_cause():
         following.call()
 
 
-def question(call: wire.Call) -> dict:
+def question(call: protocol.Call) -> dict:
     return pa.ipc.open_stream(call.content).read_all().to_pydict()
 
 
-def ask(prompts, completions, deadline=None) -> wire.Call:
+def ask(prompts, completions, deadline=None) -> protocol.Call:
     return next(scoring.scoring("sft", prompts, completions, 1.0, True, False, deadline, None))
 
 
@@ -225,22 +225,22 @@ def test_score_wants_as_many_prompts_as_completions_and_time():
 REFUSED, SILENT, CUT = httpx.ConnectError("refused"), httpx.ReadTimeout("silent"), httpx.ReadError("cut")
 
 
-def again(call: wire.Call, outcome, attempt: int = 1) -> bool:
+def again(call: protocol.Call, outcome, attempt: int = 1) -> bool:
     try:
-        return wire.pause_after(outcome, call, attempt, "http://service") is not None
-    except (wire.ServiceError, DeadlineExceededError):
+        return protocol.pause_after(outcome, call, attempt, "http://service") is not None
+    except (protocol.ServiceError, DeadlineExceededError):
         return False
 
 
 def test_what_is_sent_again_after_which_failure():
-    lookup, score, retry = wire.references_call(), ask([[1]], [[1]]), jobs.retry_call("x")
+    lookup, score, retry = protocol.references_call(), ask([[1]], [[1]]), jobs.retry_call("x")
     for call in (lookup, score, retry):
         assert again(call, REFUSED)
         assert again(call, httpx.Response(503))
         assert again(call, httpx.Response(429))
         assert not again(call, httpx.Response(500))
         assert not again(call, httpx.Response(400))
-        assert not again(call, REFUSED, wire.TRIES)
+        assert not again(call, REFUSED, protocol.TRIES)
     assert [again(call, SILENT) for call in (lookup, score, retry)] == [True, False, False]
     assert [again(call, CUT) for call in (lookup, score, retry)] == [True, True, False]
 
@@ -249,20 +249,20 @@ def test_a_deadline_bounds_tries_and_pauses_and_tells_the_service_what_is_left()
     call = ask([[1]], [[1]], deadline=30)
     assert again(call, REFUSED, 100)
     assert not again(ask([[1]], [[1]], deadline=2), httpx.Response(429, headers={"retry-after": "3"}))
-    assert 29_000 < wire.arguments(call)["params"]["deadline_ms"] <= 30_000
+    assert 29_000 < protocol.arguments(call)["params"]["deadline_ms"] <= 30_000
     late = ask([[1]], [[1]], deadline=0.01)
     time.sleep(0.02)
-    assert wire.arguments(late)["params"]["deadline_ms"] >= 1
+    assert protocol.arguments(late)["params"]["deadline_ms"] >= 1
     with pytest.raises(DeadlineExceededError, match="within the deadline"):
-        wire.pause_after(SILENT, late, 1, "http://service")
+        protocol.pause_after(SILENT, late, 1, "http://service")
     with pytest.raises(ServiceUnreachableError, match="refused"):
-        wire.pause_after(REFUSED, late, 1, "http://service")
+        protocol.pause_after(REFUSED, late, 1, "http://service")
 
 
 def test_a_busy_services_word_is_kept():
-    assert 3 <= wire.pause_seconds(httpx.Response(429, headers={"retry-after": "3"}), 1) <= 3.1
-    assert wire.pause_seconds(httpx.Response(503, headers={"retry-after": "9999"}), 1) == wire.LONGEST_PAUSE
-    assert all(wire.pause_seconds(REFUSED, attempt) <= wire.LONGEST_PAUSE for attempt in (1, 10, 10_000))
+    assert 3 <= protocol.pause_seconds(httpx.Response(429, headers={"retry-after": "3"}), 1) <= 3.1
+    assert protocol.pause_seconds(httpx.Response(503, headers={"retry-after": "9999"}), 1) == protocol.LONGEST_PAUSE
+    assert all(protocol.pause_seconds(REFUSED, attempt) <= protocol.LONGEST_PAUSE for attempt in (1, 10, 10_000))
 
 
 # --- with a service ---
@@ -575,7 +575,7 @@ def test_the_token_of_the_environment_is_used(monkeypatch):
         assert client._http.headers["authorization"] == "Bearer from-there"
 
 
-def scored(call: wire.Call) -> httpx.Response:
+def scored(call: protocol.Call) -> httpx.Response:
     """A service's answer to a score request: values are the completion's own ids; one that begins with 99 is refused."""
     completions = question(call)["completion_ids"]
     bad = [ids[0] == 99 for ids in completions]
@@ -607,7 +607,7 @@ def driven(plan, most: int) -> tuple[object, list[int]]:
             return end.value, sizes
 
 
-def looked_up(call: wire.Call) -> httpx.Response:
+def looked_up(call: protocol.Call) -> httpx.Response:
     keys = question(call)["key"]
     snapshot = call.params.get("snapshot", 7)
     columns = {
@@ -648,8 +648,8 @@ def test_what_cannot_be_divided_is_refused_as_the_service_says():
 
 def test_a_divided_lookup_reads_one_snapshot():
     keys = [bytes([n % 256]) * 16 for n in range(1000)]
-    found, sizes = driven(wire.looking_up("sft", keys, True, None), most=400)
+    found, sizes = driven(protocol.looking_up("sft", keys, True, None), most=400)
     assert sizes == [1000, 500, 250, 250, 250, 250]
     assert found.lengths.tolist() == [n % 256 or -1 for n in range(1000)] and found.snapshot == 7
     assert [0 if v is None else len(v) for v in found.token_logps] == [n % 256 for n in range(1000)]
-    assert driven(wire.looking_up("sft", [], False, None), most=400)[0].lengths.tolist() == []
+    assert driven(protocol.looking_up("sft", [], False, None), most=400)[0].lengths.tolist() == []

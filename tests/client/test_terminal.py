@@ -12,7 +12,7 @@ from rich.text import Text
 from reflogp.cli import console, jobs
 from reflogp.cli.console import SafeConsole, progress_bar
 from reflogp.client.jobs import job_from
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from tests.hostile_text import HOSTILE
 from tests.store.rows import REFERENCE, some_rows
 
@@ -94,7 +94,7 @@ def test_names_of_files(reflogp, tmp_path, name):
 
 def test_the_name_of_a_model_in_a_store(reflogp, tmp_path):
     """As whoever wrote the store wrote it."""
-    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    table = Store(tmp_path / "store").create_table(REFERENCE)
     table.append(some_rows(0, 20)[1])
     file = next((tmp_path / "store").rglob("reference.json"))
     described = json.loads(file.read_text())
@@ -146,7 +146,7 @@ def test_warnings_and_logs_of_libraries(reflogp, monkeypatch, tmp_path):
     from reflogp.cli import store
     from reflogp.store import ReflogpError
 
-    monkeypatch.setattr(store, "LogprobStore", noisy)
+    monkeypatch.setattr(store, "Store", noisy)
     code, out, err = reflogp("store", "ls", tmp_path)
     assert code == 1 and harmless(out)
     assert harmless(err) and err.count("\\u202e") >= 2, err

@@ -3,12 +3,12 @@
 import numpy as np
 import pyarrow.dataset as ds
 
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 
 
 def rows_of(store, reference_id):
     """key -> (prompt_len, completion_len, values) of everything that a store holds."""
-    table = LogprobStore(store).table(reference_id)
+    table = Store(store).table(reference_id)
     rows = ds.dataset([f"{table.uri}/{path}" for path in table.shards()]).to_table()
     assert len(rows) == table.totals()[1]
     columns = (rows[name].to_pylist() for name in ("key", "prompt_len", "completion_len", "token_logps"))

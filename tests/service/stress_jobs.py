@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from reflogp.client import Client, ServiceError
-from reflogp.store import LogprobStore, sequence_keys
+from reflogp.store import Store, sequence_keys
 from tests.conftest import plain_token_logps
 from tests.service.serving import Service, float32, settings_file, token_rows
 
@@ -91,8 +91,8 @@ def stress(folder: Path, jobs: int, kills: int, seed: int = 0, rows: int = 60) -
         at = number % len(data)
         expected = sum(plain_token_logps(plain, data[at]["prompt_ids"], data[at]["chosen_ids"]))
         wrong += not np.isclose(result["ref_chosen_logps"][at].as_py(), expected, atol=1e-3)
-    [reference] = LogprobStore(folder / "store").references()
-    stored = LogprobStore(folder / "store").table(reference.reference_id).totals()[1]
+    [reference] = Store(folder / "store").references()
+    stored = Store(folder / "store").table(reference.reference_id).totals()[1]
     client.close()
     service.stop()
     distinct = {(*r["prompt_ids"], side) for data in datasets for r in data for side in ("chosen", "rejected")}

@@ -13,7 +13,7 @@ from reflogp.client import Client
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, cpu_attention
 from reflogp.service.settings import ReferenceSettings
-from reflogp.store import LogprobStore, UsageError, describe_reference
+from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import plain_token_logps
 from tests.service.families import build
 from tests.service.fidelity import rms, some_pairs, trl_token_logps
@@ -200,7 +200,7 @@ def test_the_command_line_scores_joins_and_lists_it(reflogp, reference_folder, p
     store, dtype = tmp_path / "store", ("--dtype", "bfloat16-autocast")
     assert reflogp("score", reference_folder, pairs_file, "--store", store, *dtype)[0] == 0
     assert reflogp("join", reference_folder, pairs_file, "--store", store, *dtype, "-o", tmp_path / "out.parquet")[0] == 0
-    [reference] = LogprobStore(store).references()
+    [reference] = Store(store).references()
     assert reference.dtype == "bfloat16-autocast"
     assert "in bfloat16-autocast" in reflogp("store", "ls", store)[1]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.client import Client, ServicePath
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
-from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 from tests.service.test_identity import in_place, link_swapped, renamed_over
@@ -64,10 +64,10 @@ def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_oth
         answer = score(service, "b")
         assert answer.json()["token_logps"][0] == pytest.approx(expected["b"], abs=2e-4)
     key = sequence_keys([SEQUENCE["prompt_ids"]], [SEQUENCE["completion_ids"]])
-    found = LogprobStore(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(key)
+    found = Store(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(key)
     assert found[0] is None or list(found[0][:3]) == pytest.approx(expected["a"], abs=2e-4)
     unscored = sequence_keys([[20, 21]], [[22, 23]])
-    assert LogprobStore(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(unscored) == [None]
+    assert Store(tmp_path / "store").table(reference.reference_id).snapshot().token_logps(unscored) == [None]
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_a_dataset_that_changes_under_a_command_is_told(reflogp, tmp_path, refer
     if command == "score":  # what was scored is kept under its own keys
         reference = describe_reference(str(reference_folder), "float32")
         found = (
-            LogprobStore(store)
+            Store(store)
             .table(reference.reference_id)
             .snapshot()
             .token_logps(sequence_keys([rows[0]["prompt_ids"]], [rows[0]["chosen_ids"]]))

@@ -14,10 +14,10 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.service.worker.orders import HelpOrder
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.service.worker.protocol import HelpOrder
+from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running, settings_file, token_rows, wait_until
@@ -42,7 +42,7 @@ def values_are_those_of_one_engine(file, folder, tmp_path):
     reference = describe_reference(str(folder), "float32")
     choice = EngineChoice("torch", "cpu", 256, trust_remote_code=True)
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(folder)))
-    score_dataset(dataset, LogprobStore(tmp_path / "here"), reference, Here(lambda: choice.make(str(folder), reference)))
+    score_dataset(dataset, Store(tmp_path / "here"), reference, LocalScorer(lambda: choice.make(str(folder), reference)))
     same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
 
 
@@ -157,7 +157,7 @@ def test_a_unit_that_a_helper_cannot_answer_ends_its_help(tmp_path, reference_fo
     reference = describe_reference(str(reference_folder), "float32")
     asked, sent = queue.SimpleQueue(), []
     asked.put(({"method": "score", "again": True, "run": "r", "number": 0}, b"not a unit"))
-    table = LogprobStore(tmp_path / "here").create_table(reference)
+    table = Store(tmp_path / "here").create_table(reference)
     monkeypatch.setattr(helping_module, "JobEngine", lambda loop, engine, *rest: engine)
     with pytest.raises(ValueError, match="metadata bytes"):
         helping_module.help_with(HelpOrder("j", "r", {}), table, Loop(), asked, sent.append, lambda: None)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, Uploaded
-from reflogp.store import LogprobStore, sequence_keys
+from reflogp.store import Store, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
@@ -71,7 +71,7 @@ def test_text_pairs_give_what_the_command_line_gives(client, tmp_path, pair_rows
     file = write_rows(tmp_path / "pairs.jsonl", pair_rows[:10])
     job = client.watch(client.submit(file, "ref", max_length=60).id)
     assert job.state == "done"
-    table = LogprobStore(place / "store").table(job.reference_id)
+    table = Store(place / "store").table(job.reference_id)
     first = client.report(job.id)["outliers"][0]
     assert first["prompt"] and first["completions"]
     assert job.summary["snapshot"] <= table.snapshot_number()
@@ -147,7 +147,7 @@ def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):
         began = time.monotonic()
         ended = client.watch(running_job.id)
         assert (ended.state, time.monotonic() - began < 2) == ("cancelled", True)
-        table = LogprobStore(tmp_path / "store").table(ended.reference_id)
+        table = Store(tmp_path / "store").table(ended.reference_id)
         assert table.totals()[1] >= ended.progress.scored > 20
         client.retry(waiting.id)
         assert client.watch(waiting.id).state == "done"
@@ -182,7 +182,7 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
         assert ended.summary["hits"] > 50
         result = pq.read_table(client.result(job, tmp_path / "result.parquet"))
     assert result["error"].null_count == 400
-    table = LogprobStore(tmp_path / "store").table(ended.reference_id)
+    table = Store(tmp_path / "store").table(ended.reference_id)
     assert table.totals()[1] == 800  # no sequence committed twice
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32).eval()
     for at in (0, 199, 399):
@@ -201,8 +201,8 @@ def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder
             assert next(lines) == "event: job"
             assert service.stop() in (0, -signal.SIGTERM)  # uvicorn sends the signal on when all is done
             assert not any(line == "event: end" for line in lines)
-    [reference] = LogprobStore(tmp_path / "store").references()
-    assert LogprobStore(tmp_path / "store").table(reference.reference_id).totals()[1] > 200
+    [reference] = Store(tmp_path / "store").references()
+    assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 200
     with running("--config", file) as service, Client(service.url) as client:
         ended = client.watch(job)
         assert (ended.state, ended.attempts) == ("done", 2)

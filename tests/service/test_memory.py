@@ -18,7 +18,7 @@ from starlette.routing import Route
 from reflogp.client import Client
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import RequestMemory, Reservation
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from tests.conftest import write_rows
 from tests.service.heavy_requests import ARROW_STREAM, Bounds, Peak, heavy_requests, long_rows, send, settle, stream_of
 from tests.service.serving import float32, running, settings_file, token_rows, wait_until
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
 def long_key(place):
     """A key of a store whose rows have 20,000 values each."""
     keys, rows = long_rows(64, 20_000)
-    LogprobStore(place / "store").create_table(REFERENCE).append(rows)
+    Store(place / "store").create_table(REFERENCE).append(rows)
     return keys[7].as_py()
 
 
@@ -155,7 +155,7 @@ def test_the_loop_answers_while_large_json_is_decoded(service, requests):
 
 def test_honest_large_requests_are_answered_and_right(service, place):
     keys, rows = some_rows(5_000, 30_000, values=10)
-    LogprobStore(place / "store").table_of(REFERENCE).append(rows)
+    Store(place / "store").table_of(REFERENCE).append(rows)
     expected = rows["token_logps"].to_pylist()
     many = [keys] * 10  # 300,000 keys, where 200,000 are allowed
     with Client(service.url) as client:
@@ -282,7 +282,7 @@ def narrow(tmp_path_factory):
     """A service with room for 50 requests, and short deadlines."""
     folder = tmp_path_factory.mktemp("narrow")
     bounds = {"max_connections": 50, "head_seconds": 2, "answer_idle_seconds": 2, "request_memory_bytes": 64 * MIB}
-    LogprobStore(folder / "store").create_table(REFERENCE).append(long_rows(64, 20_000)[1])
+    Store(folder / "store").create_table(REFERENCE).append(long_rows(64, 20_000)[1])
     with running("--config", settings_file(folder, folder / "store", {}, **bounds)) as found:
         yield found
 
@@ -372,7 +372,7 @@ def asks(url: str) -> int:
 
 def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(monkeypatch, tmp_path, caplog):
     from reflogp.scoring.torch_engine import Sequence
-    from reflogp.service.worker import late_writes
+    from reflogp.service.worker import write_back as late_writes
 
     monkeypatch.setattr(late_writes, "_MOST_TOKENS", 1000)
     monkeypatch.setattr(late_writes, "_SECONDS", 0.01)
@@ -382,8 +382,8 @@ def test_values_that_a_slow_store_does_not_take_are_dropped_and_not_piled_up(mon
         assert goes_on.wait(60)
         return REFERENCE
 
-    store = LogprobStore(tmp_path / "store")
-    writes = late_writes.LateWrites(store, slow)
+    store = Store(tmp_path / "store")
+    writes = late_writes.WriteBack(store, slow)
     draw = np.random.default_rng(3)
     for _ in range(20):
         prompts = draw.integers(10, 900, (4, 15))

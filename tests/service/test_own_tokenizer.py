@@ -41,9 +41,9 @@ def test_a_trainer_with_a_template_of_its_own(given, cached_trainer, reference_f
     with pytest.raises(MissingLogpsError):
         cached_trainer({"processing_class": own})
 
-    status, _, told = reflogp("join", reference_folder, data_file, *where, *option, "-o", tmp_path / "joined.parquet")
+    status, _, callbacks = reflogp("join", reference_folder, data_file, *where, *option, "-o", tmp_path / "joined.parquet")
     assert status == 3
-    command = told.partition("score them: ")[2].replace("\n", " ").strip()
+    command = callbacks.partition("score them: ")[2].replace("\n", " ").strip()
     assert shlex.split(command)[-2:] == [str(word) for word in option]
     assert reflogp(*shlex.split(command)[1:])[0] == 0
     cached_trainer({"processing_class": own}).train()
@@ -69,8 +69,8 @@ def test_join_and_report_name_the_whole_command_where_nothing_was_scored(referen
     shutil.copytree(reference_folder, own)
     for command, output in (("join", tmp_path / "x.parquet"), ("report", tmp_path / "report")):
         words = [command, reference_folder, pairs_file, "--store", tmp_path / "none", "--dtype", "float32", "-o", output]
-        status, _, told = reflogp(*words, "--max-length", "200", "--tokenizer", own, "--trust-remote-code")
+        status, _, callbacks = reflogp(*words, "--max-length", "200", "--tokenizer", own, "--trust-remote-code")
         assert status != 0
-        flat = " ".join(told.split())
+        flat = " ".join(callbacks.split())
         assert f"reflogp score {reference_folder} {pairs_file} --store" in flat
         assert f"--dtype float32 --max-length 200 --tokenizer {own} --trust-remote-code" in flat

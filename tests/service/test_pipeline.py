@@ -15,12 +15,12 @@ from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
 from reflogp.scoring.runs.ahead import Ahead
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.service.worker.engine_loop import DisplacedError, EngineLoop, OnlineRequest
 from reflogp.service.worker.engines import Engines
-from reflogp.store import LogprobStore, LogprobTable, StoreUnavailableError, describe_reference
+from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import token_rows
 from tests.service.watching import Watching
@@ -98,8 +98,8 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, ref
                 raise error
 
         watching.advance = interrupt
-    store = LogprobStore(tmp_path / "store")
-    scorer = Here(lambda: engine, commit_sequences=16)
+    store = Store(tmp_path / "store")
+    scorer = LocalScorer(lambda: engine, commit_sequences=16)
     with pytest.raises(type(error), match=str(error) or None):
         score_dataset(dataset, store, reference, scorer, watcher=watching)
     assert not {name for name in names() if name != "reflogp-pack"}, "a thread goes on"
@@ -108,7 +108,7 @@ def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, ref
         assert stored >= watching.done, "what was told as scored is stored"
     monkeypatch.setattr(LogprobTable, "append", append)
     whole = TokenizedDataset(RowSource(str(file)), lambda: None)
-    again = score_dataset(whole, store, reference, Here(lambda: TorchEngine(str(reference_folder), "float32")))
+    again = score_dataset(whole, store, reference, LocalScorer(lambda: TorchEngine(str(reference_folder), "float32")))
     assert (again.hits, again.scored) == (stored, 2 * ROWS - stored)
 
 
@@ -126,15 +126,15 @@ def test_the_first_error_is_the_one_that_is_raised(reference_folder, tmp_path, m
     with pytest.raises(EngineError, match="the device is lost"):
         score_dataset(
             dataset,
-            LogprobStore(tmp_path / "store"),
+            Store(tmp_path / "store"),
             describe_reference(str(reference_folder), "float32"),
-            Here(lambda: engine),
+            LocalScorer(lambda: engine),
         )
 
 
 def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, monkeypatch):
     """What was computed before it is committed."""
-    monkeypatch.setattr("reflogp.scoring.runs.computing._LAST_SECONDS", 1.0)
+    monkeypatch.setattr("reflogp.scoring.runs.pipeline._LAST_SECONDS", 1.0)
     gate = threading.Event()
 
     class Hanging(TorchEngine):
@@ -150,11 +150,11 @@ def test_a_stop_does_not_wait_for_a_pass_that_hangs(reference_folder, tmp_path, 
     watching, engine = Watching(), Hanging(str(reference_folder), "float32", token_budget=200)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     file = write_rows(tmp_path / "rows.jsonl", token_rows(ROWS, seed=7))
-    reference, store = describe_reference(str(reference_folder), "float32"), LogprobStore(tmp_path / "store")
+    reference, store = describe_reference(str(reference_folder), "float32"), Store(tmp_path / "store")
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         dataset = TokenizedDataset(RowSource(str(file)), lambda: None)
-        score_dataset(dataset, store, reference, Here(lambda: engine), watcher=watching)
+        score_dataset(dataset, store, reference, LocalScorer(lambda: engine), watcher=watching)
     signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 30
     assert store.table(reference.reference_id).totals()[1] >= watching.done > 0
@@ -185,7 +185,7 @@ def test_a_dataset_is_not_read_further_than_the_queues_hold(reference_folder, tm
     run = threading.Thread(
         target=lambda: found.append(
             score_dataset(
-                Counted(RowSource(str(file)), lambda: None), LogprobStore(tmp_path / "store"), reference, Here(lambda: engine)
+                Counted(RowSource(str(file)), lambda: None), Store(tmp_path / "store"), reference, LocalScorer(lambda: engine)
             )
         )
     )
@@ -277,9 +277,9 @@ def test_a_row_that_fails_is_counted_once_however_often_it_comes(reference_folde
     dataset = TokenizedDataset(RowSource(str(write_rows(tmp_path / "rows.jsonl", rows))), lambda: None)
     summary = score_dataset(
         dataset,
-        LogprobStore(tmp_path / "store"),
+        Store(tmp_path / "store"),
         describe_reference(str(reference_folder), "float32"),
-        Here(lambda: TorchEngine(str(reference_folder), "float32")),
+        LocalScorer(lambda: TorchEngine(str(reference_folder), "float32")),
         watcher=watching,
     )
     assert (summary.failed, summary.duplicates, summary.scored, summary.bad_rows) == (1, 4, 19, 3)

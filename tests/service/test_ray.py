@@ -20,10 +20,10 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.cluster import connected
 from reflogp.scoring.on_ray.shared import require_seen
 from reflogp.scoring.on_ray.workers import ClusterWorkers
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread.scorer import Spread
-from reflogp.store import LogprobStore, UsageError, describe_reference
+from reflogp.scoring.runs.spread.scorer import ParallelScorer
+from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import running, settings_file, token_rows, wait_for
@@ -57,11 +57,11 @@ def score(reference_folder, tmp_path):
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
         if not on_ray:
             return score_dataset(
-                dataset, LogprobStore(tmp_path / store), reference, Here(lambda: choice.make(folder, reference))
+                dataset, Store(tmp_path / store), reference, LocalScorer(lambda: choice.make(folder, reference))
             )
-        run.scorer = scorer = Spread(ClusterWorkers(folder, None, reference, choice, workers))
+        run.scorer = scorer = ParallelScorer(ClusterWorkers(folder, None, reference, choice, workers))
         try:
-            return score_dataset(dataset, LogprobStore(tmp_path / store), reference, scorer, watcher=watcher, **options)
+            return score_dataset(dataset, Store(tmp_path / store), reference, scorer, watcher=watcher, **options)
         finally:
             scorer.close()
 
@@ -111,11 +111,13 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
 
 def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster, reference_folder, tmp_path):
     reference = describe_reference(str(reference_folder), "float32")
-    scorer = Spread(ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2))
+    scorer = ParallelScorer(
+        ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda"), 1, place_seconds=2)
+    )
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1, seed=5))
     dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
     with closing(scorer), pytest.raises(EngineError, match=r"each asks for 1 GPU.* has 0 GPUs and 2 CPUs in 2 nodes"):
-        score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, scorer)
+        score_dataset(dataset, Store(tmp_path / "store"), reference, scorer)
     with pytest.raises(UsageError, match="each worker is given its own GPU"):
         ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))
 
@@ -187,7 +189,7 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
         assert ended.summary["hits"] > 50 and ended.summary["hits"] + ended.summary["scored"] == 800
         scores = client.score("ref", [[1, 5, 9]], [[7, 2]])
         assert len(scores.token_logps[0]) == 2
-    assert LogprobStore(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
+    assert Store(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
 
 
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):

@@ -20,7 +20,7 @@ from reflogp.scoring.report.similarity import shared_starts, similarities, simil
 from reflogp.scoring.report.sketches import NEAR, RUN_TOKENS, Sketches
 from reflogp.scoring.report.truncation import Lengths, cut, cuts, enough_for
 from reflogp.scoring.report.visible import token_texts, visible
-from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import shard_table
 from reflogp.store.windows import windows
@@ -59,7 +59,7 @@ def stored(reference_folder, tmp_path):
 
     def stored(rows, values=None, seed=0):
         numbers = np.random.default_rng(seed)
-        table = LogprobStore(str(tmp_path / "store")).create_table(describe_reference(str(reference_folder), "float32"))
+        table = Store(str(tmp_path / "store")).create_table(describe_reference(str(reference_folder), "float32"))
         for name in [name for name in rows[0] if name.endswith("_ids") and name != "prompt_ids"]:
             prompts, completions = token_lists([row["prompt_ids"] for row in rows]), token_lists([row[name] for row in rows])
             lengths = list_lengths(completions)
@@ -95,7 +95,7 @@ def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, refer
     tokenizer = load_tokenizer(str(reference_folder))
     [rows] = [window.table.to_pylist() for window in tokenize_dataset(RowSource(str(pairs_file)), tokenizer)]
     reference = describe_reference(str(reference_folder), "float32")
-    snapshot = LogprobStore(str(tmp_path / "store")).table(reference.reference_id).snapshot()
+    snapshot = Store(str(tmp_path / "store")).table(reference.reference_id).snapshot()
     sums, means, dropped = [], [], 0
     for row in rows:
         whole = [(row["prompt_ids"], row[side]) for side in ("chosen_ids", "rejected_ids")]

@@ -32,15 +32,15 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def test_it_stops_when_told_to_while_a_row_hangs(tokenizer, record_property):
-    told = threading.Event()
+    callbacks = threading.Event()
     asked = []
 
     def check():
         asked.append(time.monotonic())
-        if told.is_set():
+        if callbacks.is_set():
             raise StopError
 
-    threading.Timer(0.5, told.set).start()
+    threading.Timer(0.5, callbacks.set).start()
     before = set(descendants(os.getpid()))
     with pytest.raises(StopError), RowTokenizer(obedient(tokenizer), "preference", RowLimits(seconds=600), check) as rows:
         rows.tokenize([pair("power")])
@@ -107,9 +107,9 @@ def test_ctrl_c_ends_the_command_line_while_a_row_hangs(command, tokenizer, tmp_
     file = write_rows(tmp_path / "rows.jsonl", [pair("power") for _ in range(10)])
     arguments = [folder, file, "--store", tmp_path / "store", "--dtype", "float32"]
     if command == "report":
-        from reflogp.store import LogprobStore, describe_reference
+        from reflogp.store import Store, describe_reference
 
-        LogprobStore(tmp_path / "store").create_table(describe_reference(str(folder), "float32"))
+        Store(tmp_path / "store").create_table(describe_reference(str(folder), "float32"))
         arguments += ["-o", tmp_path / "report"]
     program = [sys.executable, "-c", "from reflogp.cli import main; main()", command, *map(str, arguments)]
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.client import AsyncClient, Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
-from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
@@ -112,8 +112,8 @@ def test_the_store_is_read_and_written_as_asked_and_only_at_temperature_one(clie
     assert client.score("ref", prompts, completions, cache_read=False).hits == 0
     assert client.score("ref", prompts, completions, temperature=0.5).hits == 0
     assert kept(client, keys) == 4
-    [reference] = LogprobStore(place / "store").references()
-    assert LogprobStore(place / "store").table(reference.reference_id).totals()[1] == 4
+    [reference] = Store(place / "store").references()
+    assert Store(place / "store").table(reference.reference_id).totals()[1] == 4
 
 
 def test_rows_of_padded_batches_have_values_at_their_padding(client, model):

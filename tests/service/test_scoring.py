@@ -6,10 +6,10 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.service.watching import Watching
 
@@ -22,14 +22,14 @@ def score(reference_folder, tmp_path):
         reference = describe_reference(str(reference_folder), "float32")
         engine = make_engine or (lambda: TorchEngine(str(reference_folder), "float32"))
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
-        return score_dataset(dataset, LogprobStore(tmp_path / "store"), reference, Here(engine, commit_sequences), **options)
+        return score_dataset(dataset, Store(tmp_path / "store"), reference, LocalScorer(engine, commit_sequences), **options)
 
     return run
 
 
 def snapshot(reference_folder, tmp_path):
     reference = describe_reference(str(reference_folder), "float32")
-    return LogprobStore(tmp_path / "store").table(reference.reference_id).snapshot()
+    return Store(tmp_path / "store").table(reference.reference_id).snapshot()
 
 
 def must_not_load():

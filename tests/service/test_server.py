@@ -19,7 +19,7 @@ from reflogp.client import (
     RequestRefusedError,
     ServiceUnreachableError,
 )
-from reflogp.store import LogprobStore, UsageError, compact
+from reflogp.store import Store, UsageError, compact
 from tests.service.serving import float32, running, serving, settings_file
 from tests.store.rows import REFERENCE, some_rows
 
@@ -33,7 +33,7 @@ SCOPED = {name: (token, {"reader": ["read"], "scorer": ["score"], "boss": ["admi
 def store(tmp_path_factory):
     """A store with 1,000 sequences of one reference."""
     folder = tmp_path_factory.mktemp("serving") / "store"
-    LogprobStore(folder).create_table(REFERENCE).append(some_rows(0, 1000)[1])
+    Store(folder).create_table(REFERENCE).append(some_rows(0, 1000)[1])
     return folder
 
 
@@ -99,7 +99,7 @@ def test_json_for_people(url):
 
 
 def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
-    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    table = Store(tmp_path / "store").create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
     with serving("--store", tmp_path / "store") as url, Client(url) as client:
@@ -112,7 +112,7 @@ def test_what_is_committed_later_is_seen_and_old_snapshots_stay(tmp_path):
 
 
 def test_a_log_that_is_mended_while_the_service_runs(tmp_path):
-    table = LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    table = Store(tmp_path / "store").create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
     with serving("--store", tmp_path / "store") as url, Client(url) as client:
@@ -131,7 +131,7 @@ def test_a_named_model_is_asked_for_by_name(tmp_path, reference_folder):
 
     reference = describe_reference(str(reference_folder), "bfloat16")
     keys, rows = some_rows(0, 5)
-    LogprobStore(tmp_path / "store").create_table(reference).append(rows)
+    Store(tmp_path / "store").create_table(reference).append(rows)
     with serving("--store", tmp_path / "store", "--model", f"sft={reference_folder}") as url, Client(url) as client:
         [info] = client.references()
         assert (info.name, info.reference_id) == ("sft", reference.reference_id)
@@ -151,7 +151,7 @@ def test_health_and_metrics(url):
 
 
 def test_a_store_that_went_away_is_not_ready(tmp_path):
-    LogprobStore(tmp_path / "store").create_table(REFERENCE).append(some_rows(0, 5)[1])
+    Store(tmp_path / "store").create_table(REFERENCE).append(some_rows(0, 5)[1])
     with serving("--store", tmp_path / "store") as url:
         assert httpx.get(f"{url}/readyz").status_code == 200
         (tmp_path / "store").rename(tmp_path / "elsewhere")
@@ -297,7 +297,7 @@ def test_unknown_routes_are_problems_too(url, method, path, status):
 
 
 def test_a_service_that_is_not_there(monkeypatch):
-    monkeypatch.setattr("reflogp.client.wire.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
     with Client("http://127.0.0.1:9") as client, pytest.raises(ServiceUnreachableError, match="gives no answer"):
         client.references()
     with pytest.raises(UsageError, match="http://"):

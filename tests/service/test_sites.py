@@ -194,9 +194,9 @@ def test_every_unsafe_request_of_another_site_is_refused(request, routes, which)
                     given = {**credentials, **headers, **({"content-type": kind} if kind else {})}
                     query = "?reference=ref&cache_write=true" if path.startswith("/v1/") else ""
                     answer = client.request(method, filled(path, job) + query, content=body_of(path), headers=given)
-                    told = (method, path, given, answer.status_code, answer.text)
-                    assert answer.status_code == 403, told
-                    assert "set-cookie" not in answer.headers and "access-control-allow-origin" not in answer.headers, told
+                    callbacks = (method, path, given, answer.status_code, answer.text)
+                    assert answer.status_code == 403, callbacks
+                    assert "set-cookie" not in answer.headers and "access-control-allow-origin" not in answer.headers, callbacks
                     sent += 1
         assert sent > 1500
         if which.endswith("cookie"):

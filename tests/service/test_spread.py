@@ -18,14 +18,14 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine.devices import Place, places
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
-from reflogp.scoring.runs.spread.line import LEAST, Line, unit_size
 from reflogp.scoring.runs.spread.local import LocalWorkers
-from reflogp.scoring.runs.spread.scorer import Spread
+from reflogp.scoring.runs.spread.scorer import ParallelScorer
+from reflogp.scoring.runs.spread.unit_queue import LEAST, UnitQueue, unit_size
 from reflogp.scoring.torch_engine import Sequence
-from reflogp.store import LogprobStore, UsageError, describe_reference
+from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.service.deadly import POISON, deadly_model
 from tests.service.serving import token_rows
@@ -46,11 +46,11 @@ def score(reference_folder, tmp_path):
         choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
         dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)))
         if on is None:
-            run.scorer = Here(lambda: choice.make(folder, reference))
+            run.scorer = LocalScorer(lambda: choice.make(folder, reference))
         else:
-            run.scorer = Spread(LocalWorkers(folder, reference, choice, on))
+            run.scorer = ParallelScorer(LocalWorkers(folder, reference, choice, on))
         try:
-            return score_dataset(dataset, LogprobStore(tmp_path / store), reference, run.scorer, watcher=watcher)
+            return score_dataset(dataset, Store(tmp_path / store), reference, run.scorer, watcher=watcher)
         finally:
             run.scorer.close()
 
@@ -223,7 +223,7 @@ def a_miss(prompt, completion):
 
 
 def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left():
-    line = Line()
+    line = UnitQueue()
     line.put([a_miss([at % 5], [at]) for at in range(40)])
     units = [line.take(12) for _ in range(4)]
     assert [len(unit.misses) for unit in units] == [8] * 4

@@ -106,7 +106,7 @@ pauses = st.sampled_from([0, 0.03, 0.2])
 
 
 @dataclass
-class Told:
+class Seen:
     """A job as its submitter knows it.
 
     Attributes:
@@ -195,7 +195,7 @@ class Sequence(RuleBasedStateMachine):
         self.world = type(self).make_world()
         self.calls: list[str] = []
         self.wrong: list[str] = []
-        self.jobs: dict[str, Told] = {}
+        self.jobs: dict[str, Seen] = {}
         self.uploads: dict[str, tuple[set[int], bool]] = {}  # name -> (contents it may have, whether it is acknowledged)
         self.lines: list[tuple[subprocess.Popen[str], set[str], set[str]]] = []  # process, faults, ids that it may name
         self.scores: list[tuple[Future[Any], str, list[bytes]]] = []
@@ -414,7 +414,7 @@ class Sequence(RuleBasedStateMachine):
 
     def submitted(
         self, reference: str, name: str, upload: bool, max_length: int | None, priority: int
-    ) -> tuple[Told | None, str]:
+    ) -> tuple[Seen | None, str]:
         contents = set(self.uploads.get(name, (set(), False))[0]) if upload else {self.world.files[name]}
         kind = self.world.tokenizers[reference]
         dataset = {"upload": name} if upload else {"path": str(self.world.root / name)}
@@ -425,7 +425,7 @@ class Sequence(RuleBasedStateMachine):
         job = answer.json()
         told = self.jobs.get(job["id"])
         if told is None:
-            told = Told(job["id"], reference, job["reference_id"], contents, {kind}, max_length, None if upload else name)
+            told = Seen(job["id"], reference, job["reference_id"], contents, {kind}, max_length, None if upload else name)
             self.jobs[told.id] = told
         told.contents |= contents
         if job["state"] not in FINAL:
@@ -433,7 +433,7 @@ class Sequence(RuleBasedStateMachine):
             self.again(told)
         return told, f"{told.id} {answer.status_code} {job['state']}, datasets {contents}"
 
-    def wait_for_job(self, told: Told, enough: Callable[[str], bool], seconds: float) -> None:
+    def wait_for_job(self, told: Seen, enough: Callable[[str], bool], seconds: float) -> None:
         """Wait until its state is enough, or for so long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -442,7 +442,7 @@ class Sequence(RuleBasedStateMachine):
                 return
             time.sleep(0.01)
 
-    def again(self, told: Told) -> None:
+    def again(self, told: Seen) -> None:
         """It begins now, or once more: what is in place now counts."""
         told.ended = False
         told.kinds.add(self.world.tokenizers[told.reference])
@@ -687,12 +687,12 @@ class Sequence(RuleBasedStateMachine):
             if job["state"] == "done":
                 self.check_result(told)
 
-    def check_reason(self, told: Told, reason: str) -> None:
+    def check_reason(self, told: Seen, reason: str) -> None:
         allowed = {name for name in told.faults if name != "deaths" or told.deaths >= 3}
         if UNFORESEEN.search(reason) or not any(re.search(REASONS[name], reason) for name in allowed):
             self.wrong.append(f"job {told.id}: failed with {reason!r} after {told.faults or 'nothing'} ({told.deaths} deaths)")
 
-    def check_result(self, told: Told) -> None:
+    def check_result(self, told: Seen) -> None:
         answer = self.ask("GET", f"/v1/jobs/{told.id}/result")
         if answer is None or answer.status_code != 200:
             self.wrong.append(f"job {told.id}: it is done and has no result: {said(answer)}")
@@ -719,7 +719,7 @@ class Sequence(RuleBasedStateMachine):
                 f"it is of (dataset, tokenizer): {instead[:2] or 'none'}"
             )
 
-    def problem_of(self, told: Told, rows: list[dict[str, Any]], pairs: list[Pair]) -> str | None:
+    def problem_of(self, told: Seen, rows: list[dict[str, Any]], pairs: list[Pair]) -> str | None:
         """Why a result is not of these pairs."""
         version = self.library.versions[told.reference_id]
         if len(rows) != len(pairs):

@@ -19,7 +19,7 @@ from reflogp.service.app import create_app
 from reflogp.service.ledger import Ledger
 from reflogp.service.settings import read_settings
 from reflogp.service.state_lock import StateLock
-from reflogp.store import LogprobStore, UsageError
+from reflogp.store import Store, UsageError
 from tests.conftest import write_rows
 from tests.service.faults import ERRORS, call_sites, install
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
@@ -363,8 +363,8 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
     } <= set(hit)
     assert {"requeue_running", "highest_waiting", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
     record_property("told", f"ledger calls failed in a working service: {sum(hit.values())}, of {len(hit)} methods: {hit}")
-    [reference] = LogprobStore(tmp_path / "store").references()
-    assert LogprobStore(tmp_path / "store").table(reference.reference_id).totals()[1] > 0
+    [reference] = Store(tmp_path / "store").references()
+    assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 0
     for result in (tmp_path / "state" / "results").glob("*.parquet"):
         assert pq.read_table(result)["error"].null_count > 0
 

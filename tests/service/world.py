@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from reflogp.store import LogprobStore, describe_reference, sequence_keys
+from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import Service, float32, settings_file, token_rows
 from tests.service.warm_python import WarmPython
@@ -45,7 +45,7 @@ MODULES = [
     "uvicorn.lifespan.on",
     "reflogp.service.worker.engine_loop",
     "reflogp.service.worker.job",
-    "reflogp.service.worker.late_writes",
+    "reflogp.service.worker.write_back",
     "reflogp.service.app",
     "reflogp.service.run",
     "reflogp.scoring.runs.local",
@@ -389,7 +389,7 @@ class World:
         """Call `work` with every table of the store; how many there are."""
         if not any(self.store.glob("*/reference.json")):  # written last: there is no store yet
             return 0
-        store = LogprobStore(self.store)
+        store = Store(self.store)
         references = store.references()
         for reference in references:
             work(store.table(reference.reference_id))

@@ -1,9 +1,9 @@
 import pytest
 
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from tests.store.rows import REFERENCE
 
 
 @pytest.fixture
 def table(tmp_path):
-    return LogprobStore(tmp_path / "store").create_table(REFERENCE)
+    return Store(tmp_path / "store").create_table(REFERENCE)

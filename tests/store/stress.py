@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from reflogp.store import LogprobStore, Reference, StoreError, compact, sequence_keys, vacuum, verify
+from reflogp.store import Reference, Store, StoreError, compact, sequence_keys, vacuum, verify
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
 
@@ -70,7 +70,7 @@ def write(uri: str, folder: Path, writer: int, commits: int) -> None:
     """Append until the diary has `commits` entries."""
     diary = folder / f"diary-{writer}.jsonl"
     done = len(diary.read_text().splitlines()) if diary.exists() else 0
-    table = LogprobStore(uri).create_table(REFERENCE)
+    table = Store(uri).create_table(REFERENCE)
     allowed = small_shards_allowed()
     with diary.open("a") as pages:
         for commit in range(done, commits):
@@ -88,7 +88,7 @@ def read(uri: str, folder: Path, reader: int) -> None:
     source, lookups = random.Random(-reader), 0
     old = None
     while not (folder / "stop").exists():
-        table = LogprobStore(uri).table(REFERENCE.reference_id)
+        table = Store(uri).table(REFERENCE.reference_id)
         for _ in range(5):
             snapshot = table.snapshot()
             numbers = source.sample(range(KEYS), 500)
@@ -110,7 +110,7 @@ def read(uri: str, folder: Path, reader: int) -> None:
 def tidy(uri: str, folder: Path) -> None:
     """Compact everything and vacuum (with a retention), over and over."""
     while not (folder / "stop").exists():
-        table = LogprobStore(uri).table(REFERENCE.reference_id)
+        table = Store(uri).table(REFERENCE.reference_id)
         compact(table)
         vacuum(table, retention_hours=1)
         time.sleep(2)
@@ -118,7 +118,7 @@ def tidy(uri: str, folder: Path) -> None:
 
 def run(uri: str, folder: Path, writers: int, commits: int, readers: int, kills: int, environment: dict[str, str]) -> Account:
     """Run them all; kill random ones of the writers and the compactor and start them again."""
-    LogprobStore(uri).create_table(REFERENCE)
+    Store(uri).create_table(REFERENCE)
     started = time.monotonic()
     logs = (folder / "log").open("w")
 
@@ -151,7 +151,7 @@ def run(uri: str, folder: Path, writers: int, commits: int, readers: int, kills:
 
 
 def _account(uri: str, folder: Path, readers_failed: int, writers_failed: int, kills: int, seconds: float) -> Account:
-    table = LogprobStore(uri).table(REFERENCE.reference_id)
+    table = Store(uri).table(REFERENCE.reference_id)
     snapshot = table.snapshot()
     final = snapshot.token_logps(keys_of(range(KEYS)))
     diaries = [json.loads(line) for diary in folder.glob("diary-*.jsonl") for line in diary.read_text().splitlines()]

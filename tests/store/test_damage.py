@@ -16,7 +16,7 @@ import pytest
 
 from reflogp.store import (
     DamagedStoreError,
-    LogprobStore,
+    Store,
     StoreDamageWarning,
     UsageError,
     compact,
@@ -52,7 +52,7 @@ def flip(file: Path, at: float | int) -> None:
 
 
 def reopened(table):
-    return LogprobStore(Path(table.uri).parents[1]).table(REFERENCE.reference_id)
+    return Store(Path(table.uri).parents[1]).table(REFERENCE.reference_id)
 
 
 def lengths(table, keys) -> set[int]:
@@ -155,7 +155,7 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
     with pytest.raises(DamagedStoreError, match=f"{version:020}.*verify .*--repair"):
         damaged.append(some_rows(9000, 5)[1])
     with pytest.raises(DamagedStoreError):
-        LogprobStore(Path(table.uri).parents[1]).create_table(REFERENCE)
+        Store(Path(table.uri).parents[1]).create_table(REFERENCE)
     assert sorted(path.name for path in Path(table.uri).rglob("*")) == before
     with pytest.warns(StoreDamageWarning):
         found = verify(reopened(table))
@@ -297,7 +297,7 @@ def test_a_log_that_is_gone_is_not_a_new_store(three_shards, tmp_path):
     table, _ = three_shards
     shutil.rmtree(Path(table.uri) / "_delta_log")
     before = sorted(path.name for path in Path(table.uri).rglob("*"))
-    store = LogprobStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     for opening in (lambda: store.table(REFERENCE.reference_id), lambda: store.create_table(REFERENCE)):
         with pytest.raises(DamagedStoreError, match="half deleted"):
             opening()
@@ -305,7 +305,7 @@ def test_a_log_that_is_gone_is_not_a_new_store(three_shards, tmp_path):
 
 
 def test_a_reference_file_that_is_gone(three_shards, tmp_path):
-    store = LogprobStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     (tmp_path / "store" / REFERENCE.reference_id / "reference.json").unlink()
     with pytest.raises(UsageError, match=r"reference\.json"):
         store.references()
@@ -324,13 +324,13 @@ def test_what_is_no_store(tmp_path):
     (tmp_path / "inside" / REFERENCE.reference_id / "reference.json").write_text(REFERENCE.to_json())
     before = sorted(tmp_path.rglob("*"))
     for name, says in {"other": "is a Delta table", "file": "is a file", "inside": "reflogp did not make"}.items():
-        store = LogprobStore(tmp_path / name)
+        store = Store(tmp_path / name)
         with pytest.raises(UsageError, match=says):
             store.create_table(REFERENCE)
         with pytest.raises(UsageError, match=says):
             store.table(REFERENCE.reference_id)
     with pytest.raises(UsageError, match="is not a reflogp store"):
-        LogprobStore(tmp_path / "folder").references()
+        Store(tmp_path / "folder").references()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -338,9 +338,9 @@ def test_what_is_no_store(tmp_path):
 def test_no_permission(three_shards, tmp_path):
     """As a user who may read and not write: joins work, writing is one sentence."""
     program = f"""
-        from reflogp.store import LogprobStore, StoreError
+        from reflogp.store import Store, StoreError
         from tests.store.rows import REFERENCE, some_rows
-        store = LogprobStore({str(tmp_path / "store")!r})
+        store = Store({str(tmp_path / "store")!r})
         assert len(store.table(REFERENCE.reference_id).snapshot()) == 3000
         table = store.table(REFERENCE.reference_id)
         for act in (lambda: store.create_table(REFERENCE), lambda: table.append(some_rows(9000, 5)[1])):
@@ -364,7 +364,7 @@ def test_no_permission(three_shards, tmp_path):
     for path in folders:
         path.chmod(0o755 if path.is_dir() else 0o644)
     assert done.returncode == 0, done.stderr
-    assert len(LogprobStore(tmp_path / "store").table(REFERENCE.reference_id).snapshot()) == 3000
+    assert len(Store(tmp_path / "store").table(REFERENCE.reference_id).snapshot()) == 3000
 
 
 def test_a_disk_that_fills(tmp_path):
@@ -373,12 +373,12 @@ def test_a_disk_that_fills(tmp_path):
     program = f"""
         import json, shutil, subprocess
         from pathlib import Path
-        from reflogp.store import LogprobStore, StoreUnavailableError, vacuum, verify
+        from reflogp.store import Store, StoreUnavailableError, vacuum, verify
         from tests.store.rows import REFERENCE, some_rows
         disk = Path({str(tmp_path / "disk")!r})
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=True)
-        table = LogprobStore(disk / "store").create_table(REFERENCE)
+        table = Store(disk / "store").create_table(REFERENCE)
         written = 0
         try:
             while True:
@@ -387,7 +387,7 @@ def test_a_disk_that_fills(tmp_path):
         except StoreUnavailableError as error:
             message = str(error)
         assert "\\n" not in message, message
-        table = LogprobStore(disk / "store").table(REFERENCE.reference_id)
+        table = Store(disk / "store").table(REFERENCE.reference_id)
         keys = some_rows(0, 2000 * written, completion=100)[0]
         assert written >= 2 and (table.snapshot().stored_lengths(keys) == 100).all()
         assert not verify(table)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from reflogp.store import LogprobStore, StoreFormatError, compact, verify
+from reflogp.store import Store, StoreFormatError, compact, verify
 from reflogp.store.schema import FORMAT, SCHEMA
 from tests.store.rows import REFERENCE, some_rows
 
@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "store-format.md"
 def first_version(tmp_path):
     """A store as reflogp 0.1.0 wrote it: appends, a longer row, a compaction, another append. Never to be made again."""
     shutil.copytree(FIXTURE / "store", tmp_path / "store")
-    return LogprobStore(tmp_path / "store")
+    return Store(tmp_path / "store")
 
 
 def test_a_store_of_the_first_version_is_read_and_written(first_version):
@@ -45,7 +45,7 @@ def test_the_table_says_its_format_and_a_newer_one_is_refused_and_left_alone(tab
     first = Path(table.uri) / "_delta_log" / f"{0:020}.json"
     first.write_text(first.read_text().replace('"reflogp.format":"1"', '"reflogp.format":"2"'))
     before = first.read_text()
-    store = LogprobStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     for opening in (lambda: store.table(REFERENCE.reference_id), lambda: store.create_table(REFERENCE)):
         with pytest.raises(StoreFormatError, match=r"format 2.*upgrade reflogp"):
             opening()

@@ -13,9 +13,9 @@ import pytest
 from deltalake import DeltaTable
 
 from reflogp.store import (
-    LogprobStore,
     LogprobTable,
     SnapshotNotFoundError,
+    Store,
     StoreUnavailableError,
     UsageError,
     compact,
@@ -72,7 +72,7 @@ def test_a_reader_from_before_a_compaction_goes_on(table, tmp_path):
     keys, rows = some_rows(0, 50)
     for start in range(0, 50, 10):
         table.append(rows.slice(start, 10))
-    reader = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    reader = Store(tmp_path / "store").table(REFERENCE.reference_id)
     opened, unread = reader.snapshot(), reader.snapshot(3)
     compact(table)
     assert values_of(opened, keys) == rows["token_logps"].to_pylist()
@@ -119,7 +119,7 @@ def test_small_shards_stay_few_and_large_ones_are_left_alone(table, monkeypatch)
 def test_another_compaction_that_came_first_wins(table, tmp_path, monkeypatch):
     for i in range(4):
         table.append(some_rows(10 * i, 10)[1])
-    other = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    other = Store(tmp_path / "store").table(REFERENCE.reference_id)
     original = table.replace
 
     def late(*arguments):
@@ -232,7 +232,7 @@ def test_an_export_loads_with_datasets_and_comes_back(table, tmp_path):
     text = (tmp_path / "shared" / "README.md").read_text()
     assert "100 sequences" in text
     assert REFERENCE.reference_id in text
-    other = LogprobStore(tmp_path / "other")
+    other = Store(tmp_path / "other")
     done = import_folder(other, str(tmp_path / "shared"))
     assert (done.rows, done.written, done.reference_id) == (100, 100, REFERENCE.reference_id)
     there = other.table(REFERENCE.reference_id)
@@ -248,16 +248,16 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     with pytest.raises(UsageError, match="not empty"):
         export_table(table, str(tmp_path / "full"))
     with pytest.raises(UsageError, match="not an export"):
-        import_folder(LogprobStore(tmp_path / "new"), str(tmp_path / "full"))
+        import_folder(Store(tmp_path / "new"), str(tmp_path / "full"))
     export_table(table, str(tmp_path / "shared"))
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
-        import_folder(LogprobStore(tmp_path / "new"), str(tmp_path / "shared"))
+        import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     part.write_bytes(b"PAR1 nothing PAR1")
     with pytest.raises(UsageError, match="cannot be read"):
-        import_folder(LogprobStore(tmp_path / "new"), str(tmp_path / "shared"))
+        import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*partial"))
 
@@ -306,7 +306,7 @@ def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(tab
     keys, rows = some_rows(0, 60)
     for start in range(0, 60, 20):
         table.append(rows.slice(start, 20))
-    other = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    other = Store(tmp_path / "store").table(REFERENCE.reference_id)
     original = table._commit
 
     def unanswered(*arguments):
@@ -327,7 +327,7 @@ def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(tab
 
 def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, tmp_path, monkeypatch):
     """A vacuum with too short a retention took it while its writer lost a race, or while a compaction was being written."""
-    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
     original = table._commit
 
     def late(added, removed):
@@ -383,6 +383,6 @@ def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
         keys[3] = keys[3][:15] if what == "short key" else None
         pq.write_table(rows.set_column(0, "key", pa.array(keys, pa.binary())), shared / "data" / "part-00001.parquet")
     with pytest.raises(UsageError, match=says):
-        import_folder(LogprobStore(tmp_path / "new"), str(shared))
+        import_folder(Store(tmp_path / "new"), str(shared))
     assert not (tmp_path / "new").exists()
     assert not (tmp_path / "outside").exists()

@@ -19,7 +19,7 @@ def test_what_needs_no_table_works_without_deltalake(tmp_path):
     program.write_text(
         "from reflogp.store import ReflogpError, describe_reference, join_logps, sequence_keys\n"
         "print(len(sequence_keys([[1, 2]], [[3]])))\n"
-        "from reflogp.store import LogprobStore\n"
+        "from reflogp.store import Store\n"
     )
     command = [sys.executable, "-m", "tests.without", "deltalake", "--", str(program)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

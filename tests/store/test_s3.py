@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from reflogp.store import (
-    LogprobStore,
+    Store,
     StoreUnavailableError,
     UsageError,
     compact,
@@ -46,7 +46,7 @@ def values_of(table, keys):
 
 
 def test_append_compact_vacuum_and_old_snapshots(uri):
-    table = LogprobStore(uri).create_table(REFERENCE)
+    table = Store(uri).create_table(REFERENCE)
     keys, rows = some_rows(0, 60)
     for start in range(0, 60, 20):
         table.append(rows.slice(start, 20))
@@ -56,12 +56,12 @@ def test_append_compact_vacuum_and_old_snapshots(uri):
     assert table.snapshot(old).stored_lengths(keys).tolist() == [5] * 60
     assert len(vacuum(table, 0, alone=True)) == 3
     assert not verify(table)
-    assert LogprobStore(uri).references() == [REFERENCE]
+    assert Store(uri).references() == [REFERENCE]
 
 
 def test_two_writers_and_a_lost_race(uri, monkeypatch):
     """The server refuses the second of two commits of one number: a conditional put, not a lock."""
-    first, second = LogprobStore(uri).create_table(REFERENCE), LogprobStore(uri).create_table(REFERENCE)
+    first, second = Store(uri).create_table(REFERENCE), Store(uri).create_table(REFERENCE)
     keys, mine = some_rows(0, 10, seed=1)
     _, theirs = some_rows(0, 20, seed=2)
     original = first._commit
@@ -80,12 +80,12 @@ def test_two_writers_and_a_lost_race(uri, monkeypatch):
 
 
 def test_a_damaged_object_is_dropped_by_a_repair(uri):
-    table = LogprobStore(uri).create_table(REFERENCE)
+    table = Store(uri).create_table(REFERENCE)
     for first in (0, 100):
         table.append(some_rows(first, 50)[1])
     shard = next(iter(table.shards()))
     table.filesystem.delete_file(shard)
-    found = verify(LogprobStore(uri).table(REFERENCE.reference_id))
+    found = verify(Store(uri).table(REFERENCE.reference_id))
     assert [(d.file, d.problem) for d in found] == [(shard, "the file is gone")]
     mended = repair(table, found)
     assert not verify(mended)
@@ -93,12 +93,12 @@ def test_a_damaged_object_is_dropped_by_a_repair(uri):
 
 
 def test_export_and_import(uri, tmp_path):
-    table = LogprobStore(uri).create_table(REFERENCE)
+    table = Store(uri).create_table(REFERENCE)
     keys, rows = some_rows(0, 30)
     table.append(rows)
     export_table(table, str(tmp_path / "shared"))
-    import_folder(LogprobStore(f"{uri}-2"), str(tmp_path / "shared"))
-    assert values_of(LogprobStore(f"{uri}-2").table(REFERENCE.reference_id), keys) == rows["token_logps"].to_pylist()
+    import_folder(Store(f"{uri}-2"), str(tmp_path / "shared"))
+    assert values_of(Store(f"{uri}-2").table(REFERENCE.reference_id), keys) == rows["token_logps"].to_pylist()
 
 
 def test_credentials_from_a_profile(server, tmp_path):
@@ -115,8 +115,8 @@ def test_credentials_from_a_profile(server, tmp_path):
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     program = (
-        "from reflogp.store import LogprobStore; from tests.store.rows import REFERENCE, some_rows;"
-        "print(LogprobStore('s3://logps/profile').create_table(REFERENCE).append(some_rows(0, 3)[1]).written)"
+        "from reflogp.store import Store; from tests.store.rows import REFERENCE, some_rows;"
+        "print(Store('s3://logps/profile').create_table(REFERENCE).append(some_rows(0, 3)[1]).written)"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "3", done.stderr
@@ -125,7 +125,7 @@ def test_credentials_from_a_profile(server, tmp_path):
 @pytest.mark.parametrize("opening", ["references", "create_table"])
 def test_a_wrong_bucket_is_one_sentence(server, opening):
     with environment_of(server), pytest.raises(StoreUnavailableError) as caught:
-        getattr(LogprobStore("s3://no-such-bucket/store"), opening)(*([REFERENCE] if opening == "create_table" else []))
+        getattr(Store("s3://no-such-bucket/store"), opening)(*([REFERENCE] if opening == "create_table" else []))
     message = str(caught.value)
     assert "bucket does not exist" in message
     assert "\n" not in message
@@ -134,16 +134,16 @@ def test_a_wrong_bucket_is_one_sentence(server, opening):
 
 def test_no_store_there_and_a_single_slash(uri):
     with pytest.raises(UsageError, match="no store"):
-        LogprobStore("s3://logps/nothing-here").references()
+        Store("s3://logps/nothing-here").references()
     with pytest.raises(UsageError, match="two slashes"):
-        LogprobStore("s3:/logps/store")
+        Store("s3:/logps/store")
 
 
 def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stack):
     """In the middle of an append: nothing of it is visible, what was committed stays, and the same call succeeds later."""
     relay = stack.enter_context(Relay(urlsplit(server["AWS_ENDPOINT_URL"]).port))
     with environment_of({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}):
-        table = LogprobStore(uri).create_table(REFERENCE)
+        table = Store(uri).create_table(REFERENCE)
     keys, rows = some_rows(0, 20)
     table.append(rows.slice(0, 10))
     original = table._commit
@@ -157,7 +157,7 @@ def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stac
         table.append(rows.slice(10))
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
-    elsewhere = LogprobStore(uri).table(REFERENCE.reference_id)
+    elsewhere = Store(uri).table(REFERENCE.reference_id)
     assert elsewhere.snapshot().stored_lengths(keys).tolist() == [5] * 10 + [-1] * 10
     relay.say("mend")
     assert table.append(rows.slice(10)).written == 10

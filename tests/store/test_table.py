@@ -5,9 +5,9 @@ import pyarrow as pa
 import pytest
 
 from reflogp.store import (
-    LogprobStore,
     ReferenceNotFoundError,
     SnapshotNotFoundError,
+    Store,
     StoreFormatError,
     StoreUnavailableError,
     UsageError,
@@ -68,7 +68,7 @@ def test_snapshots_are_numbered_and_keep_what_they_had(table):
 
 
 def test_the_first_commit_wins_for_a_key(table, tmp_path):
-    other_writer = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    other_writer = Store(tmp_path / "store").table(REFERENCE.reference_id)
     keys, mine = some_rows(0, 10, seed=1)
     _, theirs = some_rows(0, 20, seed=2)
     table.append(mine)
@@ -123,7 +123,7 @@ def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_pa
     """The winner's commit falls between our shard's writing and our commit, and holds fewer values of the same keys."""
     keys, short = some_rows(0, 10, values=4, seed=1)
     _, long = some_rows(0, 10, values=9, seed=2)
-    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
     commit_in_between(table, monkeypatch, lambda: winner.append(short))
     assert table.append(long).written == 10
     got = np.stack(table.snapshot().token_logps(keys))
@@ -134,7 +134,7 @@ def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_pa
 def test_a_lost_race_does_not_write_the_shard_again(table, tmp_path, monkeypatch):
     """What was written stays right when the winner's rows are others, also where it goes on from stored values."""
     table.append(some_rows(0, 10, values=4, seed=1)[1])
-    winner = LogprobStore(tmp_path / "store").table(REFERENCE.reference_id)
+    winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
     written = []
     original = table.write
     monkeypatch.setattr(table, "write", lambda rows: written.append(original(rows)) or written[-1])
@@ -195,28 +195,28 @@ def test_a_store_of_a_newer_format_is_refused_and_left_alone(table, tmp_path):
     for opening in ("table", "references", "create_table"):
         argument = {"table": [REFERENCE.reference_id], "references": [], "create_table": [REFERENCE]}[opening]
         with pytest.raises(StoreFormatError, match="format 2"):
-            getattr(LogprobStore(tmp_path / "store"), opening)(*argument)
+            getattr(Store(tmp_path / "store"), opening)(*argument)
     assert json.loads(file.read_text()) == newer
 
 
 def test_a_store_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreUnavailableError, match="cannot be"):
-        LogprobStore(tmp_path / "file" / "store").create_table(REFERENCE)
+        Store(tmp_path / "file" / "store").create_table(REFERENCE)
 
 
 def test_a_reference_that_was_never_scored(table, tmp_path):
     with pytest.raises(ReferenceNotFoundError, match=REFERENCE.reference_id):
-        LogprobStore(tmp_path / "store").table("cd" * 16)
+        Store(tmp_path / "store").table("cd" * 16)
     with pytest.raises(UsageError, match="no store"):
-        LogprobStore(tmp_path / "nowhere").references()
-    assert [r.reference_id for r in LogprobStore(tmp_path / "store").references()] == [REFERENCE.reference_id]
+        Store(tmp_path / "nowhere").references()
+    assert [r.reference_id for r in Store(tmp_path / "store").references()] == [REFERENCE.reference_id]
 
 
 def test_the_reference_comes_back_as_it_was(table, tmp_path):
-    assert LogprobStore(tmp_path / "store").references() == [REFERENCE]
+    assert Store(tmp_path / "store").references() == [REFERENCE]
 
 
 def test_a_uri_of_no_storage_is_refused_with_what_there_is():
     with pytest.raises(UsageError, match="no storage has that scheme; use a folder, or s3://, gs://, az://"):
-        LogprobStore("s4://team/logps").references()
+        Store("s4://team/logps").references()

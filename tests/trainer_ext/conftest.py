@@ -16,10 +16,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from reflogp.store.schema import shard_table
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from tests.conftest import write_rows
@@ -29,9 +29,9 @@ from tests.trainer_ext.on_cpu import ON_CPU
 def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **options):
     return score_dataset(
         TokenizedDataset(RowSource(str(data)), lambda: load_tokenizer(str(model))),
-        LogprobStore(store),
+        Store(store),
         describe_reference(str(model), dtype),
-        Here(lambda: TorchEngine(str(model), dtype)),
+        LocalScorer(lambda: TorchEngine(str(model), dtype)),
         **options,
     )
 
@@ -39,10 +39,10 @@ def score_pairs(model: Path, data: Path, store: Path, dtype: str = "float32", **
 def damaged_copy(store: Path, folder: Path, change) -> Path:
     """A store with the same keys under the same reference id, and other values: `change`d arrays, one per sequence."""
     [reference_id] = [path.name for path in store.iterdir() if (path / "logprobs").is_dir()]
-    original = LogprobStore(store).table(reference_id)
+    original = Store(store).table(reference_id)
     shards = [pq.read_table(file) for file in sorted((store / reference_id / "logprobs").rglob("*.parquet"))]
     rows = pa.concat_tables(shards)
-    copy = LogprobStore(folder).create_table(original.reference)
+    copy = Store(folder).create_table(original.reference)
     values = [np.asarray(value, np.float32) for value in rows["token_logps"].to_pylist()]
     changed = pa.array([change(value) for value in values], pa.list_(pa.float32()))
     keys = rows["key"].combine_chunks()
@@ -127,7 +127,7 @@ def cached_kto_trainer(policy, config, dataset, tokenizer, reference_folder, tmp
         source = ReferenceSource(tmp_path / "kto-store", model=str(reference_folder), dtype="float32")
         arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source, **(options or {})}
         settings = {"max_steps": 3, "max_length": 220, **changes}
-        LogprobStore(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
+        Store(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
         try:
             return CachedKTOTrainer(policy(), args=config(KTOConfig, **settings), **arguments)
         except MissingLogpsError as missing:

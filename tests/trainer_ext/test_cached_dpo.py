@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from reflogp.store import LogprobStore, UsageError
+from reflogp.store import Store, UsageError
 from reflogp.trainer import (
     CachedDPOTrainer,
     MissingLogpsError,
@@ -142,7 +142,7 @@ def test_a_value_that_is_not_finite_stops_the_run(source, reference_folder, tmp_
     from reflogp.store import sequence_keys
     from reflogp.store.schema import shard_table
 
-    table = LogprobStore(tmp_path / "bad").create_table(LogprobStore(store).table(source.reference_id).reference)
+    table = Store(tmp_path / "bad").create_table(Store(store).table(source.reference_id).reference)
     prompts, chosen, rejected = [[1], [1]], [[2], [3]], [[4], [5]]
     keys = sequence_keys(prompts * 2, chosen + rejected)
     values = pa.array([[-1.0], [float("nan")], [-1.0], [-1.0]], pa.list_(pa.float32()))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reflogp.client import Client
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
 from tests.service.serving import Service, settings_file
 from tests.trainer_ext.conftest import damaged_copy, score_pairs
@@ -64,7 +64,7 @@ def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     """Its KL sequences depend on the batch of a process, so the values come from the rows that TRL prepared."""
     args = {"max_length": 220}
     kto = {**settings, "trainer": "kto", "args": args, "source": str(tmp_path / "kto-store")}
-    LogprobStore(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
+    Store(tmp_path / "kto-store").create_table(describe_reference(str(reference_folder), "float32"))
     status, ranks, _ = launch(kto, tmp_path / "first", check=False)
     assert status != 0
     assert {seen["error"] for seen in ranks} == {"MissingLogpsError", "RankFailedError"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 
-from reflogp.store import LogprobStore, UsageError, join_logps
+from reflogp.store import Store, UsageError, join_logps
 from reflogp.trainer import join_reference_logps
 
 LONG = {"prompt": "a b c d e f " * 20, "chosen": "x", "rejected": "y"}
@@ -71,7 +71,7 @@ def test_a_lookup_of_no_rows(store, source):
     import pyarrow as pa
 
     nothing = pa.array([], pa.list_(pa.int64()))
-    snapshot = LogprobStore(store).table(source.reference_id).snapshot()
+    snapshot = Store(store).table(source.reference_id).snapshot()
     for names in (("chosen_ids", "rejected_ids"), ("completion_ids",), ("completion_ids", "KL_completion_ids")):
         table = pa.table(dict.fromkeys(("prompt_ids", *names), nothing))
         for options in ({}, {"max_length": 4}, {"max_length": 4, "truncation_mode": "keep_end"}):

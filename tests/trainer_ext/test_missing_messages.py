@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from trl import KTOConfig
 
-from reflogp.store import LogprobStore, ReferenceNotFoundError, StoreNotFoundError, describe_reference
+from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, describe_reference
 from reflogp.trainer import CachedKTOTrainer, MissingLogpsError, ReferenceSource, join_reference_logps
 from reflogp.trainer.values import needs_remote_code
 from tests.conftest import write_rows
@@ -71,7 +71,7 @@ def test_evaluate_names_all_sets_too(few, cached_trainer, pair_rows, reflogp):
 
 
 def test_ktos_first_run_is_not_a_tokenizer_problem(policy, config, dataset, tokenizer, reference_folder, data_file, tmp_path):
-    LogprobStore(tmp_path / "kto").create_table(describe_reference(str(reference_folder), "float32"))
+    Store(tmp_path / "kto").create_table(describe_reference(str(reference_folder), "float32"))
     source = ReferenceSource(tmp_path / "kto", model=str(reference_folder), dtype="float32")
 
     def make():

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from tests.conftest import REPOSITORY, save_llama, write_rows
 from tests.service.serving import running, settings_file
 from tests.trainer_ext.warm import Warm
@@ -226,7 +226,7 @@ def test_bfloat16(train, model, tmp_path):
     assert seen["verdict"] == "passed"
     assert (seen["step_zero"]["reference_dtype"], seen["step_zero"]["policy_dtype"]) == ("bfloat16", "bfloat16")
     assert seen["schedule"]["evaluations"] == 0
-    assert [reference.name for reference in LogprobStore(tmp_path / "store").references()] == [model.name]
+    assert [reference.name for reference in Store(tmp_path / "store").references()] == [model.name]
 
 
 def test_rows_without_values_are_named_with_the_command(train, cached, data, store, reflogp, tmp_path):

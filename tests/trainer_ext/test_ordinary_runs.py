@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from reflogp.trainer import MissingLogpsError
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import distributed_run
@@ -68,7 +68,7 @@ def world(tokenizer, pair_rows, tmp_path_factory):
     data = write_rows(folder / "rows.jsonl", rows)
     score_pairs(model, data, folder / "store")
     score_pairs(model, data, folder / "store", max_length=KEEP_END, truncation_mode="keep_end")
-    LogprobStore(folder / "kto-store").create_table(describe_reference(str(model), "float32"))
+    Store(folder / "kto-store").create_table(describe_reference(str(model), "float32"))
     return World(model, tokenizer, rows, folder / "store", folder)
 
 

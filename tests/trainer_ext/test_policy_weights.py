@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from reflogp.store import LogprobStore, describe_reference
+from reflogp.store import Store, describe_reference
 from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceAudit, ReferenceSource, StepZeroError
 from reflogp.trainer.policy_weights import fingerprint, weights_of
 from tests.trainer_ext.conftest import losses, score_pairs
@@ -223,7 +223,7 @@ def test_a_store_with_nothing_in_it(cached_trainer, policy, reference_folder, tm
     empty = ReferenceSource(tmp_path / "none", model=str(reference_folder), dtype="float32", on_miss="compute")
     with pytest.raises(Exception, match="there is no store at"):
         cached_trainer({"reference": empty})
-    LogprobStore(tmp_path / "none").create_table(describe_reference(str(reference_folder), "float32"))
+    Store(tmp_path / "none").create_table(describe_reference(str(reference_folder), "float32"))
     assert cached_trainer({"reference": empty}).joins["train"].computed == 80
     lora = {"peft_config": LoraConfig(**LORA, modules_to_save=["norm"])}
     assert cached_trainer({"reference": empty, **lora}).joins["train"].computed == 80

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from reflogp.store import LogprobStore, Reference, UsageError, join_logps, sequence_keys
+from reflogp.store import Reference, Store, UsageError, join_logps, sequence_keys
 from reflogp.store.schema import shard_table
 from reflogp.store.windows import windows
 
@@ -55,7 +55,7 @@ def test_a_join_equals_trls_sums(rows, max_length, mode, ld_alpha, tmp_path_fact
         rows = [r for r in rows if len(r["prompt_ids"]) < max_length]
     if not rows:
         return
-    table = LogprobStore(tmp_path_factory.mktemp("s")).create_table(Reference("ab" * 16, "m", "float32", "float32", ("0",), {}))
+    table = Store(tmp_path_factory.mktemp("s")).create_table(Reference("ab" * 16, "m", "float32", "float32", ("0",), {}))
     for side in ("chosen_ids", "rejected_ids"):
         view = windows([r["prompt_ids"] for r in rows], [r[side] for r in rows], max_length, mode)
         prompts, completions = view.prompt_ids.to_pylist(), view.completion_ids.to_pylist()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.store import LogprobStore, ReflogpError, UsageError, describe_reference
+from reflogp.store import ReflogpError, Store, UsageError, describe_reference
 from tests.conftest import PAIRS, plain_token_logps, write_rows
 from tests.vllm.serving import VllmServe, free_port, vllm_serve
 
@@ -85,7 +85,7 @@ def test_a_server_that_is_killed_in_the_middle_is_waited_for(model, arguments, p
         reference_id = describe_reference(model, "float32").reference_id
         while True:
             try:
-                if done := len(LogprobStore(str(store)).table(reference_id).snapshot()):
+                if done := len(Store(str(store)).table(reference_id).snapshot()):
                     break
             except ReflogpError:
                 pass

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
-from reflogp.store import LogprobStore, UsageError, describe_reference
+from reflogp.store import Store, UsageError, describe_reference
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
 
@@ -43,7 +43,7 @@ def demo(
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.data.tokenize import load_tokenizer
         from reflogp.scoring.data.tokenized import TokenizedDataset
-        from reflogp.scoring.runs.local import Here
+        from reflogp.scoring.runs.local import LocalScorer
         from reflogp.scoring.runs.score import score_dataset
         from reflogp.scoring.torch_engine import TorchEngine
         from reflogp.trainer import CachedDPOTrainer, ReferenceSource
@@ -66,7 +66,7 @@ def demo(
     else:
         out.print(f"[bold]1. A reference model[/bold]: {escape(model)}", markup=True)
 
-    store = LogprobStore(folder / "store")
+    store = Store(folder / "store")
     reference = describe_reference(model, dtype)
     for title in ("2. Score", "3. Score again"):
         with progress_bar("scoring") as bar:
@@ -74,7 +74,7 @@ def demo(
                 TokenizedDataset(RowSource(data_file), lambda: load_tokenizer(model)),
                 store,
                 reference,
-                Here(lambda: TorchEngine(str(model), dtype)),
+                LocalScorer(lambda: TorchEngine(str(model), dtype)),
                 watcher=bar,
             )
         out.print(

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, out, print_json
-from reflogp.store import LogprobStore, ReflogpError, StoreNotFoundError, read_checkpoint, resolve_model
+from reflogp.store import ReflogpError, Store, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.safe_text import visible
 
 #: Extras that people install, and what each is for.
@@ -183,7 +183,7 @@ def _largest_room() -> int | None:
 
 def _store(uri: str) -> Iterator[Finding]:
     try:
-        opened = LogprobStore(uri)
+        opened = Store(uri)
         references = opened.references()
         for reference in references:
             opened.table(reference.reference_id).check_writable()

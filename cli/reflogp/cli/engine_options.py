@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from reflogp.store import LogprobStore, Reference, ReflogpError, UsageError
+from reflogp.store import Reference, ReflogpError, Store, UsageError
 
 if TYPE_CHECKING:
     from reflogp.scoring.engines import EngineChoice
@@ -125,7 +125,7 @@ def engine_choice(
     return EngineChoice(name, trust_remote_code=trust_remote_code, check_claim=check_claim, **chosen)
 
 
-def claimed_reference(claim: str, store: LogprobStore) -> Reference:
+def claimed_reference(claim: str, store: Store) -> Reference:
     """The reference of --claim. Raises UsageError."""
     file = Path(claim).expanduser()
     if not file.is_file():

@@ -9,7 +9,7 @@ import typer
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp.cli.reference import find_reference
-from reflogp.store import LogprobStore
+from reflogp.store import Store
 from reflogp.store.commands import naming_command, score_command
 
 
@@ -63,7 +63,7 @@ def join(
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    opened = LogprobStore(store)
+    opened = Store(store)
     with naming_command(command):
         at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("joining") as bar:

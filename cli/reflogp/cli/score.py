@@ -14,7 +14,7 @@ from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, needs, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.reference import find_reference
-from reflogp.store import LogprobStore, Reference, UsageError, resolve_model
+from reflogp.store import Reference, Store, UsageError, resolve_model
 
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
@@ -115,7 +115,7 @@ def score(
         raise UsageError(
             "--engine remote needs no --ray: the server computes, and --concurrency says how much it is asked at once"
         )
-    opened = LogprobStore(store)
+    opened = Store(store)
     source = RowSource(data, split)
     if claim is None:
         try:
@@ -163,18 +163,18 @@ def score(
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
     """What scores: an engine in this process, or one in a process of its own on each of several devices."""
     if devices is None:
-        from reflogp.scoring.runs.local import Here
+        from reflogp.scoring.runs.local import LocalScorer
 
-        return Here(lambda: choice.make(folder, reference), commit_sequences)
+        return LocalScorer(lambda: choice.make(folder, reference), commit_sequences)
     import torch
 
     from reflogp.scoring.machine.devices import places
     from reflogp.scoring.runs.spread.local import LocalWorkers
-    from reflogp.scoring.runs.spread.scorer import Spread
+    from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     names = [name.strip() for name in devices.split(",")]
     found = places(names, torch.cuda.device_count, choice.tensor_parallel, choice.name == "vllm")
-    return Spread(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
+    return ParallelScorer(LocalWorkers(folder, reference, choice, found), commit_sequences=commit_sequences)
 
 
 @contextmanager
@@ -193,11 +193,11 @@ def _on_ray(
         from reflogp.scoring.on_ray.workers import ClusterWorkers
     except ImportError as error:
         raise needs("ray", error) from error
-    from reflogp.scoring.runs.spread.scorer import Spread
+    from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     with connected(address or None):
         on_ray = ClusterWorkers(model, revision, reference, choice, workers)
-        with closing(Spread(on_ray, commit_sequences=commit_sequences)) as scorer:
+        with closing(ParallelScorer(on_ray, commit_sequences=commit_sequences)) as scorer:
             yield scorer
 
 

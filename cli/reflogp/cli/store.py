@@ -10,9 +10,9 @@ import typer
 
 from reflogp.cli.console import EXIT_FAILED, err, out, print_json, progress_bar
 from reflogp.store import (
-    LogprobStore,
     LogprobTable,
     ReflogpError,
+    Store,
     UsageError,
     compact,
     export_table,
@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the la
 @app.command("ls")
 def ls(uri: Uri, as_json: AsJson = False) -> None:
     """List the reference models of a store: id, name, dtype, latest snapshot, rows, size."""
-    store = LogprobStore(uri)
+    store = Store(uri)
     tables = _Tables(store, None)
     found = tables.each(_described)
     if as_json:
@@ -80,7 +80,7 @@ def verify_(
 
     With --repair what is damaged is taken out of the table, and only that. The next score run fills the gap.
     """
-    store = LogprobStore(uri)
+    store = Store(uri)
     tables = _Tables(store, reference)
 
     def check(table: LogprobTable) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
 
     Scoring merges its small shards by itself; this puts the whole table in order. What is replaced stays until vacuum.
     """
-    store = LogprobStore(uri)
+    store = Store(uri)
     tables = _Tables(store, reference)
 
     def work(table: LogprobTable) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def vacuum_(
 
     Snapshots that need a deleted shard can no longer be read, and say so.
     """
-    store = LogprobStore(uri)
+    store = Store(uri)
     tables = _Tables(store, reference)
 
     def work(table: LogprobTable) -> tuple[str, list[str]]:
@@ -177,7 +177,7 @@ def export(
 
     Example: reflogp store export ./logps ./logps-to-share
     """
-    tables = _Tables(LogprobStore(uri), reference)
+    tables = _Tables(Store(uri), reference)
     if len(tables.references) != 1:
         names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in tables.references) or "none"
         raise UsageError(f"an export holds one reference; name it with --reference: {names}")
@@ -200,7 +200,7 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Bring an export into a store. Every row is checked first; a key that the store has keeps its value."""
-    store = LogprobStore(uri)
+    store = Store(uri)
     with progress_bar("importing") as bar:
         done = import_folder(store, folder, bar.hashed)
     if as_json:
@@ -216,7 +216,7 @@ def _size(count: int) -> str:
 class _Tables:
     """The tables of all references, or of the one whose id begins so. One that cannot be used is reported; the others go on."""
 
-    def __init__(self, store: LogprobStore, reference: str | None) -> None:
+    def __init__(self, store: Store, reference: str | None) -> None:
         references = store.references()
         self._store = store
         self.references = [r for r in references if reference is None or r.reference_id.startswith(reference)]

@@ -13,8 +13,8 @@ from reflogp.client.errors import (
     ServiceUnreachableError,
 )
 from reflogp.client.models import Job, JobPage, JobProgress, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.protocol import Lookup, ReferenceInfo
 from reflogp.client.scoring import Scores
-from reflogp.client.wire import Lookup, ReferenceInfo
 
 __all__ = [
     "AsyncClient",

@@ -1,6 +1,6 @@
 """Clients of a service: `Client`, and `AsyncClient` with the same words.
 
-Knows how to send and when to try again; what is sent is `wire`'s, `scoring`'s and `jobs`'. Needs httpx, no torch.
+Knows how to send and when to try again; what is sent is `protocol`'s, `scoring`'s and `jobs`'. Needs httpx, no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import httpx
 import pyarrow as pa
 
-from reflogp.client import files, jobs, scoring, wire
+from reflogp.client import files, jobs, protocol, scoring
 from reflogp.client.errors import ServiceError
 from reflogp.client.events import Following
 from reflogp.client.models import Job, JobPage, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
@@ -58,13 +58,13 @@ class Client:
         self._timeout = timeout
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
-    def references(self) -> list[wire.ReferenceInfo]:
+    def references(self) -> list[protocol.ReferenceInfo]:
         """The reference models that the service, or its store, knows."""
-        return wire.references_of(self._send(wire.references_call()))
+        return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
-    ) -> wire.Lookup:
+    ) -> protocol.Lookup:
         """What the store has for some keys. Many are asked for in several requests, at one snapshot.
 
         Args:
@@ -73,7 +73,7 @@ class Client:
             values: give token_logps too.
             snapshot: number; None for the latest.
         """
-        return self._run(wire.looking_up(reference, keys, values, snapshot))
+        return self._run(protocol.looking_up(reference, keys, values, snapshot))
 
     def score(
         self,
@@ -218,9 +218,9 @@ class Client:
         """The job as it is, then at every change, until it is done, failed or cancelled; as `watch` otherwise."""
         following = Following(job, self.url, timeout)
         while not following.ended:
-            cause: wire.Outcome = None
+            cause: protocol.Outcome = None
             try:
-                with self._http.stream(**wire.arguments(following.call())) as answer:
+                with self._http.stream(**protocol.arguments(following.call())) as answer:
                     if answer.is_success:
                         for chunk in answer.iter_bytes():
                             yield from following.take(chunk)
@@ -267,7 +267,7 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, plan: wire.Plan[T]) -> T:
+    def _run(self, plan: protocol.Plan[T]) -> T:
         try:
             call = next(plan)
             while True:
@@ -281,29 +281,29 @@ class Client:
             outcome: T = end.value
             return outcome
 
-    def _send(self, call: wire.Call) -> httpx.Response:
+    def _send(self, call: protocol.Call) -> httpx.Response:
         for attempt in count(1):
             try:
-                answer: wire.Outcome = self._send_once(call)
+                answer: protocol.Outcome = self._send_once(call)
             except httpx.TransportError as error:
                 answer = error
-            pause = wire.pause_after(answer, call, attempt, self.url)
+            pause = protocol.pause_after(answer, call, attempt, self.url)
             if pause is None:
                 break
             time.sleep(pause)
         assert isinstance(answer, httpx.Response)
         return answer
 
-    def _send_once(self, call: wire.Call) -> httpx.Response:
+    def _send_once(self, call: protocol.Call) -> httpx.Response:
         body = call.content.chunks() if isinstance(call.content, files.LocalFile) else call.content
-        with self._http.stream(**wire.arguments(call), content=body) as answer:
+        with self._http.stream(**protocol.arguments(call), content=body) as answer:
             if call.into is None or not answer.is_success:
                 answer.read()
             else:
                 files.emptied(call.into)
                 for chunk in answer.iter_bytes():
                     call.into.write(chunk)
-                wire.check_whole(answer, call.into)
+                protocol.check_whole(answer, call.into)
         return answer
 
 
@@ -315,15 +315,15 @@ class AsyncClient:
         self._timeout = timeout
         self._http = httpx.AsyncClient(**_options(self.url, token, timeout))
 
-    async def references(self) -> list[wire.ReferenceInfo]:
+    async def references(self) -> list[protocol.ReferenceInfo]:
         """As Client.references."""
-        return wire.references_of(await self._send(wire.references_call()))
+        return protocol.references_of(await self._send(protocol.references_call()))
 
     async def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
-    ) -> wire.Lookup:
+    ) -> protocol.Lookup:
         """As Client.lookup."""
-        return await self._run(wire.looking_up(reference, keys, values, snapshot))
+        return await self._run(protocol.looking_up(reference, keys, values, snapshot))
 
     async def score(
         self,
@@ -409,9 +409,9 @@ class AsyncClient:
         """As Client.events."""
         following = Following(job, self.url, timeout)
         while not following.ended:
-            cause: wire.Outcome = None
+            cause: protocol.Outcome = None
             try:
-                async with self._http.stream(**wire.arguments(following.call())) as answer:
+                async with self._http.stream(**protocol.arguments(following.call())) as answer:
                     if answer.is_success:
                         async for chunk in answer.aiter_bytes():
                             for found in following.take(chunk):
@@ -451,7 +451,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _run(self, plan: wire.Plan[T]) -> T:
+    async def _run(self, plan: protocol.Plan[T]) -> T:
         try:
             call = next(plan)
             while True:
@@ -465,29 +465,29 @@ class AsyncClient:
             outcome: T = end.value
             return outcome
 
-    async def _send(self, call: wire.Call) -> httpx.Response:
+    async def _send(self, call: protocol.Call) -> httpx.Response:
         for attempt in count(1):
             try:
-                answer: wire.Outcome = await self._send_once(call)
+                answer: protocol.Outcome = await self._send_once(call)
             except httpx.TransportError as error:
                 answer = error
-            pause = wire.pause_after(answer, call, attempt, self.url)
+            pause = protocol.pause_after(answer, call, attempt, self.url)
             if pause is None:
                 break
             await asyncio.sleep(pause)
         assert isinstance(answer, httpx.Response)
         return answer
 
-    async def _send_once(self, call: wire.Call) -> httpx.Response:
+    async def _send_once(self, call: protocol.Call) -> httpx.Response:
         body = call.content.chunks_in_turn() if isinstance(call.content, files.LocalFile) else call.content
-        async with self._http.stream(**wire.arguments(call), content=body) as answer:
+        async with self._http.stream(**protocol.arguments(call), content=body) as answer:
             if call.into is None or not answer.is_success:
                 await answer.aread()
             else:
                 files.emptied(call.into)
                 async for chunk in answer.aiter_bytes():
                     await asyncio.to_thread(call.into.write, chunk)
-                wire.check_whole(answer, call.into)
+                protocol.check_whole(answer, call.into)
         return answer
 
 
@@ -501,5 +501,9 @@ def _options(url: str, token: str | None, timeout: float | None) -> dict[str, An
         raise UsageError("the token holds characters that no token has; give it as `reflogp token` printed it")
     if token:
         headers["authorization"] = f"Bearer {token}"
-    seconds = wire.ANSWER_SECONDS if timeout is None else timeout
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(seconds, connect=min(seconds, wire.CONNECT_SECONDS))}
+    seconds = protocol.ANSWER_SECONDS if timeout is None else timeout
+    return {
+        "base_url": url,
+        "headers": headers,
+        "timeout": httpx.Timeout(seconds, connect=min(seconds, protocol.CONNECT_SECONDS)),
+    }

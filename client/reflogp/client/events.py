@@ -13,7 +13,7 @@ import time
 
 import httpx
 
-from reflogp.client import wire
+from reflogp.client import protocol
 from reflogp.client.errors import DeadlineExceededError, ServiceFailedError
 from reflogp.client.jobs import events_call, job_from
 from reflogp.client.models import Job
@@ -71,9 +71,9 @@ class Following:
         self._last: Job | None = None
         self._heard_at = -math.inf
         self._failures = 0
-        self._cause: wire.Outcome = None
+        self._cause: protocol.Outcome = None
 
-    def call(self) -> wire.Call:
+    def call(self) -> protocol.Call:
         """The request that opens the stream (again). Raises where the time is up."""
         self._check_time()
         self._parser = EventParser()
@@ -89,7 +89,7 @@ class Following:
                 continue
             try:
                 job = job_from(json.loads(data))
-            except wire.UNREADABLE as error:
+            except protocol.UNREADABLE as error:
                 raise ServiceFailedError(f"the service's event cannot be read ({type(error).__name__}: {error})") from error
             if job != self._last:
                 changes.append(job)
@@ -99,7 +99,7 @@ class Following:
             self._check_time()
         return changes
 
-    def pause(self, cause: wire.Outcome) -> float:
+    def pause(self, cause: protocol.Outcome) -> float:
         """Seconds to wait before the stream is opened again; `cause`: what ended it, None where it just ended.
 
         Raises the error that the cause stands for where the service refuses, was never there, or is away for too long.
@@ -108,16 +108,16 @@ class Following:
         if now < self._until:
             self._failures, self._cause = self._failures + 1, cause
         self._check_time()
-        restarting = wire.is_busy(cause) or (heard and isinstance(cause, httpx.Response) and cause.status_code >= 500)
+        restarting = protocol.is_busy(cause) or (heard and isinstance(cause, httpx.Response) and cause.status_code >= 500)
         if isinstance(cause, httpx.Response) and not restarting:
-            raise wire.failure(self._url, cause)
-        if now > self._heard_at + _AWAY if heard else self._failures >= wire.TRIES:
-            raise wire.failure(self._url, self._cause)
-        return min(max(_LEAST_PAUSE, wire.pause_seconds(cause, self._failures)), self._until - now)
+            raise protocol.failure(self._url, cause)
+        if now > self._heard_at + _AWAY if heard else self._failures >= protocol.TRIES:
+            raise protocol.failure(self._url, self._cause)
+        return min(max(_LEAST_PAUSE, protocol.pause_seconds(cause, self._failures)), self._until - now)
 
     def _check_time(self) -> None:
         if time.monotonic() < self._until:
             return
         if self._failures or self._last is None:
-            raise wire.failure(self._url, self._cause)
+            raise protocol.failure(self._url, self._cause)
         raise DeadlineExceededError(f"job {self._id} is {self._last.state} after {self._timeout:g} seconds; it goes on")

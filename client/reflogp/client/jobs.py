@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
-from reflogp.client import wire
+from reflogp.client import protocol
 from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefusedError, ServiceFailedError
 from reflogp.client.files import LocalFile
 from reflogp.client.models import Job, JobPage, JobProgress, ServicePath, ServiceUri, Uploaded, UploadInfo
@@ -23,24 +23,24 @@ _TIMES = ("created_at", "started_at", "finished_at")
 def job_from(entry: dict[str, Any]) -> Job:
     """A job out of a service's JSON; fields that a newer service has are left out."""
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
-    progress = JobProgress(**wire.known(JobProgress, entry["progress"]))
+    progress = JobProgress(**protocol.known(JobProgress, entry["progress"]))
     throughput = [(float(seconds), float(rate)) for seconds, rate in entry.get("throughput", [])]
     parts = {"progress": progress, "throughput": throughput, "dataset": entry["dataset"] or {}}
-    return Job(**wire.known(Job, entry) | times | parts)
+    return Job(**protocol.known(Job, entry) | times | parts)
 
 
 def job_of(response: httpx.Response) -> Job:
-    return wire.parsed(response, job_from)
+    return protocol.parsed(response, job_from)
 
 
 def page_of(response: httpx.Response) -> JobPage:
-    return wire.parsed(
+    return protocol.parsed(
         response, lambda body: JobPage([job_from(entry) for entry in body["jobs"]], body["counts"], body["next_before"])
     )
 
 
 def report_of(response: httpx.Response) -> dict[str, Any]:
-    return wire.parsed(response, dict)
+    return protocol.parsed(response, dict)
 
 
 def checked(job: Job, check: bool) -> Job:
@@ -50,37 +50,37 @@ def checked(job: Job, check: bool) -> Job:
     return job
 
 
-def job_call(job: str) -> wire.Call:
-    return wire.Call("GET", _path(job))
+def job_call(job: str) -> protocol.Call:
+    return protocol.Call("GET", _path(job))
 
 
-def jobs_call(state: str | None, before: str | None, limit: int) -> wire.Call:
+def jobs_call(state: str | None, before: str | None, limit: int) -> protocol.Call:
     asked = {"state": state, "before": before, "limit": limit}
-    return wire.Call("GET", "/v1/jobs", {name: value for name, value in asked.items() if value is not None})
+    return protocol.Call("GET", "/v1/jobs", {name: value for name, value in asked.items() if value is not None})
 
 
-def events_call(job: str, wait: float) -> wire.Call:
+def events_call(job: str, wait: float) -> protocol.Call:
     """The stream of a job's changes; `wait`: seconds of silence after which it is given up."""
-    return wire.Call("GET", _path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
+    return protocol.Call("GET", _path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
 
 
-def report_call(job: str) -> wire.Call:
-    return wire.Call("GET", _path(job, "/report"))
+def report_call(job: str) -> protocol.Call:
+    return protocol.Call("GET", _path(job, "/report"))
 
 
-def result_call(job: str, into: IO[bytes]) -> wire.Call:
+def result_call(job: str, into: IO[bytes]) -> protocol.Call:
     # Not compressed on the way, so that the announced length is the file's.
-    return wire.Call("GET", _path(job, "/result"), headers={"accept-encoding": "identity"}, into=into)
+    return protocol.Call("GET", _path(job, "/result"), headers={"accept-encoding": "identity"}, into=into)
 
 
-def retry_call(job: str) -> wire.Call:
+def retry_call(job: str) -> protocol.Call:
     # Not sent again once the service may have seen it: somebody may have cancelled the job since.
-    return wire.Call("POST", _path(job, "/retry"), again=wire.NOT_SENT)
+    return protocol.Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)
 
 
 def submit_call(
     dataset: ServicePath | ServiceUri | Uploaded, split: str, idempotency_key: str | None, **settings: Any
-) -> wire.Call:
+) -> protocol.Call:
     """A job with `settings` as the service names them; None is left to its default.
 
     Safe to repeat, with or without a key: the service knows a job by what its dataset holds, its reference and its settings.
@@ -95,13 +95,13 @@ def submit_call(
     asked = {name: value for name, value in settings.items() if value is not None} | {"dataset": where | {"split": split}}
     headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
     headers["content-type"] = "application/json"
-    return wire.Call("POST", "/v1/jobs", content=json.dumps(asked).encode(), headers=headers)
+    return protocol.Call("POST", "/v1/jobs", content=json.dumps(asked).encode(), headers=headers)
 
 
-def cancelling(job: str) -> wire.Plan[Job]:
+def cancelling(job: str) -> protocol.Plan[Job]:
     """The job, cancelled or about to be. Safe to repeat: one that is cancelled already is what was asked for."""
     try:
-        return job_of((yield wire.Call("DELETE", _path(job))))
+        return job_of((yield protocol.Call("DELETE", _path(job))))
     except RequestRefusedError as error:
         if error.status != 409:
             raise
@@ -111,11 +111,11 @@ def cancelling(job: str) -> wire.Plan[Job]:
         return found
 
 
-def uploading(file: LocalFile) -> wire.Plan[UploadInfo]:
+def uploading(file: LocalFile) -> protocol.Plan[UploadInfo]:
     """The file on the service; sent only where it is not there yet. Safe to repeat: the name gets the same content."""
     path = f"/v1/uploads/{quote(file.name, safe='')}"
     try:
-        there = _upload_of((yield wire.Call("GET", path)))
+        there = _upload_of((yield protocol.Call("GET", path)))
     except (RequestRefusedError, NotAllowedError) as error:
         if error.status not in (403, 404):  # a token may be allowed to send and not to look
             raise
@@ -125,7 +125,7 @@ def uploading(file: LocalFile) -> wire.Plan[UploadInfo]:
                 file.progress(file.size, file.size)
             return there
     headers = {"content-type": "application/octet-stream", "content-length": str(file.size)}
-    sent = _upload_of((yield wire.Call("PUT", path, content=file, headers=headers)))
+    sent = _upload_of((yield protocol.Call("PUT", path, content=file, headers=headers)))
     if sent.sha256 != file.sha256:
         raise ServiceFailedError(f"{file.path} arrived with another digest ({sent.sha256}, not {file.sha256}); send it again")
     return sent
@@ -133,9 +133,9 @@ def uploading(file: LocalFile) -> wire.Plan[UploadInfo]:
 
 def _upload_of(response: httpx.Response) -> UploadInfo:
     def read(entry: dict[str, Any]) -> UploadInfo:
-        return UploadInfo(**wire.known(UploadInfo, entry) | {"uploaded_at": datetime.fromisoformat(entry["uploaded_at"])})
+        return UploadInfo(**protocol.known(UploadInfo, entry) | {"uploaded_at": datetime.fromisoformat(entry["uploaded_at"])})
 
-    return wire.parsed(response, read)
+    return protocol.parsed(response, read)
 
 
 def _path(job: str, more: str = "") -> str:

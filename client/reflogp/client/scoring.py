@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from reflogp.client import wire
+from reflogp.client import protocol
 from reflogp.client.errors import RequestRefusedError, SequencesRefusedError
 from reflogp.store import UsageError
 from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
@@ -60,7 +60,7 @@ def scoring(
     deadline: float | None,
     patience: float | None,
     attention_masks: TokenIds | None = None,
-) -> wire.Plan[Scores]:
+) -> protocol.Plan[Scores]:
     """Score sequences, in as many requests as the service's bounds need.
 
     Raises SequencesRefusedError where sequences have no values, after all were tried.
@@ -92,7 +92,7 @@ def scoring(
         try:
             answer = yield _score_call(params, part, patience, until)
         except RequestRefusedError as error:
-            most = wire.fewer(error, len(part))
+            most = protocol.fewer(error, len(part))
             continue
         errors, scores = _scores_of(answer)
         problems |= {at + position: error for position, error in enumerate(errors) if error is not None}
@@ -104,8 +104,8 @@ def scoring(
     return scores
 
 
-def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None, until: float | None) -> wire.Call:
-    return wire.Call(
+def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None, until: float | None) -> protocol.Call:
+    return protocol.Call(
         "POST",
         "/v1/score",
         params,
@@ -113,7 +113,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
         {"content-type": ARROW_STREAM},
         # A store keeps the first value of a key, so a repeat changes nothing; but after a timeout the service may still be
         # computing, and a repeat would add to what made it late.
-        again=wire.DROPPED,
+        again=protocol.DROPPED,
         wait=patience or _PATIENCE,
         until=until,
     )
@@ -123,12 +123,12 @@ def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
     """(why a sequence has no values, or None, of each; the values)."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
-        values = wire.float_lists(table["token_logps"])
+        values = protocol.float_lists(table["token_logps"])
         seconds = float(about["engine_seconds"]), float(about["queue_seconds"])
         scores = Scores(values, about["reference_id"], int(about["hits"]), *seconds)  # type: ignore[arg-type]
         return table["error"].to_pylist(), scores
 
-    return wire.arrow_answer(response, read)
+    return protocol.arrow_answer(response, read)
 
 
 def _joined(parts: list[Scores]) -> Scores:

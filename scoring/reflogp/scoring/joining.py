@@ -21,7 +21,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.errors import DatasetError
-from reflogp.scoring.runs.score import NAMED_ROWS, Watcher
+from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
 from reflogp.store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
 from reflogp.store.texts import shortened
@@ -69,7 +69,7 @@ def join_dataset(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    watcher: Watcher | None = None,
+    watcher: ProgressCallbacks | None = None,
 ) -> JoinSummary:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
 
@@ -176,7 +176,7 @@ def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.append_column(name, values)
 
 
-def _bad(summary: JoinSummary, watcher: Watcher | None, row: int, problem: str) -> None:
+def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, problem: str) -> None:
     summary.bad_rows += 1
     if len(summary.bad_row_numbers) < NAMED_ROWS:
         summary.bad_row_numbers.append(row)

@@ -30,6 +30,7 @@ from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.processes import Start, start_here
+from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
@@ -38,11 +39,10 @@ from reflogp.service.routes.pages import pages_router
 from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.settings import ServerSettings
-from reflogp.service.shelf import Shelf
 from reflogp.service.sites import OwnSite, SafeHeaders
 from reflogp.service.state_lock import StateLock
 from reflogp.service.uploads import UploadFolder
-from reflogp.service.worker.orders import ModelPlace, WorkerConfiguration
+from reflogp.service.worker.protocol import ModelPlace, WorkerConfiguration
 from reflogp.store import UsageError
 
 _DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
@@ -65,15 +65,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
     folder = settings.state_folder()
     lock = StateLock(folder)
     metrics = Metrics()
-    shelf = Shelf(settings)
+    registry = ReferenceRegistry(settings)
     ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
     room = DatasetRoom(settings.max_uploads_bytes)
     uploads = UploadFolder(folder / "uploads", ledger, settings, room)
     fetched = FetchedFolder(folder / "fetched", ledger, room)
-    precompute = Precompute(settings, folder, ledger, shelf, uploads, fetched, metrics)
-    online = OnlineScoring(settings, shelf, metrics)
+    precompute = Precompute(settings, folder, ledger, registry, uploads, fetched, metrics)
+    online = OnlineScoring(settings, registry, metrics)
     request_memory = RequestMemory(settings.request_memory_bytes or default_request_memory(total_memory()))
-    context = Context(settings, shelf, ledger, precompute, online, uploads, metrics, request_memory)
+    context = Context(settings, registry, ledger, precompute, online, uploads, metrics, request_memory)
 
     async def on_frame(worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
         await online.on_frame(worker, message, body)
@@ -84,11 +84,11 @@ def create_app(settings: ServerSettings) -> FastAPI:
         at_online = await online.on_death(worker, reason)
         await precompute.on_death(worker, reason, blame=not at_online)
 
-    workers, start, end = _workers(settings, shelf, folder)
+    workers, start, end = _workers(settings, registry, folder)
     most = settings.max_worker_bytes
     if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
         most = total_memory() * 9 // 10
-    configurations = _configurations(settings, shelf, folder, workers)
+    configurations = _configurations(settings, registry, folder, workers)
     silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
     pool = Pool(configurations, start, on_frame, on_death, most, silence, longest)
 
@@ -130,12 +130,14 @@ def create_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list[Place], Start, Callable[[], None]]:
+def _workers(
+    settings: ServerSettings, registry: ReferenceRegistry, folder: Path
+) -> tuple[list[Place], Start, Callable[[], None]]:
     """The place of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
-    if not shelf.named():
+    if not registry.named():
         return [], start_here, lambda: None
     if settings.executor == "local":
-        models = [settings.references[name] for name in shelf.named()]
+        models = [settings.references[name] for name in registry.named()]
         engines = {model.engine for model in models}
         devices = ["auto"] if engines == {"remote"} and settings.devices == ["all"] else settings.devices
         gpus_each = max(model.tensor_parallel for model in models)
@@ -145,13 +147,15 @@ def _workers(settings: ServerSettings, shelf: Shelf, folder: Path) -> tuple[list
     except ImportError as error:
         raise UsageError(f"executor ray needs the ray extra: pip install 'reflogp[ray]' ({error})") from error
     device = "auto" if settings.devices == ["all"] else settings.devices[0]
-    workers = ray_workers(settings.ray_address, device, settings.ray_workers, shelf.store.uri, folder)
+    workers = ray_workers(settings.ray_address, device, settings.ray_workers, registry.store.uri, folder)
     return [Place(workers.choice.device, workers.choice.device)] * workers.count, workers.start, workers.close
 
 
-def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, workers: list[Place]) -> list[WorkerConfiguration]:
+def _configurations(
+    settings: ServerSettings, registry: ReferenceRegistry, folder: Path, workers: list[Place]
+) -> list[WorkerConfiguration]:
     """One worker for each place."""
-    named = shelf.named()
+    named = registry.named()
     models: dict[str, ModelPlace] = {}
     for name, reference in named.items():
         place = settings.references[name].place()
@@ -166,7 +170,7 @@ def _configurations(settings: ServerSettings, shelf: Shelf, folder: Path, worker
         models=models,
         capacity=settings.max_loaded,
         pinned=named[settings.pinned].reference_id if settings.pinned is not None else None,
-        store=shelf.store.uri,
+        store=registry.store.uri,
         tokens=str(folder / "tokens"),
         max_tokens_bytes=settings.max_tokens_bytes,
         commit_seconds=settings.commit_seconds,

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from reflogp.scoring.data.flatbuffer import field_at, place
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import reservation_of
-from reflogp.service.worker.wire import MASKED_SEQUENCES, SEQUENCES, token_count
+from reflogp.service.worker.tables import MASKED_SEQUENCES, SEQUENCES, token_count
 from reflogp.store.arrow_stream import ARROW_STREAM, stream_buffer
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
 from reflogp.store.lookup import QUESTION

@@ -11,9 +11,9 @@ from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
 from reflogp.service.online import OnlineScoring
 from reflogp.service.precompute import Precompute
+from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.request_memory import RequestMemory
 from reflogp.service.settings import ServerSettings
-from reflogp.service.shelf import Shelf
 from reflogp.service.uploads import UploadFolder
 
 
@@ -33,7 +33,7 @@ class Context:
     """
 
     settings: ServerSettings
-    shelf: Shelf
+    registry: ReferenceRegistry
     ledger: Ledger
     precompute: Precompute
     online: OnlineScoring

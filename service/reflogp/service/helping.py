@@ -16,7 +16,7 @@ from typing import Any
 from reflogp.service.ledger import Claim
 from reflogp.service.models import JobProgress
 from reflogp.service.pool import Pool, WorkerHandle
-from reflogp.service.worker.orders import HelpOrder
+from reflogp.service.worker.protocol import HelpOrder
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from anyio import to_thread
 from reflogp.service.metrics import Metrics
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
+from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.settings import ServerSettings
-from reflogp.service.shelf import Shelf
-from reflogp.service.worker.wire import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
+from reflogp.service.worker.tables import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.arrow_stream import stream_bytes
 from reflogp.store.schema import one_array
@@ -40,7 +40,7 @@ class Scored:
     """What became of a request.
 
     Attributes:
-        outcomes: a table of worker.wire.OUTCOMES, in the request's order.
+        outcomes: a table of worker.tables.OUTCOMES, in the request's order.
         hits: sequences that the store had.
         engine_seconds: from the first of its packs to the last.
         queue_seconds: in line before that.
@@ -78,9 +78,9 @@ class OnlineScoring:
         metrics: counted in.
     """
 
-    def __init__(self, settings: ServerSettings, shelf: Shelf, metrics: Metrics) -> None:
+    def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
         self._settings = settings
-        self._shelf = shelf
+        self._registry = registry
         self._metrics = metrics
         self._pool: Pool | None = None
         self._pending: dict[str, _Pending] = {}
@@ -119,10 +119,10 @@ class OnlineScoring:
             Problem: 404, 429 with Retry-After, 503 while no worker can answer, 504 when the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
-        model = self._shelf.model_of(reference)
+        model = self._registry.model_of(reference)
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
-        if temperature != 1.0 and not self._shelf.takes_temperatures(model.reference_id):
+        if temperature != 1.0 and not self._registry.takes_temperatures(model.reference_id):
             raise UsageError(f"temperature {temperature}: vLLM, which computes {reference!r} here, knows 1 only")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
@@ -249,7 +249,7 @@ class OnlineScoring:
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
         """What the store has: values for each sequence or None, and the snapshot they are of."""
         try:
-            snapshot = self._shelf.snapshot(reference_id, None)
+            snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:
             return [None] * len(sequences), None
         found = snapshot.find(sequence_keys(sequences["prompt_ids"], sequences["completion_ids"]))

@@ -24,7 +24,7 @@ from reflogp.scoring.frames import encode
 from reflogp.scoring.machine.freed_memory import give_freed_memory_back
 from reflogp.service.processes import Start, WorkerProcess, memory_of
 from reflogp.service.supervision import supervise
-from reflogp.service.worker.orders import WorkerConfiguration
+from reflogp.service.worker.protocol import WorkerConfiguration
 from reflogp.store import ReflogpError
 
 logger = logging.getLogger(__name__)

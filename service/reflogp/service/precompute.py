@@ -37,12 +37,12 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jo
 from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
+from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.settings import ServerSettings
-from reflogp.service.shelf import Shelf
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
-from reflogp.service.worker.orders import JobOrder
+from reflogp.service.worker.protocol import JobOrder
 from reflogp.store.safe_text import hide_secrets
 from reflogp.store.texts import shortened
 
@@ -96,7 +96,7 @@ class Precompute:
         settings: ServerSettings,
         folder: Path,
         ledger: Ledger,
-        shelf: Shelf,
+        registry: ReferenceRegistry,
         uploads: UploadFolder,
         fetched: FetchedFolder,
         metrics: Metrics,
@@ -106,7 +106,7 @@ class Precompute:
         self._results.mkdir(parents=True, exist_ok=True)
         self._fetched = fetched
         self._ledger = ledger
-        self._shelf = shelf
+        self._registry = registry
         self._uploads = uploads
         self._metrics = metrics
         self._pending = PendingWrites(ledger)
@@ -173,7 +173,7 @@ class Precompute:
         Raises LedgerError; Problem for an unknown reference, a dataset that may not be read, a key that came with another
         content.
         """
-        reference = self._shelf.model_of(request.reference)
+        reference = self._registry.model_of(request.reference)
         if received is not None:
             file, digest = received
             source = {"name": str(request.dataset.upload), "file": str(file), "digest": digest, "split": request.dataset.split}
@@ -184,7 +184,7 @@ class Precompute:
             "reference": reference.reference_id,
             "dataset": source.get("digest") or source["uri"],
             "split": request.dataset.split,
-            "tokenizer": await to_thread.run_sync(self._shelf.tokenizer_digest, reference),
+            "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"

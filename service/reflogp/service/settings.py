@@ -28,7 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.vllm_engine.options import check_options
-from reflogp.service.worker.orders import ModelPlace
+from reflogp.service.worker.protocol import ModelPlace
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import normalize_uri
 

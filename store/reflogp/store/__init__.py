@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reflogp.store.damage import repair, verify
     from reflogp.store.exchange import export_table, import_folder
     from reflogp.store.snapshot import Snapshot
-    from reflogp.store.store import LogprobStore
+    from reflogp.store.store import Store
     from reflogp.store.table import LogprobTable
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "DamagedStoreError",
     "FileChangedError",
     "Join",
-    "LogprobStore",
     "LogprobTable",
     "OtherContentError",
     "Reference",
@@ -50,6 +49,7 @@ __all__ = [
     "ReflogpError",
     "Snapshot",
     "SnapshotNotFoundError",
+    "Store",
     "StoreDamageWarning",
     "StoreError",
     "StoreFormatError",
@@ -72,7 +72,7 @@ __all__ = [
 
 #: What needs deltalake -> the module that has it, imported when it is first asked for.
 _WITH_DELTALAKE = {
-    "LogprobStore": "store",
+    "Store": "store",
     "LogprobTable": "table",
     "Snapshot": "snapshot",
     "compact": "compaction",

@@ -23,7 +23,7 @@ from reflogp.store.schema import SCHEMA, problem_of_rows
 from reflogp.store.shard import ShardDamageError
 from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence
-from reflogp.store.store import REFERENCE_FILE, LogprobStore
+from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
 
 _README, _DATA = "README.md", "data"
@@ -100,7 +100,7 @@ def export_table(
     return rows, files
 
 
-def import_folder(store: LogprobStore, folder: str, progress: Progress | None = None) -> Imported:
+def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
     """Append an export's rows to a store, which is created where there is none. First commit wins for a key, as ever.
 
     Every row is checked before the first is written.

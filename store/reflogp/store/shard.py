@@ -151,10 +151,10 @@ class Shard:
                 while stop < len(used) and size + groups[used[stop]].bytes <= READ_BYTES:
                     size += groups[used[stop]].bytes
                     stop += 1
-                together = [groups[index] for index in used[at:stop]]
-                read = one_array(file.read_row_groups([group.index for group in together], columns=[column])[column])
-                sizes = np.array([group.rows for group in together])
-                starts = np.array([group.start for group in together])
+                on_all_ranks = [groups[index] for index in used[at:stop]]
+                read = one_array(file.read_row_groups([group.index for group in on_all_ranks], columns=[column])[column])
+                sizes = np.array([group.rows for group in on_all_ranks])
+                starts = np.array([group.start for group in on_all_ranks])
                 part = slice(int(first[at]), ends[stop - 1])
                 place = np.searchsorted(starts, rows[part], "right") - 1
                 yield part, read.take(pa.array(rows[part] - starts[place] + (np.cumsum(sizes) - sizes)[place]))

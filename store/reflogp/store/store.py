@@ -28,7 +28,7 @@ REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
 
 
-class LogprobStore:
+class Store:
     """A store of reference log-probs.
 
     Args:
@@ -36,7 +36,7 @@ class LogprobStore:
         options: delta-rs storage options; the usual environment variables are read without any.
 
     Example:
-        store = LogprobStore("./logps")
+        store = Store("./logps")
         for reference in store.references():
             print(reference.name, len(store.table(reference.reference_id).snapshot()))
     """

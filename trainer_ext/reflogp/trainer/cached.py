@@ -28,7 +28,7 @@ from reflogp.trainer.media import refuse_media
 from reflogp.trainer.no_reference import NoReferenceModel, no_reference_model, refuse_reference_model
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
-from reflogp.trainer.ranks import together
+from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.shared_columns import Columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
@@ -186,7 +186,7 @@ class CachedReferenceMixin(_AnyTrainer):
             self._misses.append(misses)
             return dataset
         tokens = list(found.asked.needed.values())
-        joined, brought = together(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
+        joined, brought = on_all_ranks(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
         computed = 0 if found.misses is None else len(found.misses.rows)
         counts = {"rows": len(joined), "scored": found.scored, "computed": computed}
         self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
@@ -198,7 +198,7 @@ class CachedReferenceMixin(_AnyTrainer):
         if isinstance(where, NothingScored):
             raise self.reference.nothing_scored(where.error, "DATA", settings, self._dtype_to_score)
         self._record(name, JoinRecord(where, settings))
-        opened = together("opening the reference", lambda: self.reference.open(where.snapshot))
+        opened = on_all_ranks("opening the reference", lambda: self.reference.open(where.snapshot))
         return join_stream(dataset, self.reference, opened, settings, self, name)
 
     def _require_all(self) -> None:

@@ -17,7 +17,7 @@ from reflogp.store import ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp.store.joins import Asked, Join
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
 from reflogp.trainer.layouts import Layout
-from reflogp.trainer.ranks import Rank, gather, of_my_node, together, together_for_long
+from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.shared_columns import Columns, load_columns, save_columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Settings, Where
@@ -66,14 +66,14 @@ def open_everywhere(source: ReferenceSource) -> Where | NothingScored:
                 raise
             return NothingScored(error)
 
-    where = gather(together("opening the reference", look))[0]
+    where = gather(on_all_ranks("opening the reference", look))[0]
     assert where is not None
     return where
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: Settings) -> Misses | None:
     """What is missing of a dataset where nothing was scored yet; None for one without completions."""
-    asked = together(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
+    asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
     none = np.zeros(len(dataset), bool)
@@ -108,7 +108,7 @@ def raise_missing(
             raise source.nothing_scored(where.error, file, settings, dtype)
         raise missing_error(misses, where, source.open(where.snapshot).command(source.model, file, settings))
 
-    together(f"looking up {', '.join(part.dataset for part in misses)}", tell)
+    on_all_ranks(f"looking up {', '.join(part.dataset for part in misses)}", tell)
 
 
 def join_everywhere(
@@ -129,7 +129,7 @@ def join_everywhere(
     Raises:
         as `join_reference_logps`, on every process: RankFailedError where another one's words are told.
     """
-    asked = together(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
+    asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)
 
     own: Misses | None = None
@@ -145,9 +145,9 @@ def join_everywhere(
         file = save_columns(columns) if Rank.here().count > 1 else None
         return _Sent(values.where, None if file else columns, file, own and replace(own, tokens=None), scored)
 
-    sent = of_my_node(gather(together_for_long(f"looking up {name}", look_up)))
+    sent = of_my_node(gather(on_all_ranks_for_long(f"looking up {name}", look_up)))
     assert sent is not None
-    columns = together(f"reading the columns of {name}", lambda: load_columns(sent.file) if sent.file else sent.columns)
+    columns = on_all_ranks(f"reading the columns of {name}", lambda: load_columns(sent.file) if sent.file else sent.columns)
     return Found(sent.where, asked, columns or {}, own or sent.misses, sent.scored)
 
 

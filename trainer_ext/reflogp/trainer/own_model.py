@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from reflogp.store import read_checkpoint, resolve_model
 from reflogp.trainer.policy_weights import is_unchanged
-from reflogp.trainer.ranks import together
+from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
 #: First rows of each weight that are compared: training moves some of nearly every one.
@@ -96,7 +96,7 @@ def fill_in(
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
         return "it needs the whole model on each process, and FSDP and DeepSpeed split it"
     known = np.setdiff1d(np.arange(len(dataset)), missing)[:_PROBES]
-    if not len(known) and (why := together("reading the reference's weights", lambda: _is_not_the_checkpoint(trainer))):
+    if not len(known) and (why := on_all_ranks("reading the reference's weights", lambda: _is_not_the_checkpoint(trainer))):
         return why
     computed = _computed(trainer, dataset.select(np.concatenate([missing, known])))
     names = {column: column if column in columns else column.replace("ref_", "reference_") for column in computed}

@@ -53,7 +53,7 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def together(what: str, work: Callable[[], T]) -> T:
+def on_all_ranks(what: str, work: Callable[[], T]) -> T:
     """Run `work` on every process, and give this one's result once all have succeeded.
 
     Args:
@@ -73,8 +73,8 @@ def together(what: str, work: Callable[[], T]) -> T:
     return _agreed(what, future)
 
 
-def together_for_long(what: str, work: Callable[[], T]) -> T:
-    """As `together`, for work that may outlast the process group's timeout (10 minutes with NCCL).
+def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
+    """As `on_all_ranks`, for work that may outlast the process group's timeout (10 minutes with NCCL).
 
     Args:
         work: takes no part in collective operations: it runs in a thread, while the processes tell each other that they live.
@@ -82,11 +82,11 @@ def together_for_long(what: str, work: Callable[[], T]) -> T:
     if Rank.here().count == 1:
         return work()
     with ThreadPoolExecutor(1, thread_name_prefix="reflogp-together") as thread:
-        return settled_together(what, thread.submit(work))
+        return outcome_on_all_ranks(what, thread.submit(work))
 
 
-def settled_together(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-    """As `together_for_long`, for work that is under way on every process; `on_wait` is called while this one's takes long."""
+def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
+    """As `on_all_ranks_for_long`, for work that is under way on every process; `on_wait` is called while this one's is slow."""
     while True:
         wait([future], timeout=_BEAT)
         if on_wait is not None and not future.done():

@@ -30,7 +30,7 @@ from reflogp.store import UsageError
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.padded import PaddedBatch, Wanted
-from reflogp.trainer.ranks import gather, settled_together, together
+from reflogp.trainer.ranks import gather, on_all_ranks, outcome_on_all_ranks
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import how_to_compute_in
 from reflogp.trainer.values import ServiceValues
@@ -102,7 +102,7 @@ class RemoteReference(NoReferenceModel):
         self.absolute_positions = absolute_positions
         self._deadline = deadline
         self._pending: _Pending | None = None
-        self._values = together("reaching the reference service", lambda: _connected(source))
+        self._values = on_all_ranks("reaching the reference service", lambda: _connected(source))
         self.where = self._values.where
         ids = sorted({where.reference_id for where in gather(self.where)})
         if len(ids) > 1:
@@ -182,7 +182,9 @@ class RemoteReference(NoReferenceModel):
         if pending is None or not pending.batch.same_as(batch):
             pending = _Pending(batch, lambda: self._ask(batch))
         came = time.monotonic()
-        values = settled_together("asking the service for reference log-probs", pending.future, self._say_that_it_waits(came))
+        values = outcome_on_all_ranks(
+            "asking the service for reference log-probs", pending.future, self._say_that_it_waits(came)
+        )
         self.traffic.batches += 1
         self.traffic.seconds += pending.ended - pending.began
         self.traffic.waited_seconds += max(0.0, pending.ended - came)

@@ -26,11 +26,11 @@ from transformers import CONFIG_MAPPING
 
 from reflogp.client import Client, Job, Lookup, ReferenceInfo
 from reflogp.store import (
-    LogprobStore,
     Reference,
     ReferenceNotFoundError,
     ReflogpError,
     Snapshot,
+    Store,
     UsageError,
     read_checkpoint,
     resolve_model,
@@ -139,7 +139,7 @@ class StoreValues:
 
     @classmethod
     def open(cls, location: str, reference: Reference | str, snapshot: int | None) -> StoreValues:
-        store = LogprobStore(location)
+        store = Store(location)
         table = store.table(reference) if isinstance(reference, str) else store.table_of(reference)
         return cls(store.uri, table.reference, table.snapshot(snapshot))
 

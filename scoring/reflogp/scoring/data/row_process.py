@@ -443,21 +443,23 @@ def _answer(
 
     #: For each row, its examples: rendered, encoded, or what is wrong.
     found: list[list[Any]] = []
-    together: list[tuple[int, int]] = []
+    on_all_ranks: list[tuple[int, int]] = []
     try:
         for at, columns in enumerate(rows):
             begin(at)
             examples = _of_row(partial(_rendered, columns, form, tokenizer))
             if not tokenizer.is_fast or sum(len(t) for e in examples if isinstance(e, list) for t in e) > _TOGETHER:
                 examples = _of_row(partial(encode, examples, tokenizer))
-            together += [(at, number) for number, example in enumerate(examples) if isinstance(example, list)]
+            on_all_ranks += [(at, number) for number, example in enumerate(examples) if isinstance(example, list)]
             found.append(examples)
         begin(_SEVERAL)
         try:
-            for (at, number), tokens in zip(together, encode([found[at][n] for at, n in together], tokenizer), strict=True):
+            for (at, number), tokens in zip(
+                on_all_ranks, encode([found[at][n] for at, n in on_all_ranks], tokenizer), strict=True
+            ):
                 found[at][number] = tokens
         except Exception:  # one of them cannot be encoded
-            for at in dict.fromkeys(at for at, _ in together):
+            for at in dict.fromkeys(at for at, _ in on_all_ranks):
                 begin(at)
                 found[at] = _of_row(partial(encode, found[at], tokenizer))
     except TokenizerError as error:

@@ -30,7 +30,7 @@ from reflogp.scoring.report.preference import label_preference, pair_preference
 from reflogp.scoring.report.shown import read_shown
 from reflogp.scoring.report.truncation import TRL_MAX_LENGTH, cut, cuts, enough_for
 from reflogp.scoring.report.visible import visible
-from reflogp.scoring.runs.score import Watcher
+from reflogp.scoring.runs.score import ProgressCallbacks
 from reflogp.store import Reference, Snapshot, UsageError
 from reflogp.store.whole_files import appears_whole
 from reflogp.store.windows import check_truncation
@@ -101,7 +101,7 @@ def write_report(
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     tokenizer: PreTrainedTokenizerBase | None = None,
-    watcher: Watcher | None = None,
+    watcher: ProgressCallbacks | None = None,
 ) -> ReportSummary:
     """Write `output`/index.html and the charts.
 

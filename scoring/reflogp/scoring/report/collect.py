@@ -19,7 +19,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.report.similarity import shared_starts, similarities
 from reflogp.scoring.report.sketches import Sketches
 from reflogp.scoring.report.truncation import Lengths
-from reflogp.scoring.runs.score import NAMED_ROWS, Watcher
+from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
 from reflogp.store import Join, Snapshot, join_logps
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
@@ -126,7 +126,7 @@ def collect(
     *,
     max_length: int | None,
     truncation_mode: str,
-    watcher: Watcher | None = None,
+    watcher: ProgressCallbacks | None = None,
 ) -> Collected:
     """Read a dataset once and look its values up.
 

@@ -12,15 +12,15 @@ from importlib.metadata import version
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.commits import COMMIT_SECONDS, COMMIT_SEQUENCES
-from reflogp.scoring.runs.computing import Committed, Computing, Ended, Event, Failed, Scored
-from reflogp.scoring.runs.pending import Miss, Told, Work
+from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
+from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Scored, ScoringPipeline
 from reflogp.store import LogprobTable
 
 #: Seconds between two looks whether there is room for a group.
 _LOOK_SECONDS = 0.02
 
 
-class Here:
+class LocalScorer:
     """A Scorer around one engine, which computes and commits in threads of its own.
 
     Args:
@@ -45,7 +45,7 @@ class Here:
         self._commit_seconds = commit_seconds
         self._engine: Engine | None = None
         self._table: LogprobTable | None = None
-        self._computing: Computing | None = None
+        self._computing: ScoringPipeline | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._work = Work()
 
@@ -62,27 +62,27 @@ class Here:
         """As Scorer.is_starved."""
         return self._computing is None or self._computing.is_starved()
 
-    def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
+    def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.score; returns when the engine has room for the group."""
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
             self.done += 1
-            told.failed(misses[index], problem)
+            callbacks.failed(misses[index], problem)
         group = [miss for index, miss in enumerate(misses) if index not in problems]
         while group and not computing.put(group):
-            self._tell(told, _LOOK_SECONDS)
-        self._tell(told)
+            self._tell(callbacks, _LOOK_SECONDS)
+        self._tell(callbacks)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.tell."""
-        self._tell(told)
+        self._tell(callbacks)
 
-    def finish(self, told: Told) -> None:
+    def finish(self, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.finish."""
         if self._computing is not None:
             self._computing.finish()
-            while not self._tell(told, None):
+            while not self._tell(callbacks, None):
                 pass
 
     def stop(self) -> None:
@@ -104,13 +104,13 @@ class Here:
         if self._engine is not None:
             self._engine.close()
 
-    def _begin(self) -> tuple[Computing, Engine]:
+    def _begin(self) -> tuple[ScoringPipeline, Engine]:
         if self._engine is None or self._computing is None:
             assert self._table is not None, "opened before"
             self._engine = self._make_engine()
             self._work.workers = 1
             self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
-            self._computing = Computing(
+            self._computing = ScoringPipeline(
                 self._engine,
                 self._table,
                 self._work.provenance,
@@ -120,7 +120,7 @@ class Here:
             )
         return self._computing, self._engine
 
-    def _tell(self, told: Told, patience: float | None = 0.0) -> bool:
+    def _tell(self, callbacks: OutcomeCallbacks, patience: float | None = 0.0) -> bool:
         """Tell what has happened, waiting so long for a first event (None: for ever); whether it was the last one.
 
         Raises the error that ended the computing.
@@ -135,12 +135,12 @@ class Here:
                 case Scored(miss):
                     self.scored += 1
                     self.done += 1
-                    told.scored(miss)
+                    callbacks.scored(miss)
                 case Failed(miss, problem):
                     self.done += 1
-                    told.failed(miss, problem)
+                    callbacks.failed(miss, problem)
                 case Committed(misses, snapshot):
-                    told.committed(misses, snapshot)
+                    callbacks.committed(misses, snapshot)
                 case Ended(error):
                     if error is not None:
                         raise error

@@ -30,7 +30,7 @@ class Miss:
     rows: list[int]
 
 
-class Told(Protocol):
+class OutcomeCallbacks(Protocol):
     """Told what becomes of misses."""
 
     def scored(self, miss: Miss) -> None:
@@ -75,22 +75,22 @@ class Scorer(Protocol):
     def is_starved(self) -> bool:
         """Whether what computes would take misses now, however few."""
 
-    def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
-        """Take misses in. Returns when there is room for more; what is not `told` by then, a later call tells.
+    def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
+        """Take misses in. Returns when there is room for more; what is not `callbacks` by then, a later call tells.
 
         Args:
             misses: each key once among what is not told yet, unless a longer part of its completion is needed.
             to_come: about how many more sequences the run has to look at.
-            told: told here, in this thread.
+            callbacks: called here, in this thread.
 
         Raises:
             ReflogpError: it cannot go on. What was computed is committed.
         """
 
-    def tell(self, told: Told) -> None:
+    def tell(self, callbacks: OutcomeCallbacks) -> None:
         """Tell what has happened, without waiting; called while there are no misses to hand on. Raises as `score`."""
 
-    def finish(self, told: Told) -> None:
+    def finish(self, callbacks: OutcomeCallbacks) -> None:
         """Return when all misses are told. Raises as `score`."""
 
     def stop(self) -> None:

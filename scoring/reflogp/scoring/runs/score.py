@@ -21,7 +21,7 @@ from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.ahead import Ahead
 from reflogp.scoring.runs.pending import Miss, Scorer
 from reflogp.scoring.torch_engine.sequences import Sequence
-from reflogp.store import LogprobStore, LogprobTable, Reference, Snapshot
+from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import Windows, check_truncation, windows
@@ -34,7 +34,7 @@ _FAILED_KEYS = 10_000
 NAMED_ROWS = 100
 
 
-class Watcher(Protocol):
+class ProgressCallbacks(Protocol):
     """Told how a scoring run gets on."""
 
     def begin(self, sequences: int) -> None:
@@ -111,13 +111,13 @@ class ScoreSummary:
 
 def score_dataset(
     dataset: TokenizedDataset,
-    store: LogprobStore,
+    store: Store,
     reference: Reference,
     scorer: Scorer,
     *,
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
-    watcher: Watcher | None = None,
+    watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
 ) -> ScoreSummary:
     """Score what the store lacks of a dataset.
@@ -213,7 +213,7 @@ class _Run:
         before: Snapshot,
         scorer: Scorer,
         summary: ScoreSummary,
-        watcher: Watcher | None,
+        watcher: ProgressCallbacks | None,
         strict_engine: str | None,
     ) -> None:
         self._table = table
@@ -289,13 +289,13 @@ class _Run:
         summary.sharing_gain = work.operations.sharing_gain
 
     def scored(self, miss: Miss) -> None:
-        """As Told.scored."""
+        """As OutcomeCallbacks.scored."""
         self._summary.scored += 1
         self._summary.tokens += len(miss.sequence)
         self._advance(1, len(miss.sequence))
 
     def failed(self, miss: Miss, problem: str) -> None:
-        """As Told.failed."""
+        """As OutcomeCallbacks.failed."""
         self._summary.failed += 1
         if len(self._failed) < _FAILED_KEYS:
             self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
@@ -304,7 +304,7 @@ class _Run:
             self._bad_row(row, problem)
 
     def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """As Told.committed."""
+        """As OutcomeCallbacks.committed."""
         self._fresh += misses
         self._summary.snapshot = max(self._summary.snapshot, snapshot)
         if self._watcher:

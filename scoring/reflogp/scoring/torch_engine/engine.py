@@ -21,7 +21,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine.compiled import worth_compiling
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
-from reflogp.scoring.torch_engine.flow import Flying, Prepared, Unit
+from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
 from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
@@ -186,7 +186,7 @@ class TorchEngine:
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
-        flying: Flying | None = None
+        flying: InFlight | None = None
         with Prepared(self._units_of_groups(groups, waiting)) as prepared:
             while True:
                 try:
@@ -273,7 +273,7 @@ class TorchEngine:
             "batch_invariant": False,
         }
 
-    def _landed(self, flying: Flying, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
+    def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
         """A pass's values; its sequences wait no more."""
         try:
             landed = flying.land()
@@ -339,7 +339,7 @@ class TorchEngine:
             chosen = [sequences[index] for index in batch]
             yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
 
-    def _launch(self, unit: Unit, temperature: float) -> Flying | None:
+    def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
         """Start a pass; None when memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
@@ -354,7 +354,7 @@ class TorchEngine:
                     with attention_of(model, self._own_attention):
                         values = forward_padded(model, self._head, unit.work, self.device, temperature)
             host, landed = copy_to_host(values)
-            return Flying(unit, host, began, landed)
+            return InFlight(unit, host, began, landed)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error

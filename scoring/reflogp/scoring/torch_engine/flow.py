@@ -33,7 +33,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Flying:
+class InFlight:
     """A pass whose values are on their way off the device.
 
     Attributes:
@@ -79,7 +79,7 @@ class Prepared:
     def __exit__(self, *exc: object) -> None:
         self._background.shutdown(cancel_futures=True)
 
-    def take(self, flying: Flying | None) -> Unit | None:
+    def take(self, flying: InFlight | None) -> Unit | None:
         """The next unit; None when there is none yet and nothing flies any more that could be waited for.
 
         Raises StopIteration at the end, and what making a unit raised.

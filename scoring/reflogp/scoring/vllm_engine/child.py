@@ -25,7 +25,7 @@ from reflogp.scoring.machine.allocator import without_growing_segments
 from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError
 from reflogp.scoring.vllm_engine.engine import PASSES
 from reflogp.scoring.vllm_engine.options import Loading
-from reflogp.scoring.vllm_engine.wire import answers_of, requests_table
+from reflogp.scoring.vllm_engine.tables import answers_of, requests_table
 from reflogp.store import UsageError
 from reflogp.store.arrow_stream import stream_bytes
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from reflogp.scoring.frames import Frame, encode, read_frame
-from reflogp.scoring.vllm_engine.wire import answers_table, requests_of
+from reflogp.scoring.vllm_engine.tables import answers_table, requests_of
 from reflogp.store.arrow_stream import stream_bytes
 
 #: Requests that vLLM holds at a time: as many as it can batch, and some to schedule next.

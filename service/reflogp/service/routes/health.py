@@ -41,7 +41,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         While workers start, 503 says so. A service without reference models has no workers and needs none.
         """
         try:
-            await to_thread.run_sync(context.shelf.list)
+            await to_thread.run_sync(context.registry.list)
         except ReflogpError as error:
             raise Problem(503, str(error), "an administrator checks the store") from error
         await to_thread.run_sync(context.ledger.waiting)

@@ -77,7 +77,7 @@ def jobs_router(context: Context) -> APIRouter:
         if kind in DATASET_TYPES:
             if query is None:
                 raise Problem(404, "the query names no reference", "add ?reference=NAME")
-            context.shelf.model_of(query.reference)
+            context.registry.model_of(query.reference)
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)

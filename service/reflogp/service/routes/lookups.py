@@ -90,7 +90,7 @@ class LookupAnswer(BaseModel):
 def lookups_router(context: Context) -> APIRouter:
     """Routes over the shelf of references."""
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
-    settings, shelf = context.settings, context.shelf
+    settings, registry = context.settings, context.registry
 
     @router.get(
         "/v1/references",
@@ -113,10 +113,10 @@ def lookups_router(context: Context) -> APIRouter:
                     snapshot=entry.table.snapshot_number() if entry.table else None,
                     sequences=entry.table.totals()[1] if entry.table else 0,
                 )
-                for entry in shelf.list()
+                for entry in registry.list()
             ]
 
-        return References(store=hide_secrets(shelf.store.uri), references=await to_thread.run_sync(described))
+        return References(store=hide_secrets(registry.store.uri), references=await to_thread.run_sync(described))
 
     def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
         """Look keys up. Raises a Problem where their values are more than `most` bytes."""
@@ -159,7 +159,7 @@ def lookups_router(context: Context) -> APIRouter:
         kind = require_type(request, JSON, ARROW_STREAM)
         reservation = reservation_of(request)
         if kind == ARROW_STREAM:
-            found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+            found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
             batch = min(_BATCH_BYTES, context.request_memory.size // _BATCH_PART)
             longest = min(settings.max_body_bytes, keys_body_bytes(settings.max_lookup_keys))
 
@@ -177,7 +177,7 @@ def lookups_router(context: Context) -> APIRouter:
             reservation.resize(with_values(held, found.values_bytes(largest)) if values else held)
             return await _streamed(answer_messages(found_in, found, values, parts))
         asked = await read_json(request, LookupRequest, min(settings.max_body_bytes, settings.max_json_bytes))
-        found_in = await to_thread.run_sync(shelf.snapshot, reference, snapshot)
+        found_in = await to_thread.run_sync(registry.snapshot, reference, snapshot)
         keys = pa.array([bytes.fromhex(key) for key in asked.keys], KEY_TYPE)
         most = min(settings.max_answer_bytes, 4 * _MAX_JSON_VALUES)
         found = await to_thread.run_sync(find, found_in, keys, asked.values, most)

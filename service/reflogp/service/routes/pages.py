@@ -27,8 +27,8 @@ from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
 from reflogp.service.pages import api, names
 from reflogp.service.problems import Problem, problem_of
+from reflogp.service.registry import RegisteredReference
 from reflogp.service.settings import Scope
-from reflogp.service.shelf import Shelved
 from reflogp.service.sites import is_of_own_page
 from reflogp.store import ReflogpError
 from reflogp.store.commands import repair_command
@@ -72,7 +72,7 @@ def pages_router(context: Context) -> APIRouter:
 class _Held:
     """What the store holds of a reference."""
 
-    shelved: Shelved
+    shelved: RegisteredReference
     snapshot: int | None
     shards: int
     rows: int
@@ -80,7 +80,7 @@ class _Held:
     repair: str | None
 
     @classmethod
-    def of(cls, shelved: Shelved) -> _Held:
+    def of(cls, shelved: RegisteredReference) -> _Held:
         table = shelved.table
         if table is None:
             return cls(shelved, None, 0, 0, 0, None)
@@ -163,7 +163,7 @@ class _Pages:
 
     async def store(self, request: Request, who: str) -> Response:
         entries = [entry for entry in await to_thread.run_sync(self._held) if entry.snapshot is not None]
-        return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.shelf.store.uri))
+        return self._page("store.html", who, entries=entries, uri=hide_secrets(self._context.registry.store.uri))
 
     async def api(self, request: Request, who: str) -> Response:
         spec = request.app.openapi()
@@ -248,7 +248,7 @@ class _Pages:
         return response
 
     def _held(self) -> list[_Held]:
-        return [_Held.of(entry) for entry in self._context.shelf.list()]
+        return [_Held.of(entry) for entry in self._context.registry.list()]
 
     def _static_url(self, name: str) -> str:
         return f"/static/{name}?v={hashlib.sha256(self._files[name]).hexdigest()[:12]}"

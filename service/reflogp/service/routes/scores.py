@@ -27,7 +27,7 @@ from reflogp.service.context import Context
 from reflogp.service.online import Scored
 from reflogp.service.problems import documented
 from reflogp.service.request_memory import reservation_of
-from reflogp.service.worker.wire import SEQUENCES
+from reflogp.service.worker.tables import SEQUENCES
 from reflogp.store.arrow_stream import ARROW_STREAM
 from reflogp.store.schema import one_array
 

@@ -40,10 +40,10 @@ from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.helping import Asked, help_with
 from reflogp.service.worker.job import JobPlace, JobStoppedError, Progress, run_job
-from reflogp.service.worker.late_writes import LateWrites
-from reflogp.service.worker.orders import HelpOrder, JobOrder, ModelPlace, WorkerConfiguration
-from reflogp.service.worker.wire import outcomes_table, table_of
-from reflogp.store import LogprobStore, OtherContentError, Reference, ReflogpError, describe_reference, resolve_model
+from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelPlace, WorkerConfiguration
+from reflogp.service.worker.tables import outcomes_table, table_of
+from reflogp.service.worker.write_back import WriteBack
+from reflogp.store import OtherContentError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.arrow_stream import stream_bytes
 from reflogp.store.safe_text import LineFormatter
 from reflogp.store.texts import shortened
@@ -89,7 +89,7 @@ class Worker:
         self._sending = threading.Lock()
         self._references: dict[str, Reference] = {}
         self._tokenizers = TokenizerCache(_TOKENIZERS)
-        self._store = LogprobStore(configuration.store)
+        self._store = Store(configuration.store)
         self._place = JobPlace(
             self._store,
             Path(configuration.tokens),
@@ -108,7 +108,7 @@ class Worker:
         self.loop = EngineLoop(
             engines, lambda ids: self.send({"op": "round", "ids": ids}), self._answer, configuration.window_seconds
         )
-        self._late = LateWrites(self._store, self._reference)
+        self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
         self._ordered: list[_Ordered] = []  # not done yet
@@ -138,7 +138,7 @@ class Worker:
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
-        self._late.close()
+        self._write_back.close()
 
     def end(self) -> None:
         """Stop the job with a commit, finish the round, return from `run`."""
@@ -219,7 +219,7 @@ class Worker:
             if answer.engine is not None:
                 pairs = zip(request.sequences, request.outcomes, strict=True)
                 good = [(sequence, outcome) for sequence, outcome in pairs if isinstance(outcome, np.ndarray)]
-                self._late.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
+                self._write_back.put(request.reference_id, {"online": True, **answer.engine.provenance()}, good)
 
     def _put(self, ordered: _Ordered) -> None:
         self._ordered.append(ordered)

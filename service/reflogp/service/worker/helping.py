@@ -14,7 +14,7 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, Units
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.helpers import encoded
 from reflogp.service.worker.job_engine import JobEngine
-from reflogp.service.worker.orders import HelpOrder
+from reflogp.service.worker.protocol import HelpOrder
 from reflogp.store import LogprobTable
 
 _LOOK_SECONDS = 0.1

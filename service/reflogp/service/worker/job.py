@@ -21,14 +21,14 @@ from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenized import TokenizedDataset, forget_oldest, kept_name
 from reflogp.scoring.data.tokenizer_files import NamedTokenizer
 from reflogp.scoring.errors import DatasetError
-from reflogp.scoring.runs.local import Here
+from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
-from reflogp.scoring.runs.spread.scorer import Spread, Workers
+from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
-from reflogp.service.worker.orders import JobOrder
+from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.result import write_result
-from reflogp.store import FileChangedError, LogprobStore, OtherContentError, Reference
+from reflogp.store import FileChangedError, OtherContentError, Reference, Store
 from reflogp.store.texts import shortened
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class JobPlace:
         rows: what tokenising a row may take.
     """
 
-    store: LogprobStore
+    store: Store
     tokens: Path
     max_tokens_bytes: int
     commit_seconds: float
@@ -231,7 +231,7 @@ def _attempt(
                 dataset,
                 place.store,
                 reference,
-                Spread(helpers, Here(make_engine, commit_seconds=place.commit_seconds), check, _UNIT_SEQUENCES),
+                ParallelScorer(helpers, LocalScorer(make_engine, commit_seconds=place.commit_seconds), check, _UNIT_SEQUENCES),
                 max_length=order.max_length,
                 truncation_mode=order.truncation_mode,
                 watcher=progress,

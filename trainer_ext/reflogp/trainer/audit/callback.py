@@ -25,7 +25,7 @@ from reflogp.trainer.layouts import reference_columns
 from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.own_model import computes_references, no_own_reference
 from reflogp.trainer.policy_weights import weights_of
-from reflogp.trainer.ranks import gather, together
+from reflogp.trainer.ranks import gather, on_all_ranks
 from reflogp.trainer.remote import RemoteReference
 from reflogp.trainer.source import ReferenceSource
 
@@ -250,7 +250,7 @@ class ReferenceAudit(TrainerCallback):
             self._report("schedule", self._schedule.missed())
         self.write()
         if self._trainer.accelerator.is_main_process:
-            logger.info(self._line())
+            logger.info(self._queue())
 
     # The checks.
 
@@ -289,7 +289,7 @@ class ReferenceAudit(TrainerCallback):
         Args:
             seen: computes the `differences` of this process.
         """
-        found = gather(together("the step-0 gate", seen))
+        found = gather(on_all_ranks("the step-0 gate", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
             self._not_run["step_zero"] = "no completion of the first batches is in the loss"
             return
@@ -298,7 +298,7 @@ class ReferenceAudit(TrainerCallback):
         self._judge(self.step_zero, "the first batch", "step_zero")
 
     def _check_spots(self, policy: torch.nn.Module) -> None:
-        found = together(
+        found = on_all_ranks(
             "the spot check",
             lambda: spot_check(self._trainer, self._trainer.model_wrapped, self._spot_rows, self._trainer.args.seed),
         )
@@ -437,7 +437,7 @@ class ReferenceAudit(TrainerCallback):
             "schedule": self._schedule.as_dict() if self._schedule is not None else None,
         }
 
-    def _line(self) -> str:
+    def _queue(self) -> str:
         joined = "; ".join(
             f"{name}: {record.rows if record.rows is not None else 'a stream of'} rows from {record.where.store} snapshot "
             f"{record.where.snapshot}, reference {record.where.reference_id}"

@@ -69,8 +69,8 @@ class GlobalMeans:
                     f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} as the mean over all"
                 )
         # Means over all processes, whether or not each logs those: all of them then find the same.
-        together = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
-        self._check_references(together, beta, found)
+        on_all_ranks = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
+        self._check_references(on_all_ranks, beta, found)
         self.compared += 1
         return found
 

@@ -29,7 +29,7 @@ from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
 from reflogp.trainer.layouts import layout_of
 from reflogp.trainer.openrlhf.row_values import RowValues, save_row_values
 from reflogp.trainer.openrlhf.sequences import Sequences, sequences_of
-from reflogp.trainer.ranks import Rank, gather, of_my_node, together, together_for_long
+from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Settings, Values, Where, command_to_score
 
@@ -77,18 +77,18 @@ def look_up_rows(
     """
     rank = Rank.here()
     walks = rank.local_rank == 0
-    sequences = together_for_long("reading the datasets", lambda: sequences_of(datasets) if walks else None)
+    sequences = on_all_ranks_for_long("reading the datasets", lambda: sequences_of(datasets) if walks else None)
 
     def answer() -> Answered | None:
         return _answered(_given(sequences), source, output_dir, run_command) if rank.rank == 0 else None
 
-    answered = _given(gather(together_for_long("looking up the reference log-probs", answer))[0])
+    answered = _given(gather(on_all_ranks_for_long("looking up the reference log-probs", answer))[0])
 
     def read() -> Path | None:
         return _saved(_given(sequences), source.open(answered.where.snapshot)) if walks else None
 
-    file = _given(of_my_node(gather(together_for_long("reading the reference log-probs", read))))
-    values = together("mapping the reference log-probs", lambda: RowValues(file))
+    file = _given(of_my_node(gather(on_all_ranks_for_long("reading the reference log-probs", read))))
+    values = on_all_ranks("mapping the reference log-probs", lambda: RowValues(file))
     joins = {
         name: JoinRecord(answered.where, Settings(), rows=len(dataset), scored=answered.scored.get(name, 0))
         for name, dataset in datasets.items()

@@ -18,7 +18,7 @@ from reflogp.trainer.no_reference import NoReferenceModel, refuse_reference_mode
 from reflogp.trainer.openrlhf.audit import Cadence, RunAudit
 from reflogp.trainer.openrlhf.reference import CachedReference
 from reflogp.trainer.policy_weights import fingerprint
-from reflogp.trainer.ranks import Rank, gather, together
+from reflogp.trainer.ranks import Rank, gather, on_all_ranks
 from reflogp.trainer.source import ReferenceSource
 
 
@@ -109,7 +109,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         """As DPOTrainer's; before the first step the first batch is compared, and of both sides the passes are counted."""
         if self._compares_first_batch:
             self._compares_first_batch = False
-            seen = together("the comparison before the first step", lambda: self._differences(*batch))
+            seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
             self.audit.saw_first_batch(seen, self._policy)
         is_policy = model is self.model
         with self.audit.passes(int(is_policy), "policy" if is_policy else "reference"):

@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.commits import COMMIT_SEQUENCES
-from reflogp.scoring.runs.local import Here
-from reflogp.scoring.runs.pending import Miss, Told, Work
-from reflogp.scoring.runs.spread.line import LEAST, Line, Unit, unit_size
+from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.spread.unit import encode
+from reflogp.scoring.runs.spread.unit_queue import LEAST, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
@@ -101,7 +101,7 @@ class _Member:
         return self.asked
 
 
-class Spread:
+class ParallelScorer:
     """A Scorer on several workers.
 
     Args:
@@ -114,7 +114,7 @@ class Spread:
     def __init__(
         self,
         workers: Workers,
-        own: Here | None = None,
+        own: LocalScorer | None = None,
         check: Callable[[], None] = lambda: None,
         commit_sequences: int = COMMIT_SEQUENCES,
     ) -> None:
@@ -124,7 +124,7 @@ class Spread:
         self._commit_sequences = commit_sequences
         self._table: LogprobTable
         self._members: list[_Member] = []
-        self._line = Line()
+        self._queue = UnitQueue()
         self._to_come = 0
         self._per_second: float | None = None
         self._killers: dict[bytes, str] = {}
@@ -154,34 +154,34 @@ class Spread:
         """As Scorer.is_starved."""
         if self._own is not None and not self._source.may_come:
             return self._own.is_starved()
-        return len(self._line) < self._unit_size() * self._engines()
+        return len(self._queue) < self._unit_size() * self._engines()
 
-    def score(self, misses: list[Miss], to_come: int, told: Told) -> None:
+    def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.score; returns when less is in line than the workers take next."""
         fresh = [miss for miss in misses if miss.key not in self._killers]
         for miss in misses:
             if miss.key in self._killers:
-                told.failed(miss, self._killers[miss.key])
+                callbacks.failed(miss, self._killers[miss.key])
         self._to_come = to_come
         if self._own is not None and not self._source.may_come:
             if fresh:
-                self._own.score(fresh, to_come, told)
+                self._own.score(fresh, to_come, callbacks)
             return
-        self._line.put(fresh)
-        self.tell(told)
-        self._advance(told, self.is_starved)
+        self._queue.put(fresh)
+        self.tell(callbacks)
+        self._advance(callbacks, self.is_starved)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.tell; workers are given what they may have."""
-        if self._line or self._members or self._own is not None:
-            self._turn(told, 0.0)
+        if self._queue or self._members or self._own is not None:
+            self._turn(callbacks, 0.0)
 
-    def finish(self, told: Told) -> None:
+    def finish(self, callbacks: OutcomeCallbacks) -> None:
         """As Scorer.finish."""
         self._to_come = 0
-        self._advance(told, lambda: not self._line and not any(member.flying for member in self._members))
+        self._advance(callbacks, lambda: not self._queue and not any(member.flying for member in self._members))
         if self._own is not None:
-            self._own.finish(told)
+            self._own.finish(callbacks)
             self._note_own(self._own)
 
     def stop(self) -> None:
@@ -225,23 +225,23 @@ class Spread:
         """Engines that share what is left, about."""
         return max(1, self._source.count + (self._own is not None))
 
-    def _advance(self, told: Told, enough: Callable[[], bool]) -> None:
+    def _advance(self, callbacks: OutcomeCallbacks, enough: Callable[[], bool]) -> None:
         """Give and take until it is enough."""
         while not enough():
             self._check()
-            self._turn(told, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
+            self._turn(callbacks, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
 
-    def _turn(self, told: Told, patience: float) -> None:
+    def _turn(self, callbacks: OutcomeCallbacks, patience: float) -> None:
         """Give what may be given, and take what arrives within so many seconds."""
         self._keep_up_workers()
-        self._give(told)
+        self._give(callbacks)
         if self._own is not None:
-            self._own.tell(told)
+            self._own.tell(callbacks)
             self._note_own(self._own)
         awaited = {future: member for member in self._members if (future := member.awaited()) is not None}
         if awaited:
             for future in wait(awaited, patience, FIRST_COMPLETED).done:
-                self._arrived(awaited[future], future, told)
+                self._arrived(awaited[future], future, callbacks)
         elif patience:
             time.sleep(_LOOK_BESIDE_SECONDS)
         self._source.look(any(member.name for member in self._members))
@@ -253,7 +253,7 @@ class Spread:
             died = f"{self._failed_starts} workers died one after the other before they were ready"
             raise EngineError(f"{died}; the last one: {self._last_reason}")
 
-    def _note_own(self, own: Here) -> None:
+    def _note_own(self, own: LocalScorer) -> None:
         """What the own engine has done since the last turn."""
         if own.done == self._own_done:
             return
@@ -263,64 +263,64 @@ class Spread:
             self._per_second = own.scored / own.seconds
         self._note_idle()
 
-    def _give(self, told: Told) -> None:
+    def _give(self, callbacks: OutcomeCallbacks) -> None:
         """Give every engine what it may have, in turn, so that the last units are spread."""
         for count in range(IN_FLIGHT):
             for member in [] if self._alone else self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
-                    unit = self._line.take(self._unit_size())
+                    unit = self._queue.take(self._unit_size())
                     if unit is None:
                         return
                     self._note_busy()
                     member.flying.append((unit, member.worker.score(encode(unit.misses), unit.again)))
             if count == 0:
-                self._give_own(told)
+                self._give_own(callbacks)
 
-    def _give_own(self, told: Told) -> None:
+    def _give_own(self, callbacks: OutcomeCallbacks) -> None:
         """What may kill an engine is a worker's, where there is one: with this process the whole run would end."""
         if self._own is None or not self._own.is_starved():
             return
-        unit = self._line.take(self._unit_size(), suspects=self._alone or not self._members)
+        unit = self._queue.take(self._unit_size(), suspects=self._alone or not self._members)
         if unit is None:
             return
-        misses = self._not_stored(unit, told) if unit.again else unit.misses
+        misses = self._not_stored(unit, callbacks) if unit.again else unit.misses
         if misses:
             self._note_busy()
             self._given_own += len(misses)
-            self._own.score(misses, self._to_come, told)
+            self._own.score(misses, self._to_come, callbacks)
 
-    def _not_stored(self, unit: Unit, told: Told) -> list[Miss]:
+    def _not_stored(self, unit: Unit, callbacks: OutcomeCallbacks) -> list[Miss]:
         """What a worker that is gone has not committed; the rest is told."""
         now = self._table.snapshot()
         keys = pa.array([miss.key for miss in unit.misses], pa.binary())
         stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
         done = [miss for miss, there in zip(unit.misses, stored, strict=True) if there]
         for miss in done:
-            told.scored(miss)
+            callbacks.scored(miss)
         if done:
-            told.committed(done, now.number)
+            callbacks.committed(done, now.number)
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
         """Whether a unit may be given beside those that a worker has. One that a worker died at is alone."""
-        return not member.flying or not (member.flying[0][0].suspect or self._line.is_suspect())
+        return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
-    def _arrived(self, member: _Member, future: Future[Any], told: Told) -> None:
+    def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
         try:
             answer = future.result()
         except WorkerGoneError as error:
-            self._gone(member, str(error), error.blamed, told)
+            self._gone(member, str(error), error.blamed, callbacks)
         except Exception as error:
             is_first = not member.is_ready and not self._work.workers
             if is_first or not isinstance(error, EngineError):
                 raise _named(member.name or "the place it was given", error) from error
             self._losses += member.is_ready  # the device may be in no state to go on
-            self._gone(member, str(error), True, told)
+            self._gone(member, str(error), True, callbacks)
             if self._losses >= _LOSSES:
                 self._give_up(f"{self._losses} workers in a row were lost; the last one: {error}")
         else:
             if member.is_ready:
-                self._landed(member, answer, told)
+                self._landed(member, answer, callbacks)
             elif not member.name:
                 member.name = answer
                 member.asked = member.worker.prepare()
@@ -330,7 +330,7 @@ class Spread:
                 at_work = sum(member.is_ready for member in self._members) + (self._own is not None)
                 self._work.workers = max(self._work.workers, at_work)
 
-    def _landed(self, member: _Member, answer: dict[str, Any], told: Told) -> None:
+    def _landed(self, member: _Member, answer: dict[str, Any], callbacks: OutcomeCallbacks) -> None:
         unit, _ = member.flying.popleft()
         self._losses = self._killers_in_a_row = 0
         self._note_idle()
@@ -341,13 +341,13 @@ class Spread:
         problems = answer["problems"]
         good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
         for miss in good:
-            told.scored(miss)
+            callbacks.scored(miss)
         if answer["snapshot"] is not None:
-            told.committed(good, answer["snapshot"])
+            callbacks.committed(good, answer["snapshot"])
         for index, problem in problems.items():
-            told.failed(unit.misses[index], problem)
+            callbacks.failed(unit.misses[index], problem)
 
-    def _gone(self, member: _Member, reason: str, blamed: bool, told: Told) -> None:
+    def _gone(self, member: _Member, reason: str, blamed: bool, callbacks: OutcomeCallbacks) -> None:
         """A worker is gone: any of the units that it had may be the reason, unless it was called away."""
         self._present += self._presence(member)
         self._members.remove(member)
@@ -362,13 +362,13 @@ class Spread:
         self._note_idle()
         for unit in reversed(units):
             if not blamed:
-                self._line.put_back(unit)
-            elif (killer := self._line.died_at(unit)) is not None:
-                self._found_killer(killer, reason, told)
+                self._queue.put_back(unit)
+            elif (killer := self._queue.died_at(unit)) is not None:
+                self._found_killer(killer, reason, callbacks)
 
-    def _found_killer(self, miss: Miss, reason: str, told: Told) -> None:
+    def _found_killer(self, miss: Miss, reason: str, callbacks: OutcomeCallbacks) -> None:
         self._killers[miss.key] = f"it killed its worker twice ({reason})"
-        told.failed(miss, self._killers[miss.key])
+        callbacks.failed(miss, self._killers[miss.key])
         self._killers_in_a_row += 1
         if self._killers_in_a_row >= _KILLERS:
             self._give_up(
@@ -402,7 +402,7 @@ class Spread:
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
-        return unit_size(len(self._line) + self._to_come, self._engines(), self._per_second, self._commit_sequences)
+        return unit_size(len(self._queue) + self._to_come, self._engines(), self._per_second, self._commit_sequences)
 
 
 def _named(place: str, error: Exception) -> ReflogpError:

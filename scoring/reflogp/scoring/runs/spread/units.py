@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.runs.computing import Committed, Computing, Ended, Event, Failed
 from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
 from reflogp.scoring.runs.spread.unit import decode
 from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.scoring.torch_engine.sequences import Sequence
@@ -50,7 +50,7 @@ class Units:
         self._changed = threading.Condition()
         self._landed_at = 0.0
         self._counted = Operations()
-        self._computing = Computing(engine, table, self.provenance, self._happened)
+        self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
         """Score a unit and commit what could be scored. Called by a thread for each unit.

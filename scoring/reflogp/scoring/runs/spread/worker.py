@@ -13,7 +13,7 @@ import torch
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine.allocator import growing_segments
 from reflogp.scoring.runs.spread.units import Units
-from reflogp.store import LogprobStore, Reference, UsageError, describe_reference, resolve_model
+from reflogp.store import Reference, Store, UsageError, describe_reference, resolve_model
 
 
 class ScoringWorker:
@@ -54,7 +54,7 @@ class ScoringWorker:
         found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
         if found.reference_id != wanted.reference_id:
             raise UsageError(f"{self._model} is another model there: reference {found.reference_id}, not {wanted.reference_id}")
-        table = LogprobStore(self._store).table(wanted.reference_id)
+        table = Store(self._store).table(wanted.reference_id)
         self._units = Units(self._choice.make(str(folder), wanted), table)
         return self._units.provenance
 

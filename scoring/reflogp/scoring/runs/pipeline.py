@@ -4,7 +4,7 @@
             bounded    its own thread  bounded    their own thread
 
 So a device waits neither for tokenising nor for a commit. Knows when to commit. Does not know where misses come from. Used by
-`Here` and by the workers of a Ray cluster.
+`LocalScorer` and by the workers of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ended:
 Event = Scored | Failed | Committed | Ended
 
 
-class Computing:
+class ScoringPipeline:
     """Computes and commits until `finish` or `stop`.
 
     Args:

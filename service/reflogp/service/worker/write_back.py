@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from reflogp.scoring.runs.commits import Commits
 from reflogp.scoring.torch_engine import Sequence
-from reflogp.store import LogprobStore, Reference, ReflogpError, sequence_keys
+from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence,
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
 
 
-class LateWrites:
+class WriteBack:
     """Commits in a thread of its own.
 
     Args:
@@ -39,7 +39,7 @@ class LateWrites:
         reference_of: reference id -> the reference.
     """
 
-    def __init__(self, store: LogprobStore, reference_of: Callable[[str], Reference]) -> None:
+    def __init__(self, store: Store, reference_of: Callable[[str], Reference]) -> None:
         self._store = store
         self._reference_of = reference_of
         self._commits: dict[str, Commits] = {}

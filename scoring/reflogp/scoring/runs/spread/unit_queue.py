@@ -39,7 +39,7 @@ class Unit:
     deaths: int = 0
 
 
-class Line:
+class UnitQueue:
     """Misses in line."""
 
     def __init__(self) -> None:

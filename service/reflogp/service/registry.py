@@ -15,12 +15,12 @@ import pyarrow as pa
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.service.settings import ServerSettings
 from reflogp.store import (
-    LogprobStore,
     LogprobTable,
     Reference,
     ReferenceNotFoundError,
     ReflogpError,
     Snapshot,
+    Store,
     UsageError,
     describe_reference,
     resolve_model,
@@ -32,7 +32,7 @@ _NO_KEYS = pa.array([], KEY_TYPE)
 
 
 @dataclass(frozen=True)
-class Shelved:
+class RegisteredReference:
     """A reference that can be asked for: by its id, and by a name where the settings give one."""
 
     name: str | None
@@ -40,7 +40,7 @@ class Shelved:
     table: LogprobTable | None
 
 
-class Shelf:
+class ReferenceRegistry:
     """References by name or id.
 
     Args:
@@ -51,7 +51,7 @@ class Shelf:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.store = LogprobStore(settings.store)
+        self.store = Store(settings.store)
         self._named = {
             name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
             for name, entry in settings.references.items()
@@ -61,7 +61,7 @@ class Shelf:
         self._tables: dict[str, LogprobTable] = {}
         self._lock = Lock()
 
-    def list(self) -> list[Shelved]:
+    def list(self) -> list[RegisteredReference]:
         """Every named reference, and every other one that the store holds."""
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
@@ -72,7 +72,7 @@ class Shelf:
             stored = {}
         listed = {**{r.reference_id: r for r in self._named.values()}, **stored}
         return [
-            Shelved(names.get(key), reference, self.table(key) if key in stored else None)
+            RegisteredReference(names.get(key), reference, self.table(key) if key in stored else None)
             for key, reference in sorted(listed.items())
         ]
 
