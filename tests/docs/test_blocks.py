@@ -39,7 +39,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/ray.md", "reflogp score --ray"): "8 GPUs, or a cluster; tests/service/test_ray.py scores on two nodes",
     ("docs/ray.md", "ray start"): "starts a cluster; tests/service/test_ray.py does",
     ("docs/operations.md", "[Service]"): "systemd starts it",
-    ("CONTRIBUTING.md", "PYTHONPATH=client"): "needs a GPU; tests/benchmarks/test_gpu.py collects them without one",
+    ("CONTRIBUTING.md", "PYTHONPATH=store"): "needs a GPU; tests/benchmarks/test_gpu.py collects them without one",
     ("CONTRIBUTING.md", "python benchmarks/gpu.py"): "needs a GPU; tests/benchmarks/test_gpu.py runs it on a CPU",
 }
 

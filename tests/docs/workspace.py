@@ -42,7 +42,7 @@ _SHORT_OF = {"RLOOConfig": _SHORT + "max_completion_length=8, "}
 #: For `reflogp demo`, which builds a model and trains it for a minute.
 _SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO)Config)\(")
-_OURS = re.compile(r"reflogp_\w+")
+_OURS = re.compile(r"reflogp\.\w+")
 
 
 class Workspace:
@@ -181,13 +181,18 @@ def parse_python(block: Block) -> None:
     """Compile it, and look up what it takes from reflogp."""
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom) and node.module and _OURS.match(node.module):
-            package, _, _ = node.module.partition(".")
-            found = find_spec(package)
+            namespace, *inner = node.module.split(".")
+            found = find_spec(namespace)
             assert found is not None and found.submodule_search_locations
-            file = Path(found.submodule_search_locations[0], *node.module.split(".")[1:])
-            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            [file] = [file for place in found.submodule_search_locations if (file := _source(Path(place, *inner))) is not None]
             names = set(re.findall(r"\w+", file.read_text(encoding="utf-8")))
             assert names.issuperset(alias.name for alias in node.names), f"{block}: {node.module} lacks a name"
+
+
+def _source(module: Path) -> Path | None:
+    """The file of a module or package, where it is there."""
+    files = (module / "__init__.py", module.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def parse_ini(block: Block) -> None:
