@@ -129,10 +129,10 @@ def test_values_do_not_depend_on_the_number_of_threads():
     pack = some_pack(3, 100, (80, 40))
     call = some_call(pack, 8, 4, 64, 64)
     layout, threads = PackLayout(pack, torch.device("cpu")), torch.get_num_threads()
-    on_all_ranks = cpu_blocks(layout, call)
+    all_branches = cpu_blocks(layout, call)
     try:
         torch.set_num_threads(1)
-        assert torch.equal(cpu_blocks(layout, call), on_all_ranks)
+        assert torch.equal(cpu_blocks(layout, call), all_branches)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""The `reflogp` command. Each subcommand is one module; the service and the trainers are imported when one needs them."""
+"""The `reflogp` command. Each subcommand is one module; the service and the trainers are imported only when needed."""
 
 from reflogp.cli.main import main
 

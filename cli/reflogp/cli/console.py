@@ -1,7 +1,4 @@
-"""What every subcommand shares with its user: exit codes, progress on stderr, one JSON object as the last line of stdout.
-
-Knows the terminal only.
-"""
+"""Shared console output: exit codes, progress on stderr, and one JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ from rich.text import Text
 from reflogp.store.safe_text import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
-#: Rows whose problem is printed; the rest is counted.
+#: Maximum number of rows whose problem is printed; the rest are counted.
 _PRINTED_ROWS = 10
 
 
 class SafeConsole(Console):
-    """A terminal that data cannot command: a string is one line, and control or invisible characters are shown as escapes.
+    """A console whose output data cannot control: strings stay on one line, and control or invisible characters are escaped.
 
-    What is printed is text and no markup, unless `markup=True` says so; names from elsewhere are then put in with `escape`.
+    Text is printed without markup unless `markup=True` is given; names from elsewhere are then inserted with `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -50,7 +47,7 @@ class SafeConsole(Console):
         super().print(*(visible(thing) if isinstance(thing, str) else thing for thing in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Every table, bar and text goes through here."""
+        """Make all output safe: every table, bar and text is rendered here."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text, keep="\n"), segment.style)
 
@@ -60,25 +57,25 @@ err = SafeConsole(stderr=True)
 
 
 def needs(extra: str, error: ImportError) -> typer.Exit:
-    """The exit for a subcommand whose extra is not installed."""
+    """Print that a subcommand's extra is not installed, and return the exit to raise."""
     err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})", style="red")
     return typer.Exit(EXIT_FAILED)
 
 
 def print_dropped(rows: int) -> None:
-    """Say that rows fall to --max-length, which is no error."""
+    """Print how many rows --max-length drops, which is no error."""
     if rows:
         err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
 
 
 def print_json(summary: dict[str, Any]) -> None:
-    """One object on one line."""
+    """Print one object on one line of stdout."""
     sys.stdout.write(json.dumps(summary) + "\n")
     sys.stdout.flush()
 
 
 def quiet_libraries() -> None:
-    """Keep the model libraries' own progress bars and notices off the terminal."""
+    """Hide the progress bars and notices of the model libraries."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -98,7 +95,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar:
-    """A progress bar with rate and time left; collects bad rows and prints the first few when it closes."""
+    """A progress bar with rate and time left, which also collects bad rows; `report` prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -110,7 +107,7 @@ class Bar:
         self._progress.update(self._task, total=sequences)
 
     def read(self, rows: int) -> None:
-        """Nothing to show: sequences are counted."""
+        """Show nothing: the bar counts sequences."""
 
     def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
@@ -123,10 +120,10 @@ class Bar:
         self._notes.add(row, remark)
 
     def committed(self, snapshot: int) -> None:
-        """Nothing to show: rows count when they are computed."""
+        """Show nothing: sequences count when they are computed."""
 
     def hashed(self, done: int, total: int) -> None:
-        """Progress of hashing weight files, in bytes."""
+        """Show the progress of hashing weight files or of other work that counts `done` of `total` units."""
         self._progress.update(self._task, completed=done, total=total)
 
     def report(self) -> None:
@@ -135,7 +132,7 @@ class Bar:
 
 
 class _Rows:
-    """Rows with something to say about each: the first few are printed, the rest counted."""
+    """Rows with a text about each; the first few are printed, the rest are counted."""
 
     def __init__(self) -> None:
         self._first: list[tuple[int, str]] = []
@@ -159,7 +156,7 @@ class _Rows:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """A bar on stderr for the time of the block; off a terminal nothing is drawn."""
+    """Show a bar on stderr during the block; without a terminal, show nothing."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

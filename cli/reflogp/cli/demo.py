@@ -1,6 +1,6 @@
-"""`reflogp demo`: the whole loop on shipped data, no network: score, score again, train on the joined values, plot.
+"""`reflogp demo`: score shipped data, score it again, train on the joined values and plot them, without a network.
 
-A recipe that reads top to bottom; each step is what a user would do.
+The code reads from top to bottom; each step is one that a user would take.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
     dtype: Annotated[str, typer.Option(help="Dtype of scoring, as of score.")] = "float32",
 ) -> None:
-    """Show the whole loop: score real pairs, score them again for nothing, train DPO on the stored values, plot.
+    """Show a complete run: score real pairs, score them again at no cost, train DPO on the stored values, and plot them.
 
-    Takes a minute or two on two CPU cores and needs no network. --model and --data take your own.
+    Takes a minute or two on two CPU cores and needs no network. --model and --data use your own model and pairs.
     """
     try:
         quiet_libraries()
@@ -110,7 +110,7 @@ def demo(
 
 
 def shipped_data() -> Path:
-    """The example pairs: beside the package in an installed wheel, in examples/data in a checkout."""
+    """Return the file of example pairs: next to the package in an installed wheel, in examples/data in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "examples_data", package.parents[2] / "examples" / "data"):
         if (folder / _DATA_FILE).is_file():
@@ -179,7 +179,7 @@ def _train(trainer_class: Any, source: Any, model: str, data_file: str, run: Pat
 
 
 class _models_that_run:
-    """Collects every language model whose forward pass begins within the block, by a hook on all modules."""
+    """Collects every language model whose forward pass begins within the block, with a hook on all modules."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

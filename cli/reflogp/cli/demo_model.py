@@ -1,5 +1,7 @@
-"""A small reference model made on the spot: a tokenizer trained on the given texts and a Llama of a few million parameters,
-trained for a moment so that its log-probs mean something. For the demo and for tests; no network.
+"""Build a small reference model for the demo and for tests, without a network.
+
+The tokenizer is trained on the given texts. The model, a Llama of a few million parameters, is trained briefly so that its
+log-probs mean something.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Training steps, so that log-probs mean something.
+#: Number of training steps, enough for log-probs that mean something.
 STEPS = 60
-#: Marks the roles of the chat template below.
+#: Special tokens: padding, EOS, and the roles of the chat template below.
 _SPECIAL = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
@@ -19,7 +21,7 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: list[str], vocab_size: int = 4096) -> Any:
-    """A byte-level BPE tokenizer of these texts, with pad, EOS and a chat template."""
+    """Return a byte-level BPE tokenizer of these texts, with pad, EOS and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -48,12 +50,12 @@ def build_model(
     """Write a small model and its tokenizer into `folder`.
 
     Args:
-        folder: where to; config.json, model.safetensors and the tokenizer's files.
-        conversations: what the tokenizer and the model are trained on.
+        folder: destination of config.json, model.safetensors and the tokenizer's files.
+        conversations: the texts on which the tokenizer and the model are trained.
         steps: training steps of next-token prediction; 0 leaves the weights random.
-        batch: conversations a step.
-        seed: of weights and batches.
-        advance: told of each step, and of its tokens.
+        batch: conversations per step.
+        seed: seed of the weights and batches.
+        advance: called after each step with 1 and the step's number of tokens.
 
     Returns:
         Number of parameters.

@@ -1,4 +1,4 @@
-"""`reflogp doctor`: what an installation can do, what it cannot, and the command that helps."""
+"""`reflogp doctor`: report what an installation can and cannot do, and the commands that fix problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reflogp.cli.console import EXIT_FAILED, out, print_json
 from reflogp.store import ReflogpError, Store, StoreNotFoundError, read_checkpoint, resolve_model
 from reflogp.store.safe_text import visible
 
-#: Extras that people install, and what each is for.
+#: Extras that users install, and the purpose of each.
 _EXTRAS = {
     "service": "score, serve, join",
     "trainer": "train with TRL",
@@ -33,13 +33,13 @@ _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        what: its name.
-        state: broken is what has to be mended before something asked for works; note is good to know.
+        what: name of the thing that was checked.
+        state: broken means that it must be fixed before something requested works; note means that it is good to know.
         said: what was found.
-        help: the command or the step that changes it; empty where nothing needs to.
+        help: the command or step that changes it; empty if nothing has to change.
     """
 
     what: str
@@ -55,9 +55,10 @@ def doctor(
     token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check an installation, and say what to do where something is missing.
+    """Check an installation, and say what to do about missing parts.
 
-    Loads no model and changes nothing but a probe file in the store, which it removes. Exit code 1 where something is broken.
+    Loads no model, and changes nothing except for a probe file in the store, which it removes. The exit code is 1 if something
+    is broken.
 
     Example: reflogp doctor --model ./sft-model --store s3://team/logps --url http://127.0.0.1:8311
     """
@@ -95,13 +96,13 @@ def _installation() -> Iterator[Finding]:
 
 
 def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
-    """(packages of an extra that are missing, those of another version than it asks for)."""
+    """Return (missing packages of an extra, packages whose version is outside the extra's requirement)."""
     missing, wrong = [], {}
     for requirement in map(Requirement, requires("reflogp") or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
             continue
         if requirement.marker.evaluate({"extra": ""}):
-            continue  # of every installation
+            continue  # a requirement of every installation, not of the extra
         try:
             if not requirement.specifier.contains(version(requirement.name), prereleases=True):
                 wrong[requirement.name] = requirement
@@ -170,7 +171,7 @@ def _model(model: str) -> Iterator[Finding]:
 
 
 def _largest_room() -> int | None:
-    """Free bytes of the device that scoring would take; None where torch is not installed."""
+    """Return the most free bytes of any device that scoring may use; None if torch or the service extra is not installed."""
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch

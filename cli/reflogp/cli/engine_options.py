@@ -1,4 +1,4 @@
-"""The options of `reflogp score` that say what computes, and the engine choice that they make."""
+"""Define the options of `reflogp score` that choose and configure the engine."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def engine_choice(
     of_vllm: dict[str, Any],
     of_remote: dict[str, Any],
 ) -> EngineChoice:
-    """The engine with the options that were given (None means not given).
+    """Return the chosen engine with the given options; None means that an option was not given.
 
-    Raises UsageError for an option of another engine, and for one that cannot be read.
+    Raises UsageError for an option of another engine, and for an option that cannot be read.
     """
     from reflogp.scoring.engines import EngineChoice
     from reflogp.scoring.vllm_engine.options import parse_options
@@ -110,7 +110,7 @@ def engine_choice(
         given = {option: value for option, value in options.items() if value is not None}
         foreign = given if owner != name else {}
         if name == "remote":
-            foreign.pop("device", None)  # where its values are checked
+            foreign.pop("device", None)  # the device on which the server's values are checked
         if foreign:
             raise UsageError(f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, and this is {name}")
         chosen |= given
@@ -126,7 +126,10 @@ def engine_choice(
 
 
 def claimed_reference(claim: str, store: Store) -> Reference:
-    """The reference of --claim. Raises UsageError."""
+    """Return the reference that --claim names: an id in the store, or a file of `reflogp reference`.
+
+    Raises UsageError if it is neither.
+    """
     file = Path(claim).expanduser()
     if not file.is_file():
         try:

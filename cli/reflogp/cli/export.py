@@ -1,4 +1,4 @@
-"""`reflogp export`: joined values as the files that other training stacks read."""
+"""`reflogp export`: write joined values as the files that other training stacks read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from reflogp.store import UsageError
 
 Stack = Literal["open-instruct", "megatron-bridge", "fairseq2"]
 
-#: The options that each stack needs; those of another are refused.
+#: The options that each stack needs; options of another stack are refused.
 _NEEDS = {"open-instruct": ("--hash", "--loss-type"), "megatron-bridge": ("--metadata",), "fairseq2": ()}
-#: Rows without values that the summary names, as many as `reflogp join` does.
+#: Maximum number of rows without values in the summary, the same as in `reflogp join`.
 _LISTED_ROWS = 100
 
 
@@ -62,11 +62,11 @@ def export(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write joined pairs as what open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
+    """Write joined pairs as files that open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
 
     Values belong to the tokens that were scored, and these stacks find them by a row's number. So score and join rows of the
     token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset that it trains on.
-    Every row needs values: where some have none, nothing is written, the rows are named, and the exit code is 3.
+    Every row needs values: if some have none, nothing is written, the rows are named, and the exit code is 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 
@@ -105,7 +105,7 @@ def _check_options(stack: Stack, given: dict[str, Any]) -> None:
 def _write(
     pairs: JoinedPairs, output: Path, cache_hash: str | None, loss_type: LossType | None, metadata: Path | None
 ) -> list[Path]:
-    """The files written. The options are those of one stack, all of them, so they tell which."""
+    """Write the files and return their paths. `_check_options` has run, so the options that are set identify the stack."""
     if cache_hash is not None and loss_type is not None:
         return [write_open_instruct(pairs, output, cache_hash, loss_type)]
     if metadata is not None:

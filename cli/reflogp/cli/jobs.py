@@ -1,4 +1,4 @@
-"""`reflogp jobs`: look at a service's jobs, follow one, end one, start one again, fetch its values."""
+"""`reflogp jobs`: list, show, cancel and retry a service's jobs, and download their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reflogp.client.models import Job, JobState
 from reflogp.store import UsageError
 from reflogp.store.safe_text import visible
 
-#: Columns of a terminal that has room for all that a list of jobs says.
+#: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120
 
 app = typer.Typer(
@@ -67,7 +67,9 @@ def ls(
 
 @app.command("show")
 def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Show one job; with --watch, follow it to its end: the exit code is then 1 if it failed or was cancelled, 3 with bad rows.
+    """Show one job; --watch follows it to its end.
+
+    With --watch the exit code is 1 if the job failed or was cancelled, and 3 if some rows have no values.
 
     Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch
     """
@@ -83,7 +85,7 @@ def show(url: Url, job: JobId, watch: Watch = False, token: Token = None, as_jso
 
 @app.command("cancel")
 def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """End a job. What it has scored stays in the store, so a retry goes on from there.
+    """Cancel a job. Values that it has scored stay in the store, so a retry continues from there.
 
     Example: reflogp jobs cancel http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -95,7 +97,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
 
 @app.command("retry")
 def retry(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = False) -> None:
-    """Put a failed or cancelled job in line again. It scores what the store still lacks.
+    """Queue a failed or cancelled job again. It scores only what the store still lacks.
 
     Example: reflogp jobs retry http://127.0.0.1:8311 4f1c9a02d77be310
     """
@@ -111,7 +113,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a done job's values: one row per row of the dataset, with keys, ref columns, and why a row has none.
+    """Save a done job's values: one row per dataset row, with keys, ref columns, and the reason if a row has no values.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -125,9 +127,9 @@ def save_result(client: Client, job: str, output: Path) -> None:
 
 
 def watched(client: Client, job: str) -> Job:
-    """Follow a job to its end under a progress bar on stderr; off a terminal only its states are told.
+    """Follow a job to its end with a progress bar on stderr; without a terminal, print only its states.
 
-    The service's own numbers are shown: a watch may begin, or go on, in the middle of a job.
+    The numbers are the service's own, because a watch may begin or resume in the middle of a job.
     """
     columns = (
         SpinnerColumn(),
@@ -164,7 +166,7 @@ def watched(client: Client, job: str) -> Job:
 
 
 def command(name: str, url: str, job: str) -> str:
-    """A whole command about a job, to copy."""
+    """Return a complete command about a job, ready to copy."""
     return shlex.join(["reflogp", "jobs", name, url, job])
 
 
@@ -192,7 +194,7 @@ def _outcome(job: Job) -> list[str]:
 
 
 def exit_code(job: Job) -> int:
-    """0 for a job that is done or may yet be, 3 where rows have no values, 1 where it failed or was cancelled."""
+    """Return 1 for a failed or cancelled job, 3 for a done job with rows that have no values, otherwise 0."""
     if job.state in ("failed", "cancelled"):
         return EXIT_FAILED
     bad_rows = job.progress.bad_rows if job.summary is None else job.summary.get("bad_rows")
@@ -228,7 +230,10 @@ def _describe(job: Job) -> None:
 
 
 def _listed(jobs: list[Job], narrow: bool) -> Table:
-    """A line for each job; where there is little room, without who submitted it and its title, and long names are cut."""
+    """Return a table with one row per job.
+
+    If there is little room, the submitter and the title are left out, and long names are cut.
+    """
     table = Table(box=None, pad_edge=False)
     least = {"job": 16, "state": 9, "sequences": 9, "created": 16}
     for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
@@ -248,7 +253,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 
 def _print(table: Table) -> None:
-    """As wide as the terminal; off a terminal as wide as it needs to be, one line a row."""
+    """Print a table as wide as the terminal; without a terminal, as wide as it needs to be, with one line per row."""
     wide = out.options.update(width=10_000)
     out.print(table, width=None if out.is_terminal else out.measure(table, options=wide).maximum)
 
@@ -279,5 +284,5 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(text: object) -> Text:
-    """What others wrote, for a cell of a table."""
+    """Make text from other people safe for a table cell."""
     return Text(visible(str(text or "")))

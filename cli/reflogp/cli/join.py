@@ -1,4 +1,4 @@
-"""`reflogp join`: a dataset's rows with reference log-prob columns."""
+"""`reflogp join`: write a dataset's rows with reference log-prob columns."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def join(
 ) -> None:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps) as Parquet.
 
-    Loads no model: tokens come from the model folder's tokenizer, values from the store. Rows without values are named and
-    left out; the exit code is then 3.
+    Loads no model: tokens come from the model folder's tokenizer, values from the store. Rows without values are named and left
+    out; the exit code is then 3.
 
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """

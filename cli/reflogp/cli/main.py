@@ -1,4 +1,4 @@
-"""The command's root: its subcommands, and how an error becomes one sentence and an exit code."""
+"""Assemble the command's subcommands, and turn each error into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from reflogp.scoring.machine.allocator import growing_segments
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.safe_text import LineFormatter, visible
 
-#: Answers of a service that mean bad usage: what was asked for is malformed or not there.
+#: HTTP statuses of a service that mean bad usage: the request is malformed, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
-#: What newer versions of typer make of Ctrl-C.
+#: Exit code that newer versions of typer use for Ctrl-C.
 _TYPER_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -73,16 +73,19 @@ app.add_typer(store.app, name="store")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning as one line, without the place in the code that it comes from."""
+    """Print a warning as one line, without its location in the code."""
     err.print(f"reflogp: warning: {message}", style="yellow")
 
 
 def _run() -> int:
-    """Run the command line; its exit code. A wrong use is printed as typer prints it, with what it quotes made visible."""
+    """Run the command line; return its exit code.
+
+    Usage errors are printed in typer's format, with control characters in quoted text escaped.
+    """
     try:
         code = app(standalone_mode=False)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # of click's errors, in whichever package typer has them
+        if not hasattr(error, "format_message"):  # not one of click's errors, which typer may import from its own copy
             raise
         error.message = visible(error.message)  # type: ignore[attr-defined]
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]
@@ -95,7 +98,7 @@ def main() -> None:
     os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
     warnings.showwarning = _show_warning
     if isinstance(logging.lastResort, logging.Handler):
-        logging.lastResort.setFormatter(LineFormatter())  # what a library logs quotes data, too
+        logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may quote data too
     try:
         sys.exit(_run())
     except ReflogpError as error:

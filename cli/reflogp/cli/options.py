@@ -1,4 +1,4 @@
-"""Options that several subcommands share, written once so that they mean and read the same everywhere."""
+"""Define the options that several subcommands share, so that they have the same meaning and text everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reflogp reference`: what a model is to a store; and how the other subcommands find that out."""
+"""`reflogp reference`: describe a model as a store identifies it; the other subcommands use `find_reference` too."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def reference(
     lm_head_dtype: options.LmHeadDtype = None,
     revision: options.Revision = None,
 ) -> None:
-    """Print what a reference model is to a store, as JSON: its id, and the content and numerics that make it.
+    """Print how a store identifies a reference model, as JSON: its id, and the content and numerics that determine the id.
 
-    Hashes the weights and loads no model. Where a server's weights are not at hand, the file lets `reflogp score --engine
+    Hashes the weights and loads no model. If a server's weights are on another machine, this file lets `reflogp score --engine
     remote --claim FILE` write under the right id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
@@ -26,7 +26,7 @@ def reference(
 
 
 def find_reference(model: str, dtype: str, lm_head_dtype: str | None, revision: str | None) -> tuple[str, Reference]:
-    """(local folder, reference) of a model, hashing its weights under a progress bar unless they are known."""
+    """Return (local folder, reference) of a model; hash its weights under a progress bar unless their digests are cached."""
     folder = resolve_model(model, revision)
     with progress_bar("hashing weights (bytes)") as bar:
         reference = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)

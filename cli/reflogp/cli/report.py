@@ -1,4 +1,4 @@
-"""`reflogp report`: what a scored dataset looks like, as a page."""
+"""`reflogp report`: describe a scored dataset in an HTML page."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def report(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say whether a scored dataset is sane for training with this reference: one HTML page, and its charts as PNG.
+    """Check whether a scored dataset is sane for training with this reference: one HTML page, and its charts as PNG.
 
-    Log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob, what each
-    max_length would cut, and which rows have no values. Loads no model: tokens come from the model folder's tokenizer, values
-    from the store. The exit code is 3 when some rows have no values.
+    It shows log-probs, margins, the reference's accuracy, outliers and duplicates with their tokens coloured by log-prob, what
+    each max_length would cut, and which rows have no values. Loads no model: tokens come from the model folder's tokenizer,
+    values from the store. The exit code is 3 if some rows have no values.
 
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
@@ -43,7 +43,7 @@ def report(
         from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.data.shape import FORMATS
-        from reflogp.scoring.report.build import write_report
+        from reflogp.scoring.reports.build import write_report
     except ImportError as error:
         raise needs("service", error) from error
     quiet_libraries()

@@ -1,4 +1,4 @@
-"""`reflogp score`: score what a store lacks of a dataset."""
+"""`reflogp score`: score the sequences of a dataset that a store lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """`score`, whose --ray may stand without an address, also before the model."""
+    """The `score` command, whose --ray option may omit its address, even before the model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -74,10 +74,10 @@ def score(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Score a dataset's sequences with a reference model and keep the log-probs.
+    """Score a dataset's sequences with a reference model and store the log-probs.
 
-    Scores only what the store lacks: a second run scores nothing, an interrupted one goes on where it stopped, and rows
-    that share a sequence share its value. A row that cannot be used is named and left out; the exit code is then 3.
+    Only sequences that the store lacks are scored: a second run scores nothing, an interrupted run continues where it stopped,
+    and rows with the same sequence share its value. A row that cannot be used is named and left out; the exit code is then 3.
 
     Example: reflogp score ./sft-model pairs.jsonl.gz --store ./logps --dtype bfloat16 --max-length 2048
 
@@ -155,13 +155,13 @@ def score(
             strict_engine=engine if strict_engine else None,
         )
     _print(summary, as_json)
-    source.check_unchanged()  # what was scored is kept; but it may not be what the dataset holds now
+    source.check_unchanged()  # the scored values are kept, but the dataset may have changed since it was read
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 
 
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
-    """What scores: an engine in this process, or one in a process of its own on each of several devices."""
+    """Make the scorer: an engine in this process, or several engines, each in its own process on one or more devices."""
     if devices is None:
         from reflogp.scoring.runs.local import LocalScorer
 
@@ -187,7 +187,7 @@ def _on_ray(
     address: str,
     workers: int | None,
 ) -> Iterator[Any]:
-    """Workers on a Ray cluster for the time of the block."""
+    """Yield a scorer whose workers run on a Ray cluster for the duration of the block."""
     try:
         from reflogp.scoring.on_ray.cluster import connected
         from reflogp.scoring.on_ray.workers import ClusterWorkers

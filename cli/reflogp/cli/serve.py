@@ -1,4 +1,4 @@
-"""`reflogp serve` and `reflogp token`: start a service, make a token for it."""
+"""`reflogp serve` and `reflogp token`: start a service, and make tokens for it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 8311.")] = None,
 ) -> None:
-    """Score for everybody: jobs, online requests and lookups over HTTP, and pages for people. /docs has every route.
+    """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
 
-    Jobs that were not done when a service ended go on when it is started again. Without tokens it listens on loopback only.
-    `reflogp token NAME` makes a token for the settings file. TLS is a proxy's work.
+    Unfinished jobs continue when the service is started again. Without tokens it listens on loopback only. `reflogp token NAME`
+    makes a token for the settings file. For TLS, put a proxy in front.
 
     Example: reflogp serve --model sft=./sft-model --dtype bfloat16 --store ./logps
     """
@@ -68,7 +68,7 @@ def token(
     name: Annotated[str, typer.Argument(help="Who it is for; appears in logs.")],
     scope: Annotated[list[str] | None, typer.Option(help="read, score or admin; repeatable. Default: read, score.")] = None,
 ) -> None:
-    """Make a bearer token: printed once, and the lines for the settings file, which hold only its digest."""
+    """Make a bearer token. It is printed once, with the lines for the settings file, which hold only its digest."""
     try:
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES

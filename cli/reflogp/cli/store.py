@@ -1,4 +1,4 @@
-"""`reflogp store`: look at a store, check it, tidy it up, share it."""
+"""`reflogp store`: inspect a store, check, repair and compact it, and share it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the la
 
 @app.command("ls")
 def ls(uri: Uri, as_json: AsJson = False) -> None:
-    """List the reference models of a store: id, name, dtype, latest snapshot, rows, size."""
+    """List the reference models of a store: id, name, dtype, latest snapshot, number of sequences and shards, size."""
     store = Store(uri)
     tables = _Tables(store, None)
     found = tables.each(_described)
@@ -76,9 +76,9 @@ def verify_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every log entry and every page of every shard, check checksums and rows; name what is damaged (exit code 1).
+    """Read every log entry and every page of every shard, check checksums and rows, and name what is damaged (exit code 1).
 
-    With --repair what is damaged is taken out of the table, and only that. The next score run fills the gap.
+    --repair removes only what is damaged from the table. The next score run fills the gap.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -112,9 +112,9 @@ def verify_(
 
 @app.command("compact")
 def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -> None:
-    """Merge shards into large ones, sorted by key, each key once. Readers and writers may go on meanwhile.
+    """Merge shards into large ones, sorted by key, each key once. Others may read and write meanwhile.
 
-    Scoring merges its small shards by itself; this puts the whole table in order. What is replaced stays until vacuum.
+    Scoring merges its small shards by itself; this command compacts the whole table. The replaced shards stay until vacuum.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -146,9 +146,9 @@ def vacuum_(
     alone: Annotated[bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention of 0.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete shards that compaction replaced and files that crashed writers left, once older than the retention.
+    """Delete shards that compaction replaced and files that crashed writers left, once they are older than the retention.
 
-    Snapshots that need a deleted shard can no longer be read, and say so.
+    Snapshots that need a deleted shard can no longer be read; reading one raises an error that says so.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -199,7 +199,7 @@ def import_(
     folder: Annotated[str, typer.Argument(help="What `reflogp store export` wrote.", metavar="FOLDER")],
     as_json: AsJson = False,
 ) -> None:
-    """Bring an export into a store. Every row is checked first; a key that the store has keeps its value."""
+    """Import an export into a store. Every row is checked first; a key that the store already has keeps its value."""
     store = Store(uri)
     with progress_bar("importing") as bar:
         done = import_folder(store, folder, bar.hashed)
@@ -214,7 +214,7 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references, or of the one whose id begins so. One that cannot be used is reported; the others go on."""
+    """The tables of all references, or of the one whose id begins as given. A table with an error is reported and skipped."""
 
     def __init__(self, store: Store, reference: str | None) -> None:
         references = store.references()
@@ -226,7 +226,10 @@ class _Tables:
             raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
-        """What `work` gives for every table; an error is printed as one sentence where another table is left to do."""
+        """Return the results of `work` for every table.
+
+        With several tables, an error is printed as one sentence and the next table follows; with one table it is raised.
+        """
         done = []
         for reference in self.references:
             try:

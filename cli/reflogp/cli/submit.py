@@ -57,10 +57,10 @@ def submit(
     token: jobs.Token = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Have a service score a dataset with a reference model, in a job that outlives this command.
+    """Have a service score a dataset with a reference model, in a job that continues after this command ends.
 
-    Submitting again what the service knows gives the same job, and nothing is uploaded twice. Exit codes: 0 done (or in
-    line, without --watch), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
+    Submitting the same data and settings again returns the same job, and nothing is uploaded twice. Exit codes: 0 done (or
+    queued or running, without --watch), 1 failed or cancelled, 2 bad usage, 3 done, but some rows have no values.
 
     Example: reflogp submit http://127.0.0.1:8311 pairs.jsonl.gz --reference sft --max-length 1024 --output pairs-logps.parquet
     """
@@ -94,7 +94,7 @@ def submit(
             except RequestRefusedError as error:
                 if error.status != 404:
                     raise
-                err.print(f"nothing is saved: {error}", style="yellow")  # no row of it could be read
+                err.print(f"nothing is saved: {error}", style="yellow")  # no row of the dataset could be read
     if as_json:
         print_json(job.as_dict())
     else:

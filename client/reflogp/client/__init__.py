@@ -1,4 +1,4 @@
-"""Talks to a scoring service, and holds the `reflogp` command. Needs httpx, no torch."""
+"""Call a scoring service over HTTP. Needs httpx, no torch."""
 
 from reflogp.client.client import AsyncClient, Client
 from reflogp.client.errors import (

@@ -1,6 +1,6 @@
-"""Clients of a service: `Client`, and `AsyncClient` with the same words.
+"""Call a scoring service over HTTP: `Client`, and `AsyncClient` with the same methods.
 
-Knows how to send and when to try again; what is sent is `protocol`'s, `scoring`'s and `jobs`'. Needs httpx, no torch.
+Needs httpx, no torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
 
 
 class Client:
-    """Talks to a service.
+    """A client of a scoring service.
 
     Args:
-        url: of the service, as `reflogp serve` prints it.
-        token: bearer token, $REFLOGP_TOKEN when left out; not needed on loopback where the service has none.
-        timeout: seconds to wait for an answer's next bytes; None for the default of 60, 5 to connect.
+        url: URL of the service, as `reflogp serve` prints it.
+        token: bearer token; $REFLOGP_TOKEN if None. Not needed on loopback if the service has no token.
+        timeout: seconds to wait for the next bytes of a response; None for the default of 60, and 5 to connect.
 
-    Methods raise ServiceError and its kin (reflogp.client.errors). Requests that do no harm twice are tried again, with growing
-    pauses, where the connection fails or the service is busy.
+    Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
+    request that is safe to repeat is retried, with growing pauses.
 
     Example:
         with Client("http://127.0.0.1:8311") as client:
@@ -59,19 +59,19 @@ class Client:
         self._http = httpx.Client(**_options(self.url, token, timeout))
 
     def references(self) -> list[protocol.ReferenceInfo]:
-        """The reference models that the service, or its store, knows."""
+        """Return the reference models that the service or its store has."""
         return protocol.references_of(self._send(protocol.references_call()))
 
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> protocol.Lookup:
-        """What the store has for some keys. Many are asked for in several requests, at one snapshot.
+        """Look keys up in the service's store. Many keys are sent in several requests, all at the same snapshot.
 
         Args:
             reference: name or id.
             keys: n keys of 16 bytes, as `reflogp.store.sequence_keys` makes them.
-            values: give token_logps too.
-            snapshot: number; None for the latest.
+            values: return token_logps too.
+            snapshot: number of the snapshot; None for the latest.
         """
         return self._run(protocol.looking_up(reference, keys, values, snapshot))
 
@@ -87,26 +87,26 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """The log-probs of n sequences, computed now. Many are sent in several requests, one after the other.
+        """Return the log-probs of n sequences, computed now. Many sequences are sent in several requests, one after the other.
 
         Args:
             reference: name or id.
             prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
             completions: n lists of token ids.
-            temperature: divides the logits. Only values at 1 are read from the store and written to it.
-            cache_read: take what the store has instead of computing it.
-            cache_write: keep what was computed.
-            deadline: seconds for it all: waiting in the service's queue, computing, tries and pauses between them. A slow
-                connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
+            temperature: divides the logits. Only values at temperature 1 are read from the store and written to it.
+            cache_read: read values from the store where it has them, and compute only the others.
+            cache_write: write the computed values to the store.
+            deadline: seconds for the whole call: waiting in the service's queue, computing, retries and the pauses between
+                them. A slow connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
             attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
                 is padding. They are scored as the model itself sees such a row, and padded completion tokens have values too.
-                Never looked up or kept.
+                These sequences are never looked up in the store or written to it.
 
         Raises:
-            SequencesRefusedError: some sequences have no values; it has the others'.
-            DeadlineExceededError: not done in time.
-            ServiceBusyError: the queue was full at every try.
-            UsageError: prompts and completions are not lists of token ids, or not as many.
+            SequencesRefusedError: some sequences could not be scored; the error holds the values of the others.
+            DeadlineExceededError: not done before the deadline.
+            ServiceBusyError: the queue was full at every attempt.
+            UsageError: prompts and completions are not lists of token ids, or differ in number.
         """
         plan = scoring.scoring(
             reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
@@ -114,16 +114,16 @@ class Client:
         return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """Send a dataset file, in bounded memory. One that the service has under this name is not sent again.
+        """Upload a dataset file, in bounded memory. A file that the service already has under this name is not sent again.
 
         Args:
-            path: a file whose suffix says its format: .jsonl .json .csv .parquet .arrow, maybe .gz or .zst.
-            name: on the service, with such a suffix. Default: the file's, led by the beginning of its digest, so that files of
-                one name do not replace each other.
-            progress: called with bytes sent and bytes in all.
+            path: a file whose suffix gives its format: .jsonl .json .csv .parquet .arrow, optionally with .gz or .zst.
+            name: name on the service, with such a suffix. Default: the file's own name after the first characters of its
+                digest, so that different files of the same name do not replace each other.
+            progress: called with (bytes sent, total bytes).
 
         Raises:
-            UsageError: no such file, a folder, or a file that changes meanwhile.
+            UsageError: no such file, a folder, an unknown suffix, or a file that changes while it is sent.
         """
         return self._run(jobs.uploading(files.local_file(path, name, progress)))
 
@@ -141,22 +141,22 @@ class Client:
         split: str = "train",
         idempotency_key: str | None = None,
     ) -> Job:
-        """Have a dataset scored. The same dataset, reference and settings are the same job, also when they are sent twice.
+        """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
         Args:
             dataset: a file on this machine, which is uploaded first; or ServicePath, ServiceUri or Uploaded.
             reference: name or id.
-            format: preference, kto or tokens; None finds it from the columns.
-            max_length: tokens of prompt and completion together; None for all.
-            truncation_mode: which end a longer sequence keeps.
+            format: preference, kto or tokens; None detects it from the columns.
+            max_length: maximum tokens of prompt and completion together; None for no limit.
+            truncation_mode: which end of a longer sequence is kept.
             ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
-            priority: from -100 to 100; higher goes first.
-            title: for people.
-            split: of a saved DatasetDict.
+            priority: from -100 to 100; higher runs first.
+            title: a label for people.
+            split: split of a saved DatasetDict.
             idempotency_key: names the job; the same key with other content is refused.
 
         Raises:
-            UsageError: the file is not there, or is a folder.
+            UsageError: the file does not exist, or is a folder.
         """
         if isinstance(dataset, str | Path):
             dataset = Uploaded(self.upload(dataset).name)
@@ -175,35 +175,35 @@ class Client:
         return jobs.job_of(self._send(call))
 
     def job(self, job: str) -> Job:
-        """A job by its id."""
+        """Return a job by its id."""
         return jobs.job_of(self._send(jobs.job_call(job)))
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """Up to `limit` jobs, the newest first.
+        """Return up to `limit` jobs, the newest first.
 
         Args:
-            state: only these.
-            before: only ones older than the job of this id; a page's `next_before` gives the next page.
+            state: only jobs in this state.
+            before: only jobs older than the job of this id; a page's `next_before` gives the next page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """End a job: a queued one at once, a running one within a pack. What it scored stays in the store.
+        """Cancel a job: a queued job ends at once, a running job within one pack. Sequences that it scored stay in the store.
 
-        Raises RequestRefusedError (409) for one that is done or failed.
+        Raises RequestRefusedError (409) if the job is done or failed.
         """
         return self._run(jobs.cancelling(job))
 
     def retry(self, job: str) -> Job:
-        """Put a failed or cancelled job in line again. Raises RequestRefusedError (409) for any other."""
+        """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for any other job."""
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Histograms, outliers and bad rows of a done job. Raises RequestRefusedError (409) for any other."""
+        """Return histograms, outliers and bad rows of a done job. Raises RequestRefusedError (409) for any other job."""
         return jobs.report_of(self._send(jobs.report_call(job)))
 
     def result(self, job: str, output_path: str | Path) -> Path:
-        """Save a done job's values as Parquet, one row per row of the dataset. The file appears when it is complete.
+        """Save a done job's values as Parquet, one row per row of the dataset. The file appears only when it is complete.
 
         Raises:
             RequestRefusedError: 409, the job is not done.
@@ -215,7 +215,10 @@ class Client:
         return output
 
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
-        """The job as it is, then at every change, until it is done, failed or cancelled; as `watch` otherwise."""
+        """Yield the job as it is now, then at every change, until it is done, failed or cancelled.
+
+        Timeouts, reconnects and errors are those of `watch`.
+        """
         following = Following(job, self.url, timeout)
         while not following.ended:
             cause: protocol.Outcome = None
@@ -241,16 +244,16 @@ class Client:
         timeout: float | None = None,
         check: bool = False,
     ) -> Job:
-        """Wait until a job is done, failed or cancelled; gives it. Outlives lost connections and restarts of the service.
+        """Wait until a job is done, failed or cancelled, and return it. Survives lost connections and restarts of the service.
 
         Args:
             on_change: called with the job at once and at every change.
-            timeout: seconds to wait. None: as long as it takes, unless the service is away for 10 minutes.
-            check: raise for a job that is not done in the end.
+            timeout: seconds to wait. None waits as long as the job takes, unless the service is away for 10 minutes.
+            check: raise JobFailedError if the job ends without being done.
 
         Raises:
-            DeadlineExceededError: the job is not there yet when the time is up; it goes on.
-            ServiceUnreachableError: the service is away when the time is up, or for too long.
+            DeadlineExceededError: the job has not ended within the timeout; it continues on the service.
+            ServiceUnreachableError: the service is away when the timeout ends, or for too long.
             JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):
@@ -308,7 +311,7 @@ class Client:
 
 
 class AsyncClient:
-    """As `Client`, for asyncio: `async with`, and every method awaited."""
+    """The asyncio version of `Client`: use it in `async with`, await its methods, and read `events` with `async for`."""
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
         self.url = url.rstrip("/")
@@ -316,13 +319,13 @@ class AsyncClient:
         self._http = httpx.AsyncClient(**_options(self.url, token, timeout))
 
     async def references(self) -> list[protocol.ReferenceInfo]:
-        """As Client.references."""
+        """See Client.references."""
         return protocol.references_of(await self._send(protocol.references_call()))
 
     async def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> protocol.Lookup:
-        """As Client.lookup."""
+        """See Client.lookup."""
         return await self._run(protocol.looking_up(reference, keys, values, snapshot))
 
     async def score(
@@ -337,14 +340,14 @@ class AsyncClient:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """As Client.score."""
+        """See Client.score."""
         plan = scoring.scoring(
             reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
         )
         return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
-        """As Client.upload. `progress` is called off the event loop."""
+        """See Client.upload. `progress` is called outside the event loop's thread."""
         return await self._run(jobs.uploading(await asyncio.to_thread(files.local_file, path, name, progress)))
 
     async def submit(
@@ -361,7 +364,7 @@ class AsyncClient:
         split: str = "train",
         idempotency_key: str | None = None,
     ) -> Job:
-        """As Client.submit."""
+        """See Client.submit."""
         if isinstance(dataset, str | Path):
             dataset = Uploaded((await self.upload(dataset)).name)
         call = jobs.submit_call(
@@ -379,34 +382,34 @@ class AsyncClient:
         return jobs.job_of(await self._send(call))
 
     async def job(self, job: str) -> Job:
-        """As Client.job."""
+        """See Client.job."""
         return jobs.job_of(await self._send(jobs.job_call(job)))
 
     async def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
-        """As Client.jobs."""
+        """See Client.jobs."""
         return jobs.page_of(await self._send(jobs.jobs_call(state, before, limit)))
 
     async def cancel(self, job: str) -> Job:
-        """As Client.cancel."""
+        """See Client.cancel."""
         return await self._run(jobs.cancelling(job))
 
     async def retry(self, job: str) -> Job:
-        """As Client.retry."""
+        """See Client.retry."""
         return jobs.job_of(await self._send(jobs.retry_call(job)))
 
     async def report(self, job: str) -> dict[str, Any]:
-        """As Client.report."""
+        """See Client.report."""
         return jobs.report_of(await self._send(jobs.report_call(job)))
 
     async def result(self, job: str, output_path: str | Path) -> Path:
-        """As Client.result."""
+        """See Client.result."""
         output = files.check_output(output_path)
         with appears_whole(output) as hidden, hidden.open("wb") as partial:
             await self._send(jobs.result_call(job, partial))
         return output
 
     async def events(self, job: str, *, timeout: float | None = None) -> AsyncGenerator[Job, None]:
-        """As Client.events."""
+        """See Client.events."""
         following = Following(job, self.url, timeout)
         while not following.ended:
             cause: protocol.Outcome = None
@@ -433,7 +436,7 @@ class AsyncClient:
         timeout: float | None = None,
         check: bool = False,
     ) -> Job:
-        """As Client.watch."""
+        """See Client.watch."""
         async with aclosing(self.events(job, timeout=timeout)) as changes:
             async for found in changes:
                 if on_change is not None:
@@ -492,7 +495,7 @@ class AsyncClient:
 
 
 def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
-    """What both kinds of httpx client are made with."""
+    """Return the keyword arguments for either httpx client. Raises UsageError for an unusable URL or token."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"service {url!r}: a URL begins with http:// or https://")
     headers = {"user-agent": f"reflogp/{version('reflogp')}"}

@@ -1,15 +1,15 @@
 """Errors of the client, below the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-├── RowsWithoutValuesError    an export needs a value for every row, and some have none
-└── ServiceError              a service did not do what was asked
-    ├── ServiceUnreachableError   no connection, or no answer in time
-    ├── DeadlineExceededError     not done within the time that the caller gave
+├── RowsWithoutValuesError    an export needs a value for every row, and some rows have none
+└── ServiceError              a service could not do what was requested
+    ├── ServiceUnreachableError   no connection, or no response in time
+    ├── DeadlineExceededError     not done within the caller's deadline or timeout
     ├── ServiceBusyError          429 or 503, after the retries
     ├── NotAllowedError           401 or 403
     ├── RequestRefusedError       another 4xx: the request is wrong
-    ├── ServiceFailedError        another 5xx, or an answer that is none
-    ├── SequencesRefusedError     some sequences could not be scored; has the others' values
+    ├── ServiceFailedError        another 5xx, or a response that cannot be read
+    ├── SequencesRefusedError     some sequences could not be scored; holds the values of the others
     └── JobFailedError            a job failed or was cancelled
 """
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
     from reflogp.client.models import Job
 
-#: Sequences whose problem an error's message tells; the rest is counted.
+#: Sequences whose problem an error message quotes; the others are counted.
 _TOLD = 3
-#: Rows that an error's message names; the rest is counted.
+#: Rows that an error message names; the others are counted.
 _NAMED = 10
 
 
 class RowsWithoutValuesError(ReflogpError):
-    """Rows of a dataset have no values, and the format needs all.
+    """Rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: row number -> why it has none, "" where the file does not say, in order.
-        rows: rows of the dataset.
+        reasons: row number -> why the row has no value, in order; "" if the file gives no reason.
+        rows: number of rows of the dataset.
     """
 
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
@@ -50,7 +50,7 @@ class RowsWithoutValuesError(ReflogpError):
 
 
 def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) -> str:
-    """The first few rows by number, with what is said of each."""
+    """Return the first few rows by number, with the reason for each, as text."""
     numbers = sorted(map(int, rows))
     told = [f"{row} ({reasons[row]})" if reasons and reasons.get(row) else str(row) for row in numbers[:_NAMED]]
     more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
@@ -58,11 +58,11 @@ def named_rows(rows: Iterable[int], reasons: Mapping[int, str] | None = None) ->
 
 
 class ServiceError(ReflogpError):
-    """A service did not do what was asked.
+    """A service could not do what was requested.
 
     Attributes:
-        status: HTTP status; None where there was no answer.
-        next_step: what the service says can be done.
+        status: HTTP status; None if there was no response.
+        next_step: what the user can do, in the service's words.
     """
 
     def __init__(self, message: str, status: int | None = None, next_step: str = "") -> None:
@@ -72,19 +72,19 @@ class ServiceError(ReflogpError):
 
 
 class ServiceUnreachableError(ServiceError):
-    """No connection, or no answer in time."""
+    """No connection, or no response in time."""
 
 
 class DeadlineExceededError(ServiceError):
-    """Not done within the time that the caller gave: its `deadline` or `timeout` (504 where the service says so)."""
+    """Not done within the caller's `deadline` or `timeout` (504 if the service reports it)."""
 
 
 class ServiceBusyError(ServiceError):
-    """The service cannot answer now (429, 503), also after the retries."""
+    """The service is too busy to answer (429, 503), even after the retries."""
 
 
 class NotAllowedError(ServiceError):
-    """No valid token, or one without the scope (401, 403)."""
+    """No valid token, or a token without the required scope (401, 403)."""
 
 
 class RequestRefusedError(ServiceError):
@@ -92,15 +92,15 @@ class RequestRefusedError(ServiceError):
 
 
 class ServiceFailedError(ServiceError):
-    """The service failed (another 5xx), or gave an answer that cannot be read."""
+    """The service failed (another 5xx), or its response cannot be read."""
 
 
 class SequencesRefusedError(ServiceError):
-    """Some sequences could not be scored; the others were.
+    """Some sequences could not be scored; the others were scored.
 
     Attributes:
         problems: position of a sequence -> why it has no values.
-        results: float32 arrays in the order of the request; None where there is a problem.
+        results: float32 arrays in the order of the request; None for a sequence with a problem.
     """
 
     def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:

@@ -1,7 +1,7 @@
-"""Following a job: server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
+"""Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
 
-Knows how events are read, when to connect again and when to give up. Opens no connection: both clients do, and hand it what
-comes.
+Parses events, and decides when to reconnect and when to give up. Opens no connection: both clients do, and pass the received
+bytes in.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from reflogp.client.errors import DeadlineExceededError, ServiceFailedError
 from reflogp.client.jobs import events_call, job_from
 from reflogp.client.models import Job
 
-#: Seconds without a byte after which a connection is taken for lost; the service sends a comment every 15.
+#: Seconds without a byte after which a connection counts as lost; the service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Seconds that a service may be away after it was heard of (a restart), where no timeout is given.
+#: Seconds that a service may be away after it was last heard from (for a restart), whatever the timeout.
 _AWAY = 600.0
-#: Seconds at least before a stream is opened again.
+#: Minimum seconds before a stream is opened again.
 _LEAST_PAUSE = 0.5
-#: Seconds that a read may end after the time is up, so that it never ends before.
+#: Seconds that a read may continue after the timeout, so that it never ends before the timeout.
 _SLACK = 0.05
 
 
 class EventParser:
-    """Events out of the bytes of a stream, however they are cut. Only what our service sends: `event` and `data`."""
+    """A parser that takes a stream's bytes in chunks of any size and returns its events.
+
+    Supports only the fields that our service sends: `event` and `data`.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -37,8 +40,8 @@ class EventParser:
         self._data: list[str] = []
 
     def feed(self, chunk: bytes) -> list[tuple[str, str]]:
-        """(event, data) of every event that is complete with this chunk."""
-        *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a last \r may be half of \r\n
+        """Return (event, data) for every event that is complete with this chunk."""
+        *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be half of \r\n
         found = []
         for line in lines:
             name, _, value = line.decode("utf-8", "replace").partition(":")
@@ -55,11 +58,11 @@ class EventParser:
 
 
 class Following:
-    """One watch of one job: what was seen of it, when to open its stream again, when to give up.
+    """The state of one watch of one job: its last known state, when to open its stream again, and when to give up.
 
     Args:
         job: id.
-        url: of the service, for messages.
+        url: URL of the service, for messages.
         timeout: seconds for the whole watch; None for as long as the job takes.
     """
 
@@ -74,14 +77,21 @@ class Following:
         self._cause: protocol.Outcome = None
 
     def call(self) -> protocol.Call:
-        """The request that opens the stream (again). Raises where the time is up."""
+        """Return the request that opens the stream, for the first time or again.
+
+        After the timeout, raises DeadlineExceededError, or the error for the last failure.
+        """
         self._check_time()
         self._parser = EventParser()
         left = self._until - time.monotonic() + _SLACK
         return events_call(self._id, min(_SILENCE, left))
 
     def take(self, chunk: bytes) -> list[Job]:
-        """The changes of the job in some bytes of the stream. Raises DeadlineExceededError where the time is up."""
+        """Return the changes of the job in a chunk of the stream.
+
+        Raises ServiceFailedError if an event cannot be read. After the timeout, raises DeadlineExceededError, or the error for
+        the last failure.
+        """
         self._heard_at = time.monotonic()
         changes = []
         for event, data in self._parser.feed(chunk):
@@ -100,9 +110,10 @@ class Following:
         return changes
 
     def pause(self, cause: protocol.Outcome) -> float:
-        """Seconds to wait before the stream is opened again; `cause`: what ended it, None where it just ended.
+        """Return the seconds to wait before the stream is opened again.
 
-        Raises the error that the cause stands for where the service refuses, was never there, or is away for too long.
+        `cause` is what ended the stream; None if it just ended. Raises the error for the cause if the service refuses, was
+        never reached, or is away for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

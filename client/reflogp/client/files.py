@@ -1,7 +1,4 @@
-"""Files that go to a service and come from it, in bounded memory.
-
-Knows digests, chunks and hidden partial files. Does not know HTTP. Called by `jobs` and by both clients.
-"""
+"""Read files for upload and prepare files for download, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,26 +13,26 @@ from typing import IO
 from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
-#: Characters of a digest that lead an upload's name, and the longest name that a service takes.
+#: Characters of the digest at the start of an upload's name, and the longest name that a service accepts.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
 
-#: Called with bytes done and bytes in all.
+#: Called with (bytes done, total bytes).
 Progress = Callable[[int, int], None]
 
 
-#: How a dataset file's name ends, as the service has it.
+#: Suffixes of dataset files that the service accepts.
 _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file as it was when its digest was taken.
+    """A file in the state in which its digest was computed.
 
     Attributes:
-        name: under which a service will keep it.
+        name: name under which a service will keep the file.
         size: bytes.
-        sha256: of the content, hexadecimal.
-        progress: called while it is sent.
+        sha256: digest of the content, hexadecimal.
+        progress: called while the file is sent.
     """
 
     path: Path
@@ -45,7 +42,7 @@ class LocalFile:
     progress: Progress | None = None
 
     def chunks(self) -> Iterator[bytes]:
-        """Its bytes. Raises UsageError where it became shorter or longer meanwhile."""
+        """Yield the file's bytes. Raises UsageError if the file became shorter or longer meanwhile."""
         sent = 0
         try:
             with self.path.open("rb") as file:
@@ -62,21 +59,21 @@ class LocalFile:
             raise UsageError(f"{self.path} changed while it was sent; send it again when it is complete")
 
     async def chunks_in_turn(self) -> AsyncIterator[bytes]:
-        """As `chunks`, with the reading done off the event loop."""
+        """Yield the same chunks as `chunks`, but read outside the event loop's thread."""
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """A file to send; reads it once for its digest.
+    """Return a file to upload, after reading it once for its digest.
 
     Args:
-        name: under which a service will keep it. Default: the file's own, led by the beginning of its digest, so that files of
-            one name do not replace each other.
+        name: name under which a service will keep the file. Default: the file's own name after the first characters of its
+            digest, so that different files of the same name do not replace each other.
 
     Raises:
-        UsageError: no such file, or a folder.
+        UsageError: no such file, a folder, or a suffix that is not a dataset's.
     """
     found = Path(path).expanduser()
     if found.is_dir():
@@ -103,11 +100,11 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
 def _upload_name(name: str, digest: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     room = _NAME_CHARACTERS - _DIGEST_CHARACTERS - 1
-    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # a long name keeps its end, which says the format
+    return f"{digest[:_DIGEST_CHARACTERS]}-{plain[-room:]}"  # a long name keeps its end, which gives the format
 
 
 def check_output(path: str | Path) -> Path:
-    """The path of a Parquet file that is to be written. Raises UsageError where it cannot be."""
+    """Return the path of a Parquet file that will be written. Raises UsageError if the path cannot be used."""
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
         raise UsageError(f"the output {path} would be a Parquet file; give it a name that ends in .parquet")
@@ -117,7 +114,7 @@ def check_output(path: str | Path) -> Path:
 
 
 def emptied(file: IO[bytes]) -> IO[bytes]:
-    """The file without what an earlier try left in it."""
+    """Remove what an earlier attempt wrote to the file, and return the file."""
     file.seek(0)
     file.truncate()
     return file

@@ -1,7 +1,4 @@
-"""Precompute jobs and uploads: what a service says of them, and the requests about them.
-
-Knows routes, bodies and typed results. Does not know how they are sent. Called by `client` and `events`.
-"""
+"""Build the requests for scoring jobs and uploads, and parse the service's responses, without sending anything."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _TIMES = ("created_at", "started_at", "finished_at")
 
 
 def job_from(entry: dict[str, Any]) -> Job:
-    """A job out of a service's JSON; fields that a newer service has are left out."""
+    """Parse a job from a service's JSON; unknown fields of a newer service are ignored."""
     times = {name: datetime.fromisoformat(entry[name]) for name in _TIMES if entry.get(name)}
     progress = JobProgress(**protocol.known(JobProgress, entry["progress"]))
     throughput = [(float(seconds), float(rate)) for seconds, rate in entry.get("throughput", [])]
@@ -44,7 +41,7 @@ def report_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def checked(job: Job, check: bool) -> Job:
-    """The job. Raises JobFailedError where it shall be done and is not."""
+    """Return the job. With `check`, raise JobFailedError if the job is not done."""
     if check and job.state != "done":
         raise JobFailedError(job)
     return job
@@ -60,7 +57,7 @@ def jobs_call(state: str | None, before: str | None, limit: int) -> protocol.Cal
 
 
 def events_call(job: str, wait: float) -> protocol.Call:
-    """The stream of a job's changes; `wait`: seconds of silence after which it is given up."""
+    """Return the request for the stream of a job's changes; it fails after `wait` seconds without a byte."""
     return protocol.Call("GET", _path(job, "/events"), headers={"accept": "text/event-stream"}, wait=wait)
 
 
@@ -69,21 +66,22 @@ def report_call(job: str) -> protocol.Call:
 
 
 def result_call(job: str, into: IO[bytes]) -> protocol.Call:
-    # Not compressed on the way, so that the announced length is the file's.
+    # Not compressed in transit, so that Content-Length is the length of the file.
     return protocol.Call("GET", _path(job, "/result"), headers={"accept-encoding": "identity"}, into=into)
 
 
 def retry_call(job: str) -> protocol.Call:
-    # Not sent again once the service may have seen it: somebody may have cancelled the job since.
+    # Not retried once the service may have seen it: somebody may have cancelled the job since.
     return protocol.Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)
 
 
 def submit_call(
     dataset: ServicePath | ServiceUri | Uploaded, split: str, idempotency_key: str | None, **settings: Any
 ) -> protocol.Call:
-    """A job with `settings` as the service names them; None is left to its default.
+    """Return the request for a job with `settings`, named as the service names them; the service fills in those that are None.
 
-    Safe to repeat, with or without a key: the service knows a job by what its dataset holds, its reference and its settings.
+    Safe to repeat, with or without a key: the service identifies a job by its dataset's content, its reference and its
+    settings.
     """
     match dataset:
         case ServicePath(path):
@@ -99,7 +97,10 @@ def submit_call(
 
 
 def cancelling(job: str) -> protocol.Plan[Job]:
-    """The job, cancelled or about to be. Safe to repeat: one that is cancelled already is what was asked for."""
+    """Cancel a job, and return it when it is cancelled or about to be.
+
+    Safe to repeat: a job that is already cancelled is returned unchanged.
+    """
     try:
         return job_of((yield protocol.Call("DELETE", _path(job))))
     except RequestRefusedError as error:
@@ -112,12 +113,15 @@ def cancelling(job: str) -> protocol.Plan[Job]:
 
 
 def uploading(file: LocalFile) -> protocol.Plan[UploadInfo]:
-    """The file on the service; sent only where it is not there yet. Safe to repeat: the name gets the same content."""
+    """Upload the file unless the service already has it, and return what the service keeps.
+
+    Safe to repeat: the same content is stored under the same name.
+    """
     path = f"/v1/uploads/{quote(file.name, safe='')}"
     try:
         there = _upload_of((yield protocol.Call("GET", path)))
     except (RequestRefusedError, NotAllowedError) as error:
-        if error.status not in (403, 404):  # a token may be allowed to send and not to look
+        if error.status not in (403, 404):  # a token may have permission to upload but not to read
             raise
     else:
         if (there.bytes, there.sha256) == (file.size, file.sha256):

@@ -1,4 +1,4 @@
-"""What a service says of jobs and uploads, as plain values."""
+"""Define jobs, uploads and datasets of a service as plain values."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from datetime import datetime
 from typing import Any, Literal
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
-#: States that a job does not leave by itself.
+#: States that a job does not leave on its own.
 FINAL: tuple[JobState, ...] = ("done", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
 class ServicePath:
-    """A dataset file or folder on the service's machine, under a root that its settings allow."""
+    """A dataset file or folder on the service's machine, below a folder that the service's settings allow."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class ServiceUri:
-    """A dataset that the service fetches: https://, s3://, …, where its settings allow it."""
+    """A dataset that the service downloads: https://, s3://, …, if the service's settings allow it."""
 
     uri: str
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A dataset that was uploaded, by its name there."""
+    """An uploaded dataset, by its name on the service."""
 
     name: str
 
@@ -45,15 +45,15 @@ class UploadInfo:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How far a job's latest attempt is.
+    """The progress of a job's latest attempt.
 
     Attributes:
-        rows: read so far; `bad_rows` of them have no values.
-        sequences: in all, as far as can be told; 0 while nothing can.
-        done: hits, scored and failed ones.
-        hits: ones that needed no computing.
-        scored: ones that were computed; `tokens` is their tokens.
-        seconds: running so far; `seconds_left` at the present rate, None while nothing can be said.
+        rows: rows read so far; `bad_rows` of them have no values.
+        sequences: total number of sequences, as far as it is known; 0 while it is unknown.
+        done: sequences that were hits, were scored or failed.
+        hits: sequences that needed no computing.
+        scored: sequences that were computed; `tokens` is the number of their tokens.
+        seconds: running time so far; `seconds_left` is the time left at the present rate, None while it is unknown.
     """
 
     rows: int = 0
@@ -70,19 +70,19 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class Job:
-    """A job as a service knew it at one moment.
+    """The state of a job at one moment.
 
     Attributes:
         state: queued, running, done, failed or cancelled.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
-        dataset: one of upload, path and uri (without its query); split. Empty for a token that may not read, where another
-            token submitted the job.
-        note: why the latest attempt did not end the job, or what a job in line waits for.
-        error: why it failed.
-        summary: what `reflogp score --json` says of a run; when it is done.
-        started_at: of the latest attempt.
-        attempts: times that a worker began it.
-        submitted_by: name of the token that submitted it; empty like `dataset`.
+        dataset: one of upload, path and uri (without its query); and split. Empty if another token submitted the job and the
+            client's token has no permission to read.
+        note: why the latest attempt did not end the job, or what a queued job waits for.
+        error: why the job failed.
+        summary: what `reflogp score --json` prints for a run; only for a done job.
+        started_at: start of the latest attempt.
+        attempts: number of times that a worker started the job.
+        submitted_by: name of the token that submitted the job; empty in the same case as `dataset`.
         throughput: (seconds running, tokens per second) over the latest attempt.
     """
 
@@ -104,21 +104,21 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether it is done, failed or cancelled."""
+        """Whether the job is done, failed or cancelled."""
         return self.state in FINAL
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the job as a dict for JSON."""
         return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class JobPage:
-    """Some jobs, the newest first.
+    """A page of jobs, the newest first.
 
     Attributes:
-        counts: jobs of each state, on all pages.
-        next_before: the `before` of the next page; None on the last.
+        counts: number of jobs in each state, on all pages.
+        next_before: `before` argument for the next page; None on the last page.
     """
 
     jobs: list[Job]

@@ -1,7 +1,6 @@
-"""Requests and answers of a service, without sending them: what both clients share.
+"""Build requests to a service and read its responses, without sending anything.
 
-Knows what a request is, which failure is worth another try, and the routes of references and lookups. Called by `client`, and
-by `jobs` and `scoring`, which know the other routes.
+Holds what both clients share: the request type, the rules for retries, and the routes of references and lookups.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from reflogp.store.safe_text import hide_secrets, visible
 
 T = TypeVar("T")
 
-#: Seconds to connect, and to wait for the next bytes of an answer.
+#: Seconds to connect, and to wait for the next bytes of a response.
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
-#: Tries of a request that has no deadline, and the longest pause between two, in seconds.
+#: Maximum attempts for a request without a deadline, and the longest pause between two attempts, in seconds.
 TRIES, LONGEST_PAUSE = 5, 10.0
-#: Keys of one lookup, and of one that gives token values: 16 MB of keys, or 500 MB of values of 2,000 tokens each. Where a
-#: service's bounds are narrower it says 413, and less is sent at a time.
+#: Keys of one lookup, and of one lookup with token values: 16 MB of keys, or 500 MB of values at 2,000 tokens each. A service
+#: with lower limits answers 413, and smaller requests are sent.
 _KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
-#: Seconds that a service gets beyond a deadline to say itself that it has passed.
+#: Seconds after a deadline in which a service can still report itself that the deadline has passed.
 _GRACE = 0.5
-#: A service takes no longer deadline.
+#: The longest deadline that a service accepts.
 _LONGEST_DEADLINE_MS = 3_600_000
 _BUSY = (429, 503)
 
-#: What reading JSON of another shape than expected raises.
+#: Errors raised by reading JSON of an unexpected shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
-#: Failures after which the service has surely not seen a request; may have seen it; may still be at it.
+#: Failures after which the service has certainly not seen a request; may have seen it; may still be processing it.
 NOT_SENT: tuple[type[httpx.TransportError], ...] = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -65,7 +64,7 @@ ANY_LOSS = (*DROPPED, httpx.TimeoutException)
 
 @dataclass(frozen=True)
 class ReferenceInfo:
-    """A reference that a service knows; `name` is None for one that only its store knows."""
+    """A reference of a service; `name` is None if only the service's store has the reference."""
 
     name: str | None
     reference_id: str
@@ -78,13 +77,13 @@ class ReferenceInfo:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a store has for n keys.
+    """The values that a store has for n keys.
 
     Attributes:
-        lengths: stored values of each key, int32 (n,); -1 for a miss.
-        sums: their sums in nats, float64 (n,); NaN for a miss.
-        token_logps: float32 arrays, None for a miss; None altogether where they were not asked for.
-        reference_id, snapshot: where it was looked up.
+        lengths: number of stored values of each key, int32 (n,); -1 for a miss.
+        sums: sum of each key's values in nats, float64 (n,); NaN for a miss.
+        token_logps: n float32 arrays, None for a miss; None instead of the list if they were not requested.
+        reference_id, snapshot: where the keys were looked up.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -100,10 +99,10 @@ class Call:
 
     Attributes:
         content: body; a file is streamed.
-        again: failures after which it is sent again; a busy answer (429, 503) is always worth another try.
-        wait: seconds to wait for the next bytes of the answer; None for the client's own.
-        until: time (time.monotonic) by which all is over, tries and pauses included; the service is told what is left of it.
-        into: where a good answer's body goes; None keeps it in memory.
+        again: failures after which the request is retried; a busy response (429, 503) is always retried.
+        wait: seconds to wait for the next bytes of the response; None for the client's own timeout.
+        until: deadline (by time.monotonic) for everything, retries and pauses included; the service is sent the time left.
+        into: file for the body of a successful response; None keeps the body in memory.
     """
 
     method: str
@@ -117,10 +116,10 @@ class Call:
     into: IO[bytes] | None = None
 
 
-#: Several calls, each made of the answers before it: yields a call, is given its answer (or its ServiceError), returns what
-#: came of it. Written once, driven by either client.
+#: A sequence of calls, each of which can depend on earlier responses: yields a call, receives its response (or its
+#: ServiceError), and returns the final result. Written once, driven by either client.
 Plan: TypeAlias = Generator[Call, httpx.Response, T]
-#: What came of one try: an answer, a loss of the connection, or (of a stream) its end.
+#: The outcome of one attempt: a response, a lost connection, or the end of a stream (None).
 Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
 
 
@@ -133,7 +132,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 
 def looking_up(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
-    """Look keys up, in as many requests as the service's bounds need; all at the same snapshot."""
+    """Look keys up, in as many requests as the service's limits require, all at the same snapshot."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
@@ -158,7 +157,7 @@ def looking_up(reference: str, keys: pa.Array | Sequence[bytes], values: bool, s
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """How many to send at a time where a request of `count` was too large. Raises the error where it cannot be divided."""
+    """Return how many to send at a time after a request of `count` was too large. Raises the error if it cannot be divided."""
     if error.status != 413 or count < 2:
         raise error
     return count // 2
@@ -181,7 +180,7 @@ def _lookup_of(response: httpx.Response) -> Lookup:
 
 
 def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, str]], T]) -> T:
-    """What `read` makes of an answer's table and its metadata. Raises ServiceFailedError where it cannot be read."""
+    """Apply `read` to a response's table and its metadata. Raises ServiceFailedError if the response cannot be read."""
     try:
         table = pa.ipc.open_stream(response.content).read_all().combine_chunks()
         return read(table, {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()})
@@ -190,12 +189,12 @@ def arrow_answer(response: httpx.Response, read: Callable[[pa.Table, dict[str, s
 
 
 def float_lists(column: pa.ChunkedArray) -> list[npt.NDArray[np.float32] | None]:
-    """A list<float32> column as arrays, None where it is null."""
+    """Return a list<float32> column as arrays, with None for null."""
     return [entry.values.to_numpy() if entry.is_valid else None for entry in column]
 
 
 def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
-    """What `read` makes of an answer's JSON. Raises ServiceFailedError where it is none, or not of the expected shape."""
+    """Apply `read` to a response's JSON. Raises ServiceFailedError if it is not JSON or has an unexpected shape."""
     try:
         return read(response.json())
     except UNREADABLE as error:
@@ -203,12 +202,12 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that an answer has; a newer service may send more."""
+    """Return the fields of a dataclass that are in a response; a newer service may send more fields."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 
 def error_of(response: httpx.Response) -> ServiceError:
-    """The error that an answer with a status from 400 on stands for."""
+    """Return the error for a response with a status of 400 or above."""
     try:
         problem = response.json()
         detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
@@ -226,7 +225,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """What httpx' `stream` takes for a call that is sent now, but for its body."""
+    """Return the arguments of httpx' `stream` for a call that is sent now, except the body."""
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": call.headers}
     if call.wait is not None:
         found["timeout"] = httpx.Timeout(call.wait, connect=min(call.wait, CONNECT_SECONDS))
@@ -238,9 +237,9 @@ def arguments(call: Call) -> dict[str, Any]:
 
 
 def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:
-    """Seconds to wait before the next try; None when the answer is good.
+    """Return the seconds to wait before the next attempt; None if the response is good.
 
-    Raises the error that the answer stands for where another try (after number `attempt`, from 1) is not worth it.
+    If a retry (after attempt number `attempt`, counted from 1) is not worthwhile, raises the error for the outcome `answer`.
     """
     if isinstance(answer, httpx.Response) and answer.status_code < 400:
         return None
@@ -254,7 +253,7 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
 
 
 def failure(url: str, answer: Outcome) -> ServiceError:
-    """The error that a try stands for that came to nothing."""
+    """Return the error for a failed attempt."""
     if isinstance(answer, httpx.Response):
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
@@ -265,7 +264,7 @@ def failure(url: str, answer: Outcome) -> ServiceError:
 
 
 def check_whole(response: httpx.Response, file: IO[bytes]) -> None:
-    """Raises httpx.RemoteProtocolError where an answer that went into a file is not as long as was announced."""
+    """Raise httpx.RemoteProtocolError if a response written to a file is shorter or longer than its Content-Length."""
     announced = response.headers.get("content-length", "")
     if announced.isdigit() and file.tell() != int(announced):
         raise httpx.RemoteProtocolError(f"{file.tell()} bytes of {announced} arrived")
@@ -276,7 +275,10 @@ def is_busy(answer: Outcome) -> bool:
 
 
 def pause_seconds(answer: Outcome, attempt: int) -> float:
-    """What a busy service asks for, else longer after every failed attempt; partly by chance, so that clients spread out."""
+    """Return the pause that a busy service requests, else a pause that grows with every failed attempt.
+
+    Partly random, so that clients spread out.
+    """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():
         return min(LONGEST_PAUSE, float(asked) + random.uniform(0, 0.1))

@@ -1,7 +1,4 @@
-"""Online scoring: what is sent, and what comes back.
-
-Knows the columns of question and answer. Does not know how they are sent. Called by `client`.
-"""
+"""Build the requests for online scoring, and parse the service's responses, without sending anything."""
 
 from __future__ import annotations
 
@@ -22,25 +19,25 @@ from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import token_lists
 from reflogp.store.schema import one_array
 
-#: n lists of token ids: Python lists, numpy arrays (one of two dimensions too) or an Arrow list array.
+#: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
 
-#: Seconds to wait for the values where no deadline is given: a reference model may have to be loaded first.
+#: Seconds to wait for the values if no deadline is given: the service may have to load a reference model first.
 _PATIENCE = 600.0
-#: Sequences and tokens of one request: half of what a service takes by default. Where its bounds are narrower it says 413, and
-#: less is sent at a time.
+#: Sequences and tokens of one request: half of a service's default limits. A service with lower limits answers 413, and smaller
+#: requests are sent.
 _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Values of n sequences.
+    """The values of n sequences.
 
     Attributes:
         token_logps: float32 arrays in the order of the request, one value per completion token, nats.
-        reference_id: which reference model gave them.
-        hits: sequences that the store had.
-        engine_seconds, queue_seconds: spent computing, and waiting for it.
+        reference_id: reference model that computed them.
+        hits: number of sequences that the store had.
+        engine_seconds, queue_seconds: time spent computing, and waiting in the queue.
     """
 
     token_logps: list[npt.NDArray[np.float32]]
@@ -61,9 +58,9 @@ def scoring(
     patience: float | None,
     attention_masks: TokenIds | None = None,
 ) -> protocol.Plan[Scores]:
-    """Score sequences, in as many requests as the service's bounds need.
+    """Score sequences, in as many requests as the service's limits require.
 
-    Raises SequencesRefusedError where sequences have no values, after all were tried.
+    Raises SequencesRefusedError if some sequences could not be scored, after all sequences were sent.
     """
     if deadline is not None and not deadline > 0:
         raise UsageError(f"deadline {deadline}: give seconds above 0")
@@ -111,8 +108,8 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
         params,
         stream_bytes(table),
         {"content-type": ARROW_STREAM},
-        # A store keeps the first value of a key, so a repeat changes nothing; but after a timeout the service may still be
-        # computing, and a repeat would add to what made it late.
+        # A store keeps the first value of a key, so a retry changes nothing. But after a timeout the service may still be
+        # computing, and a retry would add to its load.
         again=protocol.DROPPED,
         wait=patience or _PATIENCE,
         until=until,
@@ -120,7 +117,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """(why a sequence has no values, or None, of each; the values)."""
+    """Return (for each sequence, why it has no values, or None; the scores)."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])
@@ -144,7 +141,7 @@ def _joined(parts: list[Scores]) -> Scores:
 
 
 def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
-    """Tokens of the sequences before each, and of all; int64 (n + 1,)."""
+    """Return the number of tokens before each sequence, and the total; int64 (n + 1,)."""
     tokens = np.zeros(len(table) + 1, np.int64)
     for name in ("prompt_ids", "completion_ids"):
         tokens[1:] += one_array(table[name]).value_lengths().to_numpy(zero_copy_only=False)
@@ -152,7 +149,7 @@ def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def _lists(ids: TokenIds, name: str) -> pa.ListArray:
-    """As list<uint32>; raises UsageError for anything else than lists of token ids."""
+    """Return the ids as list<uint32>; raises UsageError for anything but lists of token ids."""
     try:
         return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
     except (pa.ArrowException, TypeError) as error:

@@ -1,13 +1,14 @@
-"""Errors of the scoring side, below the store's ReflogpError.
+"""The errors of scoring and of the service, all subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape
 ├── TokenizerError           a tokenizer lacks what the data needs
-├── OtherEngineError         a store has values of an engine that was not wanted
+├── NotScoredError           rows of a dataset have no values to join
+├── OtherEngineError         a store has values of another engine than the one required
 ├── LedgerError              a service's ledger of jobs cannot be used now
-│   ├── LedgerUnavailableError  it is locked, its disk is full or fails
-│   ├── LedgerDamagedError      some of its pages are damaged
-│   └── LedgerTakenError        it is another service's, or is not there any more
+│   ├── LedgerUnavailableError  the ledger is locked, or its disk is full or fails
+│   ├── LedgerDamagedError      some pages of the ledger are damaged
+│   └── LedgerTakenError        another service has taken the ledger over, or its file is gone
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device's memory does not hold the model or a pass
     ├── WorkerGoneError      one of a run's workers is gone
@@ -29,12 +30,24 @@ class TokenizerError(ReflogpError):
     """A tokenizer lacks what the data needs: an EOS token, a chat template."""
 
 
+class NotScoredError(ReflogpError):
+    """Rows of a dataset have no values to join.
+
+    Attributes:
+        summary: a JoinSummary, with counts and row numbers.
+    """
+
+    def __init__(self, message: str, summary: Any) -> None:
+        super().__init__(message)
+        self.summary = summary
+
+
 class OtherEngineError(ReflogpError):
-    """A store has values of another engine than the one that is wanted alone."""
+    """A store has values of another engine than the only one that is allowed."""
 
 
 class LedgerError(ReflogpError):
-    """A service's ledger of jobs cannot be used now; the message says why and what to do."""
+    """A service's ledger of jobs cannot be used now; the message says why, and what to do."""
 
 
 class LedgerUnavailableError(LedgerError):
@@ -54,14 +67,17 @@ class EngineError(ReflogpError):
 
 
 class OutOfMemoryError(EngineError):
-    """A device's memory does not hold a model, or ran out; the message says what was asked for and what to do."""
+    """A model does not fit a device's memory, or the memory ran out.
+
+    The message says how much memory is needed and what would help, or in which step the memory ran out.
+    """
 
 
 class WorkerGoneError(EngineError):
     """One of a run's workers is gone; others go on.
 
     Attributes:
-        blamed: what it was at may be the reason; False where it was called away.
+        blamed: True if the sequences that it was processing may be the reason; False if it was taken away from the run.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:

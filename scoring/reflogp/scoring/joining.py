@@ -1,18 +1,19 @@
-"""A dataset's rows with reference log-prob columns, as one Parquet file.
+"""Write a dataset's rows with reference log-prob columns to one Parquet file.
 
-The read side of `scoring`: the same rows, tokens, windows and keys, looked up and written. Loads no model. Called by the
-command line.
+Rows, tokens, windows and keys are the same as in scoring, but values are only looked up: no model is loaded.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
@@ -29,15 +30,16 @@ from reflogp.store.texts import shortened
 
 @dataclass
 class JoinSummary:
-    """What a join did. `rows` is written + missing + bad + dropped.
+    """The result of a join. `rows` is written + missing + bad_rows + dropped_rows.
 
     Attributes:
         rows: rows read.
         written: rows with reference log-probs in the output.
-        missing: rows left out because the snapshot has not their values; the first hundred are named.
-        bad_rows: rows left out because they cannot be read or tokenised, or their stored values cannot be read.
+        missing: rows left out because the snapshot lacks their values; missing_row_numbers names the first hundred.
+        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read;
+            bad_row_numbers names the first hundred.
         dropped_rows: rows that TRL drops (the prompt alone fills max_length).
-        coverage: written over the rows that a trainer keeps, 1.0 where nothing is missing.
+        coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
     """
 
     rows: int = 0
@@ -73,19 +75,26 @@ def join_dataset(
 ) -> JoinSummary:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
 
-    The output appears when it is complete. Its Parquet metadata (`reflogp`) says which store, snapshot and settings it is
-    of, `reflogp.coverage` how many of the rows it has; the columns chosen_key and rejected_key (or completion_key) hold each
-    sequence's key, ref_chosen_tokens and ref_rejected_tokens (or ref_tokens), int64, how many log-probs each sum has, and
-    ref_row, int64, the row's number in the dataset, from 0.
+    The output appears under its name when it is complete. It does not appear, and does not replace an older file, when no row
+    has values.
+
+    Further columns:
+        chosen_key and rejected_key (or completion_key): each sequence's key.
+        ref_chosen_tokens and ref_rejected_tokens (or ref_tokens): int64, the number of log-probs in each sum.
+        ref_row: int64, the row's number in the dataset, from 0.
+
+    Parquet metadata: `reflogp` has the store, reference, snapshot and settings; `reflogp.coverage` has the counts of rows read
+    and written.
 
     Args:
-        tokenizer: None for the model folder's.
+        tokenizer: None for the tokenizer in the model folder.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
+        StoreUnavailableError: the rows do not fit one Parquet schema.
     """
     summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store_uri, output=output)
-    settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
+    settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
     target = Path(output)
     if target.suffix != ".parquet":
         raise UsageError(f"the output {output} would be a Parquet file; give it a name that ends in .parquet")
@@ -97,32 +106,10 @@ def join_dataset(
         tokenizer = load_tokenizer(model_folder)
     try:
         row_schema = source.schema(_is_usable)
-        for window in tokenize_dataset(source, tokenizer):
-            if watcher and not summary.rows:
-                watcher.begin(source.count())
-            summary.rows = window.last_row + 1
-            for row, problem in window.problems.items():
-                _bad(summary, watcher, row, problem)
-            if watcher:
-                watcher.advance(len(window.table) + len(window.problems), 0)
-            if not len(window.table):
-                continue
-            join = join_logps(window.table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
-            numbers = window.table["row"].to_numpy()
-            for row in numbers[join.unusable]:
-                _bad(summary, watcher, int(row), "its stored values cannot be read; run `reflogp store verify`")
-            summary.missing += int(join.missing.sum())
-            room = NAMED_ROWS - len(summary.missing_row_numbers)
-            summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
-            summary.dropped_rows += int(join.dropped.sum())
-            kept = np.flatnonzero(~join.missing & ~join.unusable & ~join.dropped)
-            table = pa.Table.from_pylist([window.rows[i] for i in kept], schema=row_schema)
-            for name, keys in join.keys.items():
-                table = _with_column(table, name.replace("_ids", "_key"), keys.take(pa.array(kept)))
-            for (name, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True):
-                table = _with_column(table, name, pa.array(values[kept], pa.float32()))
-                table = _with_column(table, tokens_column(name), pa.array(tokens[kept], pa.int64()))
-            table = _with_column(table, ROW_COLUMN, pa.array(numbers[kept], pa.int64()))
+        for window in joined_windows(source, tokenizer, snapshot, summary, **settings, watcher=watcher):
+            table = pa.Table.from_pylist(window.rows, schema=row_schema)
+            for name in window.columns.column_names:
+                table = _with_column(table, name, window.columns[name])
             if writer is None:
                 note = {
                     "store": store_uri,
@@ -135,9 +122,7 @@ def join_dataset(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")
             writer.write_table(table.cast(writer.schema))
-            summary.written += len(kept)
         source.check_unchanged()
-        summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
         if writer is not None:
             counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
             writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
@@ -156,8 +141,71 @@ def join_dataset(
     return summary
 
 
+@dataclass(frozen=True)
+class JoinedWindow:
+    """Some rows that have values, in order.
+
+    Attributes:
+        rows: their columns as they were read.
+        numbers: their numbers in the dataset, from 0, int64 (n,).
+        columns: what the join adds: keys, float32 sums in nats, numbers of log-probs, ref_row.
+    """
+
+    rows: list[dict[str, Any]]
+    numbers: npt.NDArray[np.int64]
+    columns: pa.Table
+
+
+def joined_windows(
+    source: RowSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    snapshot: Snapshot,
+    summary: JoinSummary,
+    *,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    ld_alpha: float | None = None,
+    watcher: ProgressCallbacks | None = None,
+) -> Iterator[JoinedWindow]:
+    """Yield the rows that have values, a window of the dataset at a time; count all rows in `summary`.
+
+    Args:
+        tokenizer: None is enough for rows of tokens.
+
+    Raises:
+        DatasetError, TokenizerError: see tokenize_dataset.
+    """
+    for window in tokenize_dataset(source, tokenizer):
+        if watcher and not summary.rows:
+            watcher.begin(source.count())
+        summary.rows = window.last_row + 1
+        for row, problem in window.problems.items():
+            _bad(summary, watcher, row, problem)
+        if watcher:
+            watcher.advance(len(window.table) + len(window.problems), 0)
+        if not len(window.table):
+            continue
+        join = join_logps(window.table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+        numbers = window.table["row"].to_numpy()
+        for row in numbers[join.unusable]:
+            _bad(summary, watcher, int(row), "its stored values cannot be read; run `reflogp store verify`")
+        summary.missing += int(join.missing.sum())
+        room = NAMED_ROWS - len(summary.missing_row_numbers)
+        summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
+        summary.dropped_rows += int(join.dropped.sum())
+        kept = np.flatnonzero(~join.missing & ~join.unusable & ~join.dropped)
+        columns = {name.replace("_ids", "_key"): keys.take(pa.array(kept)) for name, keys in join.keys.items()}
+        for (name, values), tokens in zip(join.logps.items(), join.tokens.values(), strict=True):
+            columns[name] = pa.array(values[kept], pa.float32())
+            columns[tokens_column(name)] = pa.array(tokens[kept], pa.int64())
+        columns[ROW_COLUMN] = pa.array(numbers[kept], pa.int64())
+        summary.written += len(kept)
+        yield JoinedWindow([window.rows[i] for i in kept], numbers[kept], pa.table(columns))
+    summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
+
+
 def _is_usable(columns: dict[str, Any]) -> bool:
-    """Return True for a row whose columns are of the types that tokenising needs."""
+    """Return True if a row's columns have the types that tokenising needs."""
     try:
         form = detect_format(columns)
         if form == "tokens":
@@ -170,7 +218,7 @@ def _is_usable(columns: dict[str, Any]) -> bool:
 
 
 def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """The table with a column of that name, in place of one that the dataset brought along."""
+    """Return the table with this column appended; the dataset's own column of the same name is removed."""
     if name in table.column_names:
         table = table.drop_columns([name])
     return table.append_column(name, values)

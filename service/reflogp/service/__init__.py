@@ -1,4 +1,4 @@
-"""The HTTP service: one place that scores and answers for everybody.
+"""Serve scoring jobs, online scoring and lookups over HTTP, from one store for all clients.
 
-Needs fastapi and uvicorn, not torch: what it answers from the store alone needs no model.
+Needs fastapi and uvicorn, but not torch: responses that come from the store alone need no model.
 """

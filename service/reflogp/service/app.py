@@ -1,7 +1,4 @@
-"""The HTTP app: the parts of a service, put together, and its routes.
-
-Knows which parts there are and how they begin and end. Made by `reflogp serve` and by tests.
-"""
+"""Build the HTTP app: connect the parts of a service, start and stop them, and add the routes."""
 
 from __future__ import annotations
 
@@ -49,18 +46,18 @@ _DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored a
 
 
 class _App(FastAPI):
-    """An app whose every answer has safe headers, that of an unexpected error too, which no added middleware sees."""
+    """An app that sets safe headers on every response, even of an unexpected error, which added middleware never sees."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return SafeHeaders(super().build_middleware_stack())
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """The app for these settings.
+    """Return the app for these settings.
 
     Raises:
-        UsageError: another service uses the same state folder, or it cannot be written.
-        What Shelf raises: a service that cannot answer for its references does not start.
+        UsageError: another service uses the same state folder, or the folder cannot be written.
+        What ReferenceRegistry raises: a service that cannot describe its references does not start.
     """
     folder = settings.state_folder()
     lock = StateLock(folder)
@@ -86,7 +83,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     workers, start, end = _workers(settings, registry, folder)
     most = settings.max_worker_bytes
-    if most is None and settings.executor == "local":  # on Ray, Ray looks after its nodes' memory
+    if most is None and settings.executor == "local":  # Ray watches the memory of its nodes itself
         most = total_memory() * 9 // 10
     configurations = _configurations(settings, registry, folder, workers)
     silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
@@ -110,7 +107,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=version("reflogp"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own page runs a script of another site; /docs is one of our pages
+        docs_url=None,  # FastAPI's own page runs a script of another site; /docs is one of this service's pages
         redoc_url=None,
     )
     app.state.context = context
@@ -133,7 +130,10 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """The place of each worker, how one is started, and what to call at the end; no worker where there is no model to load."""
+    """Return the place of each worker, the function that starts a worker, and the function to call at the end.
+
+    There are no workers if there is no model to load.
+    """
     if not registry.named():
         return [], start_here, lambda: None
     if settings.executor == "local":
@@ -154,7 +154,7 @@ def _workers(
 def _configurations(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path, workers: list[Place]
 ) -> list[WorkerConfiguration]:
-    """One worker for each place."""
+    """Return the configuration of one worker for each place. Raise UsageError if one model has two different engines."""
     named = registry.named()
     models: dict[str, ModelPlace] = {}
     for name, reference in named.items():

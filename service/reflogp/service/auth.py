@@ -1,6 +1,6 @@
-"""Bearer tokens: who may call, and what for.
+"""Check bearer tokens and browsers' sessions: who may call which routes.
 
-Knows digests, never tokens. Called by the app for every route but health, and by the pages, where a cookie names a session.
+Only digests of tokens are kept, never tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from reflogp.service.problems import Problem
 from reflogp.service.settings import Scope, TokenSettings
 
-#: A browser stays signed in for so many seconds.
+#: Seconds for which a browser stays signed in.
 SESSION_SECONDS = 12 * 3600
-#: Sessions of one token; a further one ends the oldest, so that nobody's sign-ins fill the memory or end another token's.
+#: The most sessions of one token. A further session ends the token's oldest, so that the sign-ins of one token neither fill the
+#: memory nor end the sessions of another.
 _MOST_SESSIONS = 100
-#: A cookie comes with whatever request a page makes a browser send, so it is good for looking only.
+#: A browser sends the cookie with every request that a page makes, so the cookie allows only methods that read.
 _SAFE_METHODS = ("GET", "HEAD")
 
 
 def new_token() -> tuple[str, str]:
-    """(a token of 256 random bits, its sha256). A digest without salt is enough: such a token cannot be guessed."""
+    """Return a token of 256 random bits and its sha256. A digest without salt is enough: such a token cannot be guessed."""
     token = "reflogp_" + secrets.token_urlsafe(32)
     return token, digest_of(token)
 
@@ -38,9 +39,9 @@ def digest_of(token: str) -> str:
 
 
 def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """The settings' entry of a token, None for an unknown one and for no token.
+    """Return the settings' entry of a token; None for an unknown or empty token.
 
-    Every known digest is compared, each in constant time, so an answer's delay says nothing about how close a guess was.
+    Every known digest is compared, each in constant time, so the response time does not reveal how close a guess was.
     """
     given = digest_of(token)
     known = [entry for entry in tokens if hmac.compare_digest(entry.sha256, given)]
@@ -54,9 +55,9 @@ class _Session:
 
 
 class Sessions:
-    """Signed-in browsers. A cookie names a session and holds no token; signing out ends every copy of the cookie.
+    """Sessions of signed-in browsers. A cookie names a session and holds no token. Signing out ends every copy of the cookie.
 
-    Sessions are kept in memory: a restart ends all of them, and so those of a token that was taken out of the settings.
+    Sessions are kept in memory. A restart ends them all, also those of a token that was removed from the settings.
 
     Args:
         tokens: who may sign in.
@@ -67,7 +68,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}  # by the digest of the cookie, the oldest first
 
     def begin(self, token: str) -> str:
-        """Sign in with a known token; returns the cookie's value."""
+        """Begin a session of a known token; return the cookie's value."""
         sha256, now = digest_of(token), time.monotonic()
         self._sessions = {name: session for name, session in self._sessions.items() if session.expires_at > now}
         own = [name for name, session in self._sessions.items() if session.sha256 == sha256]
@@ -78,11 +79,11 @@ class Sessions:
         return cookie
 
     def end(self, request: Request) -> None:
-        """Sign out the browser that sent a request."""
+        """End the session of the browser that sent a request."""
         self._sessions.pop(digest_of(request.cookies.get(cookie_name(request), "")), None)
 
     def entry(self, request: Request) -> TokenSettings | None:
-        """The token's entry of a signed-in browser's request; None where it is not signed in."""
+        """Return the token's entry for the request of a signed-in browser; None if the browser is not signed in."""
         session = self._sessions.get(digest_of(request.cookies.get(cookie_name(request), "")))
         if session is None or session.expires_at <= time.monotonic():
             return None
@@ -90,22 +91,22 @@ class Sessions:
 
 
 def sessions_of(request: Request) -> Sessions:
-    """The sessions of the service that was asked."""
+    """Return the sessions of the service that received the request."""
     found: Sessions = request.app.state.sessions
     return found
 
 
 def cookie_name(request: Request) -> str:
-    """Name of the cookie. Browsers send cookies to every port of a host, so that services on two ports need two names."""
+    """Return the cookie's name. Browsers send cookies to every port of a host, so services on two ports need two names."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"reflogp_session_{port}" if port.isascii() and port.isdigit() else "reflogp_session"
 
 
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
-    """A dependency that lets a request pass when its token has the scope; gives the token's name.
+    """Return a dependency that admits a request if its token has the scope; the dependency returns the token's name.
 
-    A GET without the header may come from a signed-in browser: its links and EventSource cannot send a header.
-    Without any tokens (loopback only, see ServerSettings) everybody passes.
+    A GET or HEAD without the header may come from a signed-in browser: its links and EventSource cannot send a header.
+    If no tokens are set (loopback only, see ServerSettings), everybody is admitted.
     """
 
     async def check(
@@ -132,18 +133,18 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
 
 def still_allowed(request: Request) -> bool:
-    """Whether a long answer may go on: False when the browser that asked for it has signed out since."""
+    """Return whether a long response may go on; False if the browser's session has ended since the request."""
     entry: TokenSettings | None = request.state.token
     return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
 
 
 def may_read(request: Request) -> bool:
-    """Whether the caller of a route that `requires` a scope may see everything, or only its own doing."""
+    """Return whether the caller of a route that `requires` a scope may see everything, or only what it submitted itself."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 
 
 def require_scope(entry: TokenSettings, scope: Scope) -> None:
-    """Raise a Problem unless a token has the scope, or is an administrator's."""
+    """Raise Problem 403 unless a token has the scope or is an administrator's."""
     if not {scope, "admin"} & entry.scopes:
         raise Problem(403, f"token {entry.name!r} may not {scope}", f"ask for a token with the scope {scope!r}")

@@ -1,8 +1,8 @@
-"""Request and response bodies: bounded reading, Arrow IPC and JSON in and out.
+"""Read request bodies within bounds, and make responses: Arrow IPC and JSON.
 
-A body is refused before it costs more than its bound: while it arrives when it is too long or too slow, and before it is
-decoded when it holds too many rows or values, or is compressed (a few bytes can stand for gigabytes). Its memory is reserved
-before it is read (see request_memory).
+A body is refused before it costs more than its bound. A body that is too long or too slow is refused while it arrives. A body
+with too many rows or values, or with compressed batches (a few bytes can stand for gigabytes), is refused before it is decoded.
+Memory for a body is reserved before it is read (see request_memory).
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 
-#: A body up to this is decoded in less time than a thread takes to begin.
+#: A body of at most this many bytes is decoded in less time than a thread takes to start.
 _DECODED_AT_ONCE = 64 << 10
 _SEND_ARROW = "send an Arrow stream, as reflogp.client does, or less at a time"
 
-#: A body that has not arrived after this is given up. Until then it must come at this rate, after a start that may be slow: who
-#: sends less holds reserved memory for too long.
+#: An incomplete body is refused after _BODY_SECONDS. Until then it must arrive at _LEAST_RATE bytes per second, but may be slow
+#: for the first _SLOW_START_SECONDS. A slower sender would hold reserved memory for too long.
 _BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
-#: What is reserved at first for a body that does not say how long it is; more is reserved as it grows.
+#: Length for which memory is reserved at first if a body has no Content-Length; more is reserved as the body grows.
 _UNKNOWN_BYTES = 64 << 10
-#: Memory that decoded JSON and the answer to it take for each byte of the body.
+#: Bytes of memory that decoded JSON and the response to it take for each byte of the body.
 _JSON_COST = 24
-#: Objects, lists and fields in a JSON body. No route needs more: a thousand sequences are three thousand lists and objects.
+#: The most objects, lists and fields in a JSON body. No route needs more: a thousand sequences are three thousand lists and
+#: objects.
 _MAX_JSON_PARTS = 10_000
-#: Bytes of an Arrow message that describe it (schema, places of buffers), and messages of a stream: honest ones have a kilobyte
-#: and a batch for some thousands of rows, and each costs far more memory than its bytes.
+#: The most bytes of an Arrow message's metadata (schema, offsets of buffers), and the most messages of a stream. Honest streams
+#: have a kilobyte of metadata and one batch for some thousands of rows. Metadata and messages cost far more memory than their
+#: bytes.
 _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
-#: Headers, padding and metadata of a stream of any length.
+#: Allowance for the headers, padding and metadata of a stream, whatever its length.
 _FRAME_BYTES = 1 << 20
-#: An answer is sent in pieces of this size, each when the one before has left, so that a slow reader holds a piece.
+#: A response is sent in pieces of this size. Each piece waits until the one before has left, so a slow reader holds only one.
 PIECE_BYTES = 256 << 10
-#: Places of fields in Arrow's flatbuffers (format/Message.fbs): Message.header_type, Message.header; RecordBatch.length,
+#: Indices of fields in Arrow's flatbuffers (format/Message.fbs): Message.header_type, Message.header; RecordBatch.length,
 #: RecordBatch.compression. Type 3 of the header union is RecordBatch.
 _HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
 
 
 async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]) -> bytearray:
-    """Reserve memory for a body and what is made of it, then read it.
+    """Reserve memory for a body and for what is made of it, then read the body.
 
     Args:
-        max_bytes: a longer one is refused.
+        max_bytes: a longer body is refused.
         cost: bytes of a body -> bytes of memory to reserve.
 
     Raises:
-        Problem: 408 for a body that comes too slowly, 413 for one that is too long, and what Reservation.reserve raises.
+        Problem: 408 for a body that arrives too slowly, 413 for a body that is too long, 400 if the sender disconnects, and
+            what Reservation.reserve raises.
     """
     reservation, loop = reservation_of(request), asyncio.get_running_loop()
     declared = request.headers.get("content-length", "")
@@ -93,13 +96,13 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
         body += chunk
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
-        if len(body) > room:  # of a body that does not say how long it is
+        if len(body) > room:  # only without a Content-Length
             room = min(2 * len(body), max_bytes)
             reservation.resize(cost(room))
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
-    """The body as it arrives; whoever takes it bounds it. Raises a Problem when the sender goes away before its end."""
+    """Yield the body as it arrives; the caller bounds its length. Raise Problem 400 if the sender disconnects early."""
     try:
         async for chunk in request.stream():
             if chunk:
@@ -109,15 +112,15 @@ async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
 
 
 def media_type(request: Request) -> str:
-    """The body's media type, without parameters; empty when none is named."""
+    """Return the body's media type without parameters; empty if the request names none."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def require_type(request: Request, *accepted: str) -> str:
-    """Return the body's media type. Raise Problem 415 where none is named, or another than those that the route takes.
+    """Return the body's media type. Raise Problem 415 if the request names no type, or a type that the route does not accept.
 
-    A page of another site can send a body without a type, or of one of three types of forms, to any service that its browser
-    reaches. For every other type the browser asks the service first, and this one never allows it.
+    A page of another site can make a browser send a body without a type, or with one of the three types of forms, to any
+    service that the browser reaches. For every other type the browser first asks the service, and this service never allows it.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -127,10 +130,10 @@ def require_type(request: Request, *accepted: str) -> str:
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Read a JSON body as a model, off the event loop.
+    """Read a JSON body as a model; decode a long body in a thread, off the event loop.
 
     Raises:
-        Problem: 415 for another media type, 422 for what does not fit, and what `read_body` raises.
+        Problem: 415 for another media type, 422 for a body that does not fit the model, and what `read_body` raises.
     """
     require_type(request, JSON)
     try:
@@ -145,7 +148,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
-    # Every list, object and field that is wrong would be an error object of a kilobyte.
+    # Each wrong list, object or field would make an error object of a kilobyte.
     if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
         raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
     try:
@@ -157,14 +160,14 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
 
 
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
-    """OpenAPI's entry for a route that takes JSON, or bytes of these other media types."""
+    """Return the OpenAPI entry of a route that takes JSON, or bytes of the other media types."""
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema without `$defs`: they would not be found inside an OpenAPI document."""
+    """Return a JSON schema with its `$defs` inlined: inside an OpenAPI document they would not be found."""
     definitions = schema.pop("$defs", {})
 
     def resolved(part: Any) -> Any:
@@ -179,9 +182,10 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
-    """The `key` column of an Arrow IPC stream.
+    """Return the `key` column of an Arrow IPC stream.
 
-    Raises a Problem for anything else, for compressed batches, and for more than `max_keys` rows.
+    Raises:
+        Problem: the body is anything else, a key is null, a batch is compressed, or there are more than `max_keys` rows.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -199,16 +203,18 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
 
 
 def keys_body_bytes(max_keys: int) -> int:
-    """The longest body that so many keys need, as binary with 64-bit offsets and a validity bitmap."""
+    """Return the longest body that `max_keys` keys need: binary with 64-bit offsets and a validity bitmap."""
     return 25 * max_keys + _FRAME_BYTES
 
 
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
-    """prompt_ids, completion_ids and maybe attention_mask of an Arrow IPC stream, all list<int32>.
+    """Return the columns of an Arrow IPC stream as list<int32>: prompt_ids, completion_ids and, if sent, attention_mask.
 
-    Values are counted before any is cast: an int8 column would take four times its bytes.
+    Values are counted before they are cast: an int8 column takes four times its bytes after the cast.
 
-    Raises a Problem for anything else, for compressed batches, and for more sequences or tokens than allowed.
+    Raises:
+        Problem: the body is anything else, a sequence or token id is null or beyond 32 bits, a batch is compressed, or there
+            are more sequences or tokens than allowed.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -242,12 +248,15 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
 
 
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
-    """The longest body that so many sequences and tokens need: 64-bit ids, a mask as long, 64-bit offsets of three columns."""
+    """Return the longest body that this many sequences and tokens need.
+
+    Counted are 64-bit ids, a mask of the same length, and 64-bit offsets of three columns.
+    """
     return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
 
 
 def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
-    """The same table; raises a Problem when it has more tokens than allowed."""
+    """Return the same table. Raise Problem 413 if it has more tokens than allowed."""
     if token_count(sequences) > max_tokens:
         raise _too_many_tokens(max_tokens)
     return sequences
@@ -258,14 +267,14 @@ def _too_many_tokens(max_tokens: int) -> Problem:
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
-    """Offsets of a list array whose values are flattened, int32, beginning at 0."""
+    """Return int32 offsets into the flattened values of a list array, starting at 0."""
     offsets = np.zeros(len(lists) + 1, np.int32)
     np.cumsum(lists.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
     return pa.array(offsets)
 
 
 def _described(schema: pa.Schema) -> str:
-    """Columns and types for a message, shortened."""
+    """List a schema's columns and types for a message, shortened."""
     return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
 
 
@@ -275,7 +284,7 @@ def _is_token_lists(kind: pa.DataType) -> bool:
 
 
 def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.Schema], None]) -> Iterator[pa.RecordBatch]:
-    """Record batches of an Arrow IPC stream whose schema passes `check`, each validated, none of them decompressed.
+    """Yield the validated record batches of an Arrow IPC stream whose schema passes `check`. Nothing is decompressed.
 
     Batches without rows are left out.
     """
@@ -306,7 +315,7 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
 
 
 def _check_metadata(message: pa.ipc.Message) -> None:
-    """Refuse a message whose description is long: thousands of columns, or texts in it."""
+    """Refuse a message whose metadata is long: thousands of columns, or texts in the metadata."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
             413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send the columns alone"
@@ -319,7 +328,7 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 
 
 class PiecewiseResponse(Response):
-    """An answer that is sent in pieces, so that a slow reader holds one of them in the connection's buffer and not all."""
+    """A response that is sent in pieces, so that a slow reader holds one piece in the connection's buffer and not the whole."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -329,19 +338,19 @@ class PiecewiseResponse(Response):
 
 
 def in_pieces(content: pa.Buffer | bytes | memoryview) -> Iterator[bytes]:
-    """Bytes in pieces of PIECE_BYTES."""
+    """Yield the content in pieces of PIECE_BYTES."""
     view = memoryview(content)
     for start in range(0, len(view), PIECE_BYTES):
         yield bytes(view[start : start + PIECE_BYTES])
 
 
 def arrow_response(table: pa.Table) -> Response:
-    """A table as an Arrow IPC stream."""
+    """Return a table as an Arrow IPC stream."""
     return PiecewiseResponse(memoryview(stream_buffer(table)), media_type=ARROW_STREAM)
 
 
 def json_response(answer: BaseModel) -> Response:
-    """A model as JSON; called in a thread where the answer may be long."""
+    """Return a model as JSON. Call this in a thread if the response may be long."""
     return PiecewiseResponse(answer.model_dump_json().encode(), media_type="application/json")
 
 
@@ -350,7 +359,7 @@ def _too_long(max_bytes: int) -> Problem:
 
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """(rows, whether it is compressed) of a record batch message, before anything is decoded."""
+    """Return (rows, whether it is compressed) of a record batch message, before anything is decoded."""
     message = place(metadata, 0)
     kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:

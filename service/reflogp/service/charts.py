@@ -1,7 +1,6 @@
-"""Charts as SVG that stands in a page: a histogram, and throughput over time.
+"""Draw charts as inline SVG for pages: a histogram, and throughput over time.
 
-Knows numbers and SVG; colours and fonts are the stylesheet's, by class. Every chart has a title and a description in words.
-Called by the pages.
+Colours and fonts come from the stylesheet, by class. Every chart has a title and a description in words.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from reflogp.scoring.data.formats import duration, number
-from reflogp.scoring.report.chart_frame import (
+from reflogp.scoring.reports.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     TOP,
@@ -28,18 +27,19 @@ from reflogp.scoring.report.chart_frame import (
 )
 from reflogp.service.models import Histogram
 
-#: Seconds between two ticks of time: 1, 2, 5, 10, 15 and 30 of seconds, minutes, hours; then days.
+#: Seconds between two ticks of time: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps are
+#: multiples of half a day.
 _TIME_STEPS = [size * count for size in (1, 60, 3600) for count in (1, 2, 5, 10, 15, 30) if size * count < 43200]
 
 
 def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
-    """Bars between edges.
+    """Draw a histogram as bars between edges.
 
     Args:
         name: unique in the page; letters, digits and hyphens.
         title: what is counted.
-        unit: of the edges, below the axis.
-        values: equal or unequal widths.
+        unit: of the edges, shown below the axis.
+        values: counts and edges; bars may have equal or unequal widths.
     """
     total = sum(values.counts)
     low, high = (values.edges[0], values.edges[-1]) if values.edges else (0.0, 0.0)
@@ -78,7 +78,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
 
 
 def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> Markup:
-    """Tokens per second over the seconds of a run.
+    """Draw tokens per second over the seconds of a run.
 
     Args:
         name: unique in the page; letters, digits and hyphens.
@@ -108,7 +108,7 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
 
 
 def _time_ticks(end: float) -> list[float]:
-    """Ticks from 0 to `end` seconds, four or five."""
+    """Return up to six ticks from 0 to `end` seconds."""
     if end < 4:
         return round_ticks(0, end, 4)
     step = next((step for step in _TIME_STEPS if end / step <= 5), None)
@@ -118,7 +118,7 @@ def _time_ticks(end: float) -> list[float]:
 
 
 def _median(values: Histogram) -> float:
-    """As if the values of a bar lay evenly in it."""
+    """Return the median as if the values of a bar were spread evenly over it."""
     half, below = sum(values.counts) / 2, 0
     for left, right, count in zip(values.edges, values.edges[1:], values.counts, strict=False):
         if count and below + count >= half:

@@ -1,8 +1,9 @@
-"""Connections of uvicorn with deadlines, so that nobody holds one without asking for something or without reading the answer.
+"""Add deadlines to uvicorn's connections, so that nobody holds one without sending a request or reading the response.
 
-A request's head must be complete within `head_seconds`, also on a connection that is kept alive; an answer must be read on. At
-most `max_waiting` connections wait for a head: beyond that the one that has waited longest is closed for the new one, so that
-whoever sends a whole request is served while others send a byte at a time.
+A request's head must be complete within `head_seconds`, also on a connection that is kept alive. A reader of a response must
+not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections wait for a head. Beyond that number, the
+connection that has waited longest is closed for the new one, so that complete requests are served while other clients send a
+byte at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from reflogp.service.problems import Problem
 
 logger = logging.getLogger(__name__)
 
-#: Files that the process needs beside connections: shards, pipes, the ledger.
+#: Files that the process needs in addition to connections: shards, pipes, the ledger.
 _OTHER_FILES = 512
 _LEAST_WAITING = 32
 
@@ -30,9 +31,9 @@ class ConnectionConfig(uvicorn.Config):
     """uvicorn's configuration, and the bounds of BoundedProtocol.
 
     Args:
-        head_seconds: until a request's head is complete.
-        answer_idle_seconds: for which a reader of an answer may stand still.
-        max_waiting: connections that may wait for a head.
+        head_seconds: maximum time until a request's head is complete.
+        answer_idle_seconds: maximum time for which the reader of a response may pause.
+        max_waiting: maximum number of connections that wait for a head.
     """
 
     def __init__(self, app: ASGIApp, head_seconds: float, answer_idle_seconds: float, max_waiting: int, **options: Any) -> None:
@@ -40,12 +41,12 @@ class ConnectionConfig(uvicorn.Config):
         self.head_seconds = head_seconds
         self.answer_idle_seconds = answer_idle_seconds
         self.max_waiting = max_waiting
-        #: Connections that wait for a head, the longest first.
+        #: Connections that wait for a head, the longest wait first.
         self.waiting: dict[BoundedProtocol, None] = {}
 
 
 class BoundedProtocol(H11Protocol):
-    """An HTTP/1.1 connection with deadlines for its requests' heads and for reading its answers."""
+    """An HTTP/1.1 connection with deadlines for the heads of its requests and for reading its responses."""
 
     config: ConnectionConfig
 
@@ -66,7 +67,7 @@ class BoundedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()  # also where the rest of the body is still to come: nobody reads it any more
+        self._wait_for_head()  # even if the rest of the body has not arrived: nobody reads it any more
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -115,9 +116,9 @@ class BoundedProtocol(H11Protocol):
 
 
 class ActiveRequests:
-    """Answers 503 to requests beyond `most` under way at a time.
+    """Middleware that responds with 503 to a request while `most` others are under way.
 
-    Connections without a request do not count, so that idle ones keep nobody out.
+    Connections without a request do not count, so idle connections keep nobody out.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -141,7 +142,10 @@ class ActiveRequests:
 
 
 def waiting_connections(max_connections: int) -> int:
-    """How many connections may wait for a head beside `max_connections` requests; raises the limit of open files to fit."""
+    """Return how many connections may wait for a head in addition to `max_connections` requests.
+
+    Raise the process's limit of open files as far as this needs and the hard limit allows.
+    """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

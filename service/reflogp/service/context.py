@@ -1,7 +1,4 @@
-"""What every route needs, in one object: the parts of a running service.
-
-Knows which parts there are, not what they do. Made once by the app, handed to each group of routes.
-"""
+"""Hold the parts of a running service that routes need, in one object."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ class Context:
 
     Attributes:
         settings: as given at the start.
-        shelf: references and their snapshots.
+        registry: references and their snapshots.
         ledger: jobs.
         precompute: submits, cancels, retries and watches jobs.
         online: scores sequences at once.
-        uploads: dataset files that were sent.
+        uploads: dataset files that were uploaded.
         metrics: counters and gauges.
-        request_memory: of all requests under way.
+        request_memory: memory of all requests under way.
     """
 
     settings: ServerSettings

@@ -1,4 +1,4 @@
-"""The room for datasets: bytes of uploads and fetched files together, bounded by one setting."""
+"""Bound the bytes of uploads and fetched dataset files together by one setting."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from threading import Lock
 
 
 class DatasetRoom:
-    """Counts bytes. Safe to use from several threads.
+    """A count of bytes with a limit. Safe to use from several threads.
 
     Args:
-        most: bytes of all datasets together.
+        most: maximum bytes of all datasets together.
     """
 
     def __init__(self, most: int) -> None:
@@ -24,17 +24,17 @@ class DatasetRoom:
         return self._used
 
     def add_sweeper(self, sweep: Callable[[], object]) -> None:
-        """Name a function that deletes files which nobody needs, and gives their room back."""
+        """Register a function that deletes files which nobody needs, and gives their room back."""
         self._sweepers.append(sweep)
 
     def fits(self, size: int) -> bool:
-        """Whether there is room; sweeps where there is not. Blocks."""
+        """Return whether `size` bytes fit; sweep first if they do not. Blocks."""
         if self._used + size > self.most:
             self.sweep()
         return self._used + size <= self.most
 
     def take(self, size: int) -> bool:
-        """Take room for bytes that have arrived; False, and none is taken, where there is none. Does not block."""
+        """Take room for bytes that have arrived. Return False, and take nothing, if they do not fit. Does not block."""
         with self._lock:
             if self._used + size > self.most:
                 return False
@@ -42,7 +42,7 @@ class DatasetRoom:
             return True
 
     def hold(self, size: int) -> None:
-        """Count a file that is there already."""
+        """Count a file that exists already."""
         with self._lock:
             self._used += size
 
@@ -52,6 +52,6 @@ class DatasetRoom:
             self._used -= size
 
     def sweep(self) -> None:
-        """Delete what nobody needs. Blocks."""
+        """Delete the files that nobody needs. Blocks."""
         for sweep in self._sweepers:
             sweep()

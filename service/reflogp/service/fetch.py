@@ -1,13 +1,13 @@
-"""Datasets by URI: from hosts and buckets that an administrator allows, and from nowhere else.
+"""Fetch datasets by URI, only from hosts and buckets that an administrator allows.
 
-Knows URIs, addresses and HTTP. Does not know file formats beyond their suffixes. `check_uri` is called where a job is
-submitted, `fetch` in a thread while the job waits in line.
+`check_uri` checks a URI without any connection. `fetch` blocks, so it is called in a thread.
 
-A prefix that names a host (https://data.example.org/prefs/, s3://team/) is trusted, internal or not. A bare scheme (https://)
-means any host whose addresses are all public: it is resolved once, and the connection goes to the address that was checked.
+A prefix in the settings that names a host (https://data.example.org/prefs/, s3://team/) makes this host trusted, whether it is
+internal or public. A bare http scheme (https://) allows any host whose addresses are all public: the name is resolved once, and
+the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket.
 
-What is not bounded here: name resolution, and a single request to an object store, end by their libraries' own timeouts, so
-that the total time may be exceeded by some minutes.
+Two steps are bounded only by the timeouts of their libraries: name resolution, and a single request to an object store. The
+total time may therefore exceed the limit by some minutes.
 """
 
 from __future__ import annotations
@@ -46,35 +46,35 @@ _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: A public name with more addresses is tried at the first few.
+#: The most addresses of a public host that are tried.
 _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-#: Bytes that must arrive within `body_idle_seconds`, so that no server holds a place by a byte a minute.
+#: Bytes that must arrive within `body_idle_seconds`, so that no server occupies a fetch by sending a byte a minute.
 _LEAST_BYTES = 4 << 10
-#: Characters of a URI (RFC 3986) without the fragment's.
+#: The characters of a URI without a fragment (RFC 3986).
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-#: A last label like these makes resolvers read the whole name as an IPv4 address, in decimal, octal or hexadecimal.
+#: If the last label looks like this, resolvers read the whole name as an IPv4 address in decimal, octal or hexadecimal.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchCancelledError(DatasetError):
-    """The job was cancelled while its dataset was fetched."""
+    """The job was cancelled, or the service ended, while the dataset was being fetched."""
 
 
 @dataclass(frozen=True)
 class _Uri:
-    """A URI in parts, each of a form that every library reads alike.
+    """A URI in parts, each in a form that every library reads in the same way.
 
     Attributes:
-        host: in small letters; an IPv6 address without brackets; of object stores the bucket; "" only in a prefix.
-        port: None on object stores.
+        host: in lower case; an IPv6 address without brackets; the bucket of an object store; "" only in a prefix.
+        port: None for object stores.
         path: "" or begins with a slash.
         query: "" or begins with a question mark.
     """
@@ -92,7 +92,12 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings) -> None:
-    """Raise a Problem when `fetch` would refuse a URI without asking anybody: 403 by the settings, 422 by its form."""
+    """Raise a Problem if `fetch` would refuse a URI before it connects to anything.
+
+    Raises:
+        Problem: 403 if the settings do not allow the URI, 422 if its form is wrong.
+        UsageError: a prefix in the settings is malformed.
+    """
     try:
         parsed = _parse(uri)
         _suffix(parsed)
@@ -115,20 +120,22 @@ def fetch(
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None] = lambda size: None,
 ) -> tuple[Path, str]:
-    """Fetch a dataset; (its file, sha256). The file is named by its content and whole, or not there at all.
+    """Fetch a dataset; return its file and its sha256 digest.
 
-    The caller tells the folder when it needs the file no more: `released`.
+    The file is named by its content. It is complete, or it does not exist. The caller must call `folder.released` when it no
+    longer needs the file.
 
     Args:
         uri: https://, http://, s3://, gs:// or az://, under a prefix of the settings.
-        folder: where it goes, and how much room there is.
-        settings: prefixes and bounds.
-        cancelled: asked a few times a second.
-        arrived: told now and then how many bytes there are.
+        folder: receives the file and bounds its size.
+        settings: prefixes and limits.
+        cancelled: called a few times a second, or after each chunk from an object store; True stops the fetch.
+        arrived: called after each chunk with the number of bytes so far.
 
     Raises:
-        FetchCancelledError: it was.
-        DatasetError: the URI is refused, cannot be had, or is longer or slower than the settings allow.
+        FetchCancelledError: `cancelled` returned True.
+        DatasetError: the URI is refused, cannot be read, or is longer or slower than the settings allow.
+        UsageError: a prefix in the settings is malformed.
     """
     try:
         parsed = _parse(uri)
@@ -148,7 +155,7 @@ def fetch(
 
 
 def _parse(uri: str) -> _Uri:
-    """A URI in parts. Raises ValueError for one that two libraries might read differently."""
+    """Split a URI into parts. Raise ValueError for a URI that two libraries might read differently."""
     if not _URI.fullmatch(uri):
         raise ValueError("it has characters that a URI has not, or is longer than 4,096")
     found = _PARTS.fullmatch(uri)
@@ -195,7 +202,7 @@ def _check_path(path: str) -> None:
 
 
 def _suffix(uri: _Uri) -> str:
-    """The suffix that says the format. Raises ValueError where there is none."""
+    """Return the suffix that names the format. Raise ValueError if the URI has no such suffix, or no host."""
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
         raise ValueError(f"its path does not end in {SUFFIXES_IN_WORDS}")
@@ -203,7 +210,12 @@ def _suffix(uri: _Uri) -> str:
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Whether a prefix names the URI's host, and so trusts it. Raises ValueError when no prefix allows the URI."""
+    """Return whether the URI's host is trusted: a prefix names it, or it is an allowed bucket.
+
+    Raises:
+        ValueError: no prefix allows the URI.
+        UsageError: a prefix in the settings is malformed.
+    """
     any_host = False
     for text in settings.dataset_uris:
         try:
@@ -236,13 +248,13 @@ def _literal(host: str) -> _Address | None:
 
 
 def _check_public(addresses: list[_Address]) -> None:
-    """Raise ValueError unless every address is a public one. The message names none: it would describe an inner network."""
+    """Raise ValueError unless every address is public. The message names no address: it would describe an internal network."""
     if not all(map(is_public, addresses)):
         raise ValueError("its host is not a public one")
 
 
 async def _public_addresses(uri: _Uri) -> list[str]:
-    """The host's addresses, all of them public. Raises ValueError otherwise."""
+    """Return the first addresses of the URI's host. Raise ValueError unless all its addresses are public."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(uri.host, uri.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -258,7 +270,7 @@ async def _public_addresses(uri: _Uri) -> list[str]:
 async def _download_bounded(
     uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
 ) -> None:
-    """Download within the time that the settings give, or until it is cancelled."""
+    """Download within the time limits of the settings, or until the fetch is cancelled."""
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
     size, since = 0, time.monotonic()
@@ -286,11 +298,11 @@ def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callab
 
 
 async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings) -> None:
-    """The body of a URI into a sink; redirects are admitted like the URI itself. Raises ValueError, httpx.HTTPError."""
+    """Write the body of a URI to a sink, following redirects that `_admit` allows. Raise ValueError or httpx.HTTPError."""
     context = httpx.create_ssl_context()  # certifi's roots, or those that SSL_CERT_FILE names
     for _ in range(1 + _MOST_REDIRECTS):
         addresses = [uri.host] if trusted else await _public_addresses(uri)
-        # A transport, not a client: it knows no proxies, cookies, redirects and no .netrc.
+        # A transport, not a client: it uses no proxies, cookies, redirects or .netrc.
         async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
             response = await _ask(transport, uri, addresses, settings.body_idle_seconds)
             try:
@@ -305,7 +317,10 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
 
 
 async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
-    """The answer's head, from the first address that can be reached; host name and certificate are the URI's all the same."""
+    """Send the request to the first reachable address; return the response before its body is read.
+
+    The Host header and the certificate check use the URI's host name, not the address.
+    """
     headers = {"Host": uri.authority, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "reflogp"}
     patience = httpx.Timeout(idle_seconds, connect=min(idle_seconds, _CONNECT_SECONDS)).as_dict()
     extensions = {"timeout": patience, "sni_hostname": uri.host}
@@ -350,7 +365,7 @@ async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSett
 
 
 def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
-    """An object into a sink. Raises ValueError."""
+    """Copy an object into a sink. Raise ValueError if that fails."""
     deadline = time.monotonic() + settings.fetch_seconds
     root, key = f"{uri.scheme}://{uri.host}", uri.path.removeprefix("/")
     try:
@@ -359,7 +374,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         if about.type != pafs.FileType.File:
             raise ValueError("there is no such object")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # as it lies there, never unpacked
+        with filesystem.open_input_stream(key, compression=None) as source:  # the stored bytes, never decompressed
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)
@@ -375,7 +390,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
 
 
 class _Sink:
-    """A file that is being written, hidden, and its digest."""
+    """A hidden file that is being written, and its digest."""
 
     def __init__(self, path: Path, file: BinaryIO, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
         self._path, self._file = path, file
@@ -385,7 +400,7 @@ class _Sink:
         self.size = 0
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
-        """Raise ValueError for a file that is too long, or that there is no room for."""
+        """Raise ValueError if a file of `size` bytes is too long, or if there is no room for it."""
         self._check_length(size, settings)
         self._folder.check_room(size)
 
@@ -398,7 +413,7 @@ class _Sink:
         self._arrived(self.size)
 
     def keep(self, suffix: str) -> tuple[Path, str]:
-        """Name the file by its content. (file, sha256)"""
+        """Name the file by its content; return the file and its sha256 digest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         digest = self._digest.hexdigest()
@@ -407,7 +422,7 @@ class _Sink:
         return file, digest
 
     def abandon(self) -> None:
-        """Delete what was not kept."""
+        """Delete the file unless it was kept."""
         self._folder.give(self.size)
         self._path.unlink(missing_ok=True)
 
@@ -418,7 +433,7 @@ class _Sink:
 
 @contextmanager
 def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
-    """A hidden file in a folder, deleted at the end unless it was kept. Raises ValueError when the disk refuses it."""
+    """Open a hidden file in a folder; delete it at the end unless it was kept. Raise ValueError if it cannot be written."""
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
         with path.open("xb") as file:

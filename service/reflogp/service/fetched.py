@@ -1,4 +1,4 @@
-"""Fetched dataset files: in one folder, each named by its content, deleted when no job needs them."""
+"""Keep fetched dataset files in one folder, each named by its content, until no unfinished job needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reflogp.scoring.data.formats import byte_count
 from reflogp.service.dataset_room import DatasetRoom
 from reflogp.service.ledger import Ledger
 
-#: How names of files begin that are still being written.
+#: Prefix of the names of files that are still being written.
 PARTIAL = ".partial-"
 
 
@@ -18,9 +18,9 @@ class FetchedFolder:
     """Fetched files, each named by its content. Safe to use from several threads.
 
     Args:
-        folder: created where it is not there. What a killed service left half written in it is deleted.
-        ledger: knows which files are needed.
-        room: bounds them, together with uploads.
+        folder: created if it does not exist. Half-written files of a killed service are deleted from it.
+        ledger: lists the files that jobs need.
+        room: bounds the size of these files together with uploads.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, room: DatasetRoom) -> None:
@@ -28,7 +28,7 @@ class FetchedFolder:
         self._ledger = ledger
         self._room = room
         self._lock = Lock()
-        self._fresh: dict[Path, int] = {}  # kept, and not named in the ledger yet: how many fetches wait for that
+        self._fresh: dict[Path, int] = {}  # kept, but not in the ledger yet -> number of fetches of the file
         folder.mkdir(parents=True, exist_ok=True)
         for partial_file in folder.glob(f"{PARTIAL}*"):
             partial_file.unlink(missing_ok=True)
@@ -36,23 +36,23 @@ class FetchedFolder:
         room.add_sweeper(self.collect)
 
     def take(self, size: int) -> None:
-        """Take room for bytes that arrived. Raises ValueError where there is none."""
+        """Take room for bytes that have arrived. Raise ValueError if there is no room."""
         if not self._room.take(size):
             self._room.sweep()
             if not self._room.take(size):
                 raise self._no_room()
 
     def check_room(self, size: int) -> None:
-        """Raise ValueError where so many bytes cannot be taken."""
+        """Raise ValueError if there is no room for `size` bytes."""
         if not self._room.fits(size):
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Give the room of an abandoned file back."""
+        """Give back the room of an abandoned file."""
         self._room.give(size)
 
     def keep(self, partial_file: Path, name: str, size: int) -> Path:
-        """Give a whole file its name; it stays until `released` and as long as a job needs it then."""
+        """Give a complete file its name; return its path. The file stays until `released`, and then while a job needs it."""
         file = self.folder / name
         with self._lock:
             if file.exists():
@@ -62,14 +62,14 @@ class FetchedFolder:
         return file
 
     def released(self, file: Path) -> None:
-        """The ledger names a kept file now, or nobody needs it."""
+        """End the protection of a kept file: the ledger names it now, or nobody needs it."""
         with self._lock:
             self._fresh[file] -= 1
             if not self._fresh[file]:
                 del self._fresh[file]
 
     def collect(self) -> int:
-        """Delete files that no unfinished job needs; how many. A job that is retried fetches its file again."""
+        """Delete the files that no unfinished job needs; return how many. A retried job fetches its file again."""
         deleted = 0
         with self._lock:
             needed = self._ledger.files_in_use(unfinished_only=True)

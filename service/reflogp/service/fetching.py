@@ -1,4 +1,4 @@
-"""Datasets by URI, fetched while their jobs wait in line, so that a slow server holds up no worker and no other job."""
+"""Fetch the datasets of queued jobs by URI, so that a slow server holds up no worker and no other job."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from reflogp.service.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-#: How often the ledger is looked at when nobody says that something is new, and how often a job's note says how far it is.
+#: Seconds between two reads of the ledger if `look` is not called, and between two updates of a job's note about its fetch.
 _LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
 
 
 @dataclass(eq=False)
 class _Fetch:
-    """A fetch that goes on."""
+    """A fetch that is under way."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     size: int = 0
 
     def arrived(self, size: int) -> None:
-        """Note how many bytes there are so far."""
+        """Record how many bytes have arrived so far."""
         self.size = size
 
 
 class Fetching:
-    """Fetches what waiting jobs need, the first in line first, several at a time.
+    """Fetches the datasets of queued jobs in queue order, several at a time.
 
     Args:
-        settings: bounds.
-        ledger: knows which jobs wait for what.
-        pending: records how it ended.
-        folder: for the files.
-        on_change: told the job whose note, dataset or state changed.
-        on_failed: records that a job failed, with the reason.
+        settings: limits.
+        ledger: lists the queued jobs whose dataset must be fetched.
+        pending: records the fetched files in the ledger.
+        folder: receives the files.
+        on_change: called with the id of a job whose note or dataset changed.
+        on_failed: called with a job's id and the reason; records that the job failed.
     """
 
     def __init__(
@@ -73,27 +73,27 @@ class Fetching:
         self._news = asyncio.Event()
 
     def look(self) -> None:
-        """Look for jobs in line now."""
+        """Look for queued jobs now."""
         self._news.set()
 
     def cancel(self, job: str) -> None:
-        """Stop a job's fetch, if there is one."""
+        """Stop the fetch of a job, if there is one."""
         if job in self._going_on:
             self._going_on[job].stop.set()
 
     def close(self) -> None:
-        """Stop all fetches; their jobs stay in line."""
+        """Stop all fetches; their jobs stay queued."""
         for fetching in self._going_on.values():
             fetching.stop.set()
 
     async def run(self) -> None:
-        """Begin fetches as jobs come; never returns."""
+        """Begin fetches as jobs come. Never returns."""
         while True:
             self._news.clear()
             free = self._settings.max_fetches - len(self._going_on)
             if free > 0:
                 but = [*self._going_on, *self._pending.jobs]
-                with suppress(LedgerError):  # looked at again soon
+                with suppress(LedgerError):  # the next round tries again
                     for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
                         fetching = self._going_on[job] = _Fetch()
                         task = asyncio.create_task(self._fetch(job, source, fetching))
@@ -111,7 +111,7 @@ class Fetching:
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
-        except (FetchCancelledError, LedgerError) as error:  # it is cancelled, the service ends, or it is fetched again
+        except (FetchCancelledError, LedgerError) as error:  # cancelled, the service ends, or a later round fetches it
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
@@ -126,7 +126,7 @@ class Fetching:
         self._on_change(job)
 
     async def _note(self, job: str, fetching: _Fetch) -> None:
-        """Say in the job how far the fetch is."""
+        """Keep the job's note about the progress of the fetch up to date."""
         while True:
             note = "its dataset is being fetched" + (f": {byte_count(fetching.size)} so far" if fetching.size else "")
             with suppress(LedgerError):

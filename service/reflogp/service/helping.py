@@ -1,6 +1,6 @@
-"""Idle workers help with a running job: who helps whom, and the frames that pass between them.
+"""Let idle workers help with a running job, and pass frames between the owner of the job and its helpers.
 
-Knows workers and jobs by number and id. Does not know what a unit is. Held by `precompute`; lives in the event loop.
+All state belongs to the event loop. The content of a unit of work is never read here.
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper
@@ -20,20 +20,21 @@ from reflogp.service.worker.protocol import HelpOrder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a job must have left so that help pays: of a worker that has its model, and of one that would load it.
+#: Seconds of work that a job must have left so that help pays: from a worker that has the model loaded, and from a worker that
+#: must load it.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
-#: Failures of a worker with a job after which it is not asked to help with that one again.
+#: After this many failures of a worker with a job, the worker is not asked again to help with that job.
 _FAILURES = 3
 
 
 @dataclass(eq=False)
 class _Help:
-    """What a worker does for another one's job.
+    """The help of one worker with the job of another worker.
 
     Attributes:
         owner: number of the worker that has the job.
-        joined: the owner knows of it.
-        leaving: it was told to stop.
+        joined: whether the owner was informed of the helper.
+        leaving: whether the helper was ordered to stop.
     """
 
     job: str
@@ -43,25 +44,25 @@ class _Help:
 
 
 class Helping:
-    """Who helps whom.
+    """Keeps track of the helpers, and relays their frames.
 
     Args:
-        pool: whose workers these are.
+        pool: holds the workers.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._helps: dict[int, _Help] = {}  # by helper
-        self._failures: Counter[tuple[int, str]] = Counter()  # of a worker with a job
+        self._failures: Counter[tuple[int, str]] = Counter()  # by worker and job
 
     def is_helping(self, number: int) -> bool:
-        """Whether a worker helps, or has not ended helping yet."""
+        """Return whether a worker is helping, or has not stopped helping yet."""
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
-        """Let idle workers help with a job, where enough of it is left.
+        """Ask idle workers to help with a job if enough of the job is left.
 
-        No model is unloaded for it, and a search for a sequence that kills workers stays with the job's own.
+        No model is unloaded for this. A search for a sequence that kills workers stays with the job's own worker.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:
@@ -77,14 +78,14 @@ class Helping:
             worker.send({"op": "help", "order": asdict(HelpOrder(claim.id, claim.reference_id, claim.poison))})
 
     def dismiss(self, number: int) -> None:
-        """Call a helper away, where it is one: it commits what it has computed, and says so."""
+        """Call a helper away: it commits its computed values and reports that. Do nothing if the worker does not help."""
         help = self._helps.get(number)
         if help is not None and not help.leaving:
             help.leaving = True
             self._pool.workers[number].send({"op": "stop", "job": help.job, "why": "dismissed", "help": True})
 
     def end(self, job: str, owner: int) -> None:
-        """A worker has a job no more."""
+        """Dismiss the helpers of a job that its worker no longer has."""
         for number, help in self._helps.items():
             if (help.job, help.owner) == (job, owner):
                 self.dismiss(number)
@@ -92,10 +93,10 @@ class Helping:
             del self._failures[pair]
 
     def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> bool:
-        """Pass a frame on; whether it was about help."""
+        """Relay a frame; return whether it was about help."""
         help = self._helps.get(worker.number)
         match message["op"]:
-            case "ask":  # of an owner
+            case "ask":  # from an owner
                 to = self._helps.get(message["to"])
                 if to is not None and (to.job, to.owner) == (message["job"], worker.number):
                     self._pool.workers[message["to"]].send(message, body)
@@ -116,9 +117,9 @@ class Helping:
         return True
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """A worker's process has ended."""
+        """Record that a worker's process has ended, and inform the owner of the job that it helped with."""
         if (help := self._helps.get(worker.number)) is not None:
-            self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES  # it may die whenever it loads the model
+            self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES  # loading the model may kill it
             self._gone(worker.number, reason, blame)
 
     def _gone(self, number: int, reason: str, blamed: bool) -> None:

@@ -1,7 +1,7 @@
-"""The ledger of jobs: what was asked, what state it is in, how it ended. SQLite in WAL mode: a killed service forgets nothing.
+"""Keep the ledger of jobs in SQLite (WAL mode): what was submitted, the state of each job, and how it ended.
 
-What a call writes is on the disk when it returns. Safe to call from several threads; one service owns it. Every method may
-raise LedgerError; `ledger_file` has what is tried before that.
+A write is on the disk when its call returns, so a killed service forgets nothing. The ledger is safe to call from several
+threads, and one service owns it. Every method may raise LedgerError; `ledger_file` describes the retries that come before.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from reflogp.scoring.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
 
-#: Points of a job's throughput that are kept; when there are more, every second one is dropped.
+#: The most points of a job's throughput that are kept. When there are more, every second one is dropped.
 THROUGHPUT_POINTS = 200
 
-#: Number of the schema below. A ledger of a higher number is refused.
+#: Version of the schema below. A ledger with a higher version is refused.
 _VERSION = 1
 _SCHEMA = """
 create table if not exists job (
@@ -57,22 +57,22 @@ create table if not exists upload (
     name text primary key, file text not null, bytes integer not null, sha256 text not null, uploaded_at text not null
 ) strict;
 """
-#: The dataset of a job is a file here: it may be given to a worker.
+#: The dataset of a job is a file, so a worker may take the job.
 _HAS_FILE = "json_extract(source, '$.file') is not null"
-#: Where a running job goes that its worker does not end.
+#: Next state and finish time of a running job that its worker leaves before the job's end.
 _QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
 _ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job as it comes in.
+    """A job as it is submitted.
 
     Attributes:
-        identity: two submissions with the same one are the same job.
-        content: digest of dataset content, reference id and settings.
-        lasting: False where the content is only known by where it lies, which may hold another one later: a job that is done
-            is then no answer to the same submission.
+        identity: two submissions with the same identity are the same job.
+        content: digest of the dataset (its content, or its URI if the content is not known), the reference id and the settings.
+        lasting: False if only the dataset's location is known, which may hold other content later. A job that is done is then
+            no answer to the same submission, which makes a new job.
         source: what the worker will read.
     """
 
@@ -88,12 +88,12 @@ class Submission:
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that a worker shall begin.
+    """A job that a worker is to begin.
 
     Attributes:
-        deaths: of workers, since the job last got on.
-        suspects: keys (hex) among which one may have killed a worker: they are scored in ever smaller groups.
-        poison: keys (hex) that did, each with the reason: they are not scored again.
+        deaths: workers that died since the job last made progress.
+        suspects: keys (hex) of which one may have killed a worker. They are scored in ever smaller groups.
+        poison: keys (hex) that killed a worker, each with the reason. They are not scored again.
     """
 
     id: str
@@ -110,11 +110,12 @@ class Ledger:
     """Jobs in one SQLite file.
 
     Args:
-        file: created where it is not there.
-        patience_seconds: how long a call is tried again before it raises LedgerError.
+        file: created if it does not exist.
+        patience_seconds: how long a failing call is retried before it raises LedgerError.
 
     Raises:
-        UsageError: a newer reflogp wrote it, it is no ledger, it is damaged, or it cannot be used for so long.
+        UsageError: a newer reflogp wrote the file, it is not a ledger, it is damaged, or it stays unusable for
+            `patience_seconds`.
     """
 
     def __init__(self, file: Path, patience_seconds: float = 5.0) -> None:
@@ -122,23 +123,29 @@ class Ledger:
 
     @property
     def trouble(self) -> LedgerError | None:
-        """Why the ledger cannot be used now; None while it can."""
+        """The reason why the ledger cannot be used now; None while it can be used."""
         return self._file.trouble
 
     @property
     def failures(self) -> int:
-        """Attempts to use the ledger that failed so far."""
+        """The number of attempts to use the ledger that have failed so far."""
         return self._file.failures
 
     def probe(self) -> None:
-        """Try a write, so that `trouble` is known. Raises nothing."""
+        """Try a write to update `trouble`. Raise nothing."""
         self._file.probe()
 
     def close(self) -> None:
         self._file.close()
 
     def submit(self, asked: Submission) -> tuple[Job, bool]:
-        """(the job, whether it is new). One of the same identity that failed or was cancelled is put in line again."""
+        """Record a submission; return the job and whether it is new.
+
+        A failed or cancelled job of the same identity is queued again.
+
+        Raises:
+            DifferentContentError: the identity is known with other content.
+        """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
             known = db.execute("select id, state, content from job where identity = ?", [asked.identity]).fetchone()
@@ -148,7 +155,7 @@ class Ledger:
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                if known["state"] in ("failed", "cancelled"):  # the same content may lie elsewhere now
+                if known["state"] in ("failed", "cancelled"):  # the same content may be elsewhere now
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
                 _retry(db, known["id"])
@@ -179,7 +186,12 @@ class Ledger:
         return _as_job(row) if row else None
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
-        """Up to `limit` jobs, the newest first, of one state or all; `before` is a job's id: only older ones."""
+        """Return up to `limit` jobs, newest first.
+
+        Args:
+            state: return only jobs in this state; None for all.
+            before: id of a job; return only older jobs.
+        """
         where: list[str] = ["1"]
         values: list[Any] = []
         if state is not None:
@@ -194,14 +206,14 @@ class Ledger:
         return Jobs(jobs=jobs, counts=self.counts(), next_before=jobs[-1].id if len(rows) > limit else None)
 
     def counts(self) -> dict[JobState, int]:
-        """How many jobs there are of each state."""
+        """Return the number of jobs per state."""
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Put running jobs that no worker has back in line, or end them where they were cancelled; how many there were.
+        """Queue running jobs again that no worker has, or end them if they were cancelled; return how many there were.
 
         Args:
-            note: why.
+            note: the reason, kept as the note of the jobs.
             but: ids of jobs that workers have.
         """
 
@@ -211,24 +223,26 @@ class Ledger:
         return self._file.write(requeue)
 
     def waiting(self) -> int:
-        """Jobs in line."""
+        """Return the number of queued jobs."""
         row = self._one("select count(*) n from job where state = 'queued'")
         return int(row["n"]) if row else 0
 
     def highest_waiting(self) -> int | None:
-        """Priority of the first job in line that a worker can begin."""
+        """Return the priority of the first queued job that a worker can begin; None if there is no such job."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
         return None if row is None else row["priority"]
 
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
-        """The job that goes next, now running; None when nothing waits.
+        """Mark the next job as running and return it; None if no queued job can begin.
 
-        The highest priority first, of these the oldest; but one whose reference is `loaded` may pass an older one that has
-        not waited for `patience_seconds`, so that models are not loaded and unloaded for every job. A job whose dataset has not
-        been fetched yet is passed over.
+        The job with the highest priority is next; among equal priorities the oldest. A job of the same priority whose
+        reference is in `loaded` goes before an older job that has waited for less than `patience_seconds`, so that models are
+        not loaded and unloaded for every job. A job whose dataset has not been fetched yet is passed over.
 
         Args:
+            loaded: ids of references whose models are loaded.
+            patience_seconds: how long an older job may be overtaken.
             but: ids of jobs that are not taken.
         """
         here = list(loaded)
@@ -256,10 +270,13 @@ class Ledger:
         return None if chosen is None else _as_claim(chosen)
 
     def cancel(self, job: str) -> JobState | None:
-        """Cancel a job: one in line at once, a running one as soon as its worker lets go of it, whatever happens until then.
+        """Cancel a job: a queued one at once, a running one when its worker gives it back or dies.
+
+        The cancellation of a running job is on the disk, so it outlasts the service. A job that its worker finishes first keeps
+        that end.
 
         Returns:
-            Its state before; None for an unknown one.
+            The state before; None for an unknown job.
         """
 
         def cancel(db: sqlite3.Connection) -> JobState | None:
@@ -276,7 +293,12 @@ class Ledger:
         return self._file.write(cancel)
 
     def progressed(self, job: str, progress: JobProgress, committed: bool) -> None:
-        """Note how far a running job is; `committed`: since the last time some of its work became durable."""
+        """Record the progress of a running job.
+
+        Args:
+            progress: the latest progress.
+            committed: whether some of the job's work became durable since the last call. If so, its deaths no longer count.
+        """
 
         def progressed(db: sqlite3.Connection) -> None:
             row = db.execute("select throughput from job where id = ? and state = 'running'", [job]).fetchone()
@@ -294,11 +316,14 @@ class Ledger:
         self._file.write(progressed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """A running or queued job ends: done with a summary, failed with the reason, or cancelled; False when it had ended."""
+        """End a running or queued job: done with a summary, failed with the reason, or cancelled.
+
+        Return False if the job had ended already.
+        """
         return self._file.write(lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """(job, source) of jobs in line whose dataset has to be fetched first: the first ones in line.
+        """Return (job, source) of up to `limit` queued jobs whose dataset must be fetched first, in queue order.
 
         Args:
             but: ids of jobs that are left out.
@@ -308,12 +333,12 @@ class Ledger:
         return [(row["id"], json.loads(row["source"])) for row in rows]
 
     def fetched(self, job: str, source: dict[str, str]) -> None:
-        """A waiting job's dataset has been fetched: workers read the file."""
+        """Record that a queued job's dataset has been fetched; workers read the file that `source` names."""
         query = "update job set source = ?, note = null where id = ? and state = 'queued'"
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """A running job's fetched file is not there any more: back in line, to be fetched again."""
+        """Queue a running job again whose fetched file no longer exists; the dataset is fetched again."""
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -322,25 +347,26 @@ class Ledger:
         self._file.write(fetch_again)
 
     def note(self, job: str, note: str) -> None:
-        """Say what a job waits for whose dataset has to be fetched."""
+        """Set the note of a queued job whose dataset must be fetched: what the job waits for."""
         query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
         self._file.write(lambda db: db.execute(query, [note, job]))
 
     def give_back(self, job: str, note: str) -> None:
-        """A running job goes back in line, at its old place; the note says why. One that was cancelled ends."""
+        """Queue a running job again at its old place; the note says why. A cancelled job ends instead."""
         self._file.write(lambda db: _back_in_line(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """A job's worker died: back in line, with what is known about why. One that was cancelled ends.
+        """Queue a job again whose worker died, and record what is known about the cause. A cancelled job ends instead.
 
         Args:
-            narrowed: the search for what kills its workers got on by this, so that this death does not count.
-            limit: of deaths since the job last got on; with this one it fails. None for no limit.
+            suspects, poison: see Claim.
+            narrowed: whether this death narrowed the search for the sequence that kills workers. If so, it is not counted.
+            limit: the job fails when this many workers have died since it last made progress. None for no limit.
 
         Returns:
-            How many died since the job last got on.
+            The number of workers that died since the job last made progress.
         """
 
         def died(db: sqlite3.Connection) -> int:
@@ -361,25 +387,28 @@ class Ledger:
         return self._file.write(died)
 
     def retry(self, job: str) -> bool:
-        """Put a failed or cancelled job in line again; False when it is neither.
+        """Queue a failed or cancelled job again; return False if it is in another state.
 
-        What was poison is tried once more, and what came from a URI is fetched once more.
+        Its poisonous sequences are tried once more, and a dataset from a URI is fetched once more.
         """
         return self._file.write(lambda db: _retry(db, job))
 
     def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Files of jobs that are not done, since a failed or cancelled one may be retried; or of unfinished ones alone."""
+        """Return the files of jobs that are not done, or of unfinished jobs only.
+
+        Failed and cancelled jobs are not done: they may be retried.
+        """
         condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
         rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")
         return {row["file"] for row in rows}
 
     def ended_before(self, moment: datetime) -> list[str]:
-        """Ids of jobs that ended before a moment."""
+        """Return the ids of jobs that ended before a moment."""
         query = "select id from job where state in ('done', 'failed', 'cancelled') and finished_at < ?"
         return [row["id"] for row in self._all(query, moment.isoformat())]
 
     def forget(self, jobs: Collection[str]) -> None:
-        """Delete jobs that have ended."""
+        """Delete these jobs, except those that have not ended."""
 
         def forget(db: sqlite3.Connection) -> None:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
@@ -388,12 +417,12 @@ class Ledger:
         self._file.write(forget)
 
     def put_upload(self, name: str, file: str, size: int, sha256: str) -> None:
-        """An upload has arrived; one of the same name is replaced."""
+        """Record an upload; an upload of the same name is replaced."""
         values = [name, file, size, sha256, _now()]
         self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
 
     def uploads(self) -> list[dict[str, Any]]:
-        """name, file, bytes, sha256, uploaded_at of every upload, by name."""
+        """Return name, file, bytes, sha256 and uploaded_at of every upload, sorted by name."""
         return [dict(row) for row in self._all("select * from upload order by name")]
 
     def upload(self, name: str) -> dict[str, Any] | None:
@@ -412,7 +441,7 @@ class Ledger:
 
 
 class DifferentContentError(Exception):
-    """An Idempotency-Key came with another content than the first time. `args[0]` is the job's id."""
+    """An Idempotency-Key was used before with other content. `args[0]` is the id of the job that has the key."""
 
 
 def _now() -> str:
@@ -438,7 +467,7 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
 
 
 def _back_in_line(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
-    """Queue the jobs of a condition again, or end them where they were cancelled; how many there were."""
+    """Queue the jobs that match a condition again, or end them if they were cancelled; return how many matched."""
     query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
     changed = db.execute(query, [_now(), note, *values])
     db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
@@ -446,7 +475,7 @@ def _back_in_line(db: sqlite3.Connection, condition: str, note: str, *values: st
 
 
 def _retry(db: sqlite3.Connection, job: str) -> bool:
-    """Put a failed or cancelled job in line again; False when it is neither."""
+    """Queue a failed or cancelled job again; return False if it is in another state."""
     changed = db.execute(
         "update job set state = 'queued', error = null, finished_at = null, deaths = 0, suspects = '[]', poison = '{}'"
         " where id = ? and state in ('failed', 'cancelled')",
@@ -458,7 +487,7 @@ def _retry(db: sqlite3.Connection, job: str) -> bool:
 
 
 def _forget_file(db: sqlite3.Connection, job: str) -> None:
-    """A dataset that came from a URI is fetched again before the job goes on."""
+    """Forget a file that was fetched from a URI, so that it is fetched again before the job goes on."""
     db.execute(
         "update job set source = json_remove(source, '$.file', '$.digest')"
         " where id = ? and json_extract(source, '$.uri') is not null",

@@ -1,7 +1,7 @@
-"""The SQLite file under the ledger of jobs: opened, retried, recovered, and owned by one service.
+"""Open, retry, recover and own the SQLite file of the ledger of jobs.
 
-Every statement of the ledger runs here. A failure is retried for a bounded time; what still fails is a LedgerError whose
-message says what is wrong and what to do. Each write is one transaction and checks first that this service still owns the file.
+Every statement of the ledger runs here. A failing statement is retried for a bounded time. If it still fails, a LedgerError
+says what is wrong and what to do. Each write is one transaction, which first checks that this service still owns the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: SQLite itself waits this long for another process; the retries around it wait longer.
+#: How long SQLite itself waits for another process. The retries around it wait longer.
 _BUSY_SECONDS = 0.1
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -34,9 +34,9 @@ _REASONS = {
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
     sqlite3.SQLITE_IOERR: "its disk fails",
 }
-#: After these the connection is still good. Opening another one needs room on the disk.
+#: After these errors the connection is still good and is kept: opening another one needs room on the disk.
 _CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
-#: Messages of errors that carry no code.
+#: Parts of the messages of errors that carry no code, each with its code.
 _CODES_BY_TEXT = {
     "locked": sqlite3.SQLITE_BUSY,
     "is full": sqlite3.SQLITE_FULL,
@@ -51,21 +51,22 @@ class LedgerFile:
     """One SQLite file in WAL mode. Safe to call from several threads.
 
     Args:
-        file: created where it is not there.
-        schema: statements that may run again and again.
-        version: of the schema; a file of a higher one is refused.
+        file: created if it does not exist.
+        schema: statements that may be run repeatedly.
+        version: of the schema; a file with a higher version is refused.
         patience_seconds: how long a call is retried. While the file is known to fail, each call is tried once.
 
     Attributes:
         trouble: why the ledger cannot be used now; None while it can.
-        failures: attempts that failed so far.
+        failures: number of attempts that have failed so far.
 
     Raises:
-        UsageError: a newer reflogp wrote the file, it is no database, it is damaged, or it cannot be used for so long.
+        UsageError: a newer reflogp wrote the file, it is not a database, it is damaged, or it stays unusable for
+            `patience_seconds`.
     """
 
     def __init__(self, file: Path, schema: str, version: int, patience_seconds: float) -> None:
-        self._file = file.resolve()  # where its write-ahead log is, too
+        self._file = file.resolve()  # the write-ahead log is next to the resolved file
         self._schema = schema
         self._version = version
         self._patience = patience_seconds
@@ -78,13 +79,13 @@ class LedgerFile:
         self._inode = _inode(self._file)
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """What `work` reads. Raises LedgerError when it cannot be had within the patience."""
+        """Run `work`, which only reads, and return its result. Raise LedgerError if it still fails after the last retry."""
         return self._patiently(lambda: work(self._db))
 
     def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run `work` in a transaction; it is on the disk when this returns. Raises LedgerError as `read`.
+        """Run `work` in a transaction, which is on the disk when this returns. Raise LedgerError like `read`.
 
-        A transaction that is reported as failed may be on the disk all the same, so `work` must bear being run twice.
+        A transaction that is reported as failed may be on the disk all the same, so it must be safe to run `work` twice.
         """
         result = self._patiently(lambda: self._transaction(work))
         if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
@@ -92,7 +93,7 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Try a write, and check a damaged file again: `trouble` says what came of it. Raises nothing."""
+        """Try a write, and check a damaged file again; `trouble` holds the outcome. Raise nothing."""
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
             if isinstance(self.trouble, LedgerDamagedError):
@@ -155,7 +156,7 @@ class LedgerFile:
             raise
 
     def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
-        """An error of SQLite as one of ours. Raises an error that is a defect of the statement instead."""
+        """Return an SQLite error as a LedgerError. Raise it unchanged if it is a defect of the statement."""
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
             raise error
         self.failures += 1
@@ -168,7 +169,7 @@ class LedgerFile:
     def _in_trouble(self, failure: LedgerError) -> None:
         if type(self.trouble) is not type(failure):
             logger.error("%s", failure)
-        if not isinstance(self.trouble, LedgerDamagedError):  # that one stays until the pages are checked
+        if not isinstance(self.trouble, LedgerDamagedError):  # damage is reported until the pages are checked
             self.trouble = failure
 
     def _recovered(self) -> None:
@@ -176,7 +177,7 @@ class LedgerFile:
         self.trouble = None
 
     def _open(self) -> sqlite3.Connection:
-        """The first connection: the schema is made and the file is this service's own from here on."""
+        """Open the first connection, create the schema, and make this service the owner of the file."""
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
@@ -222,7 +223,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Put a new connection in the place of one that failed, where one can be made."""
+        """Replace a failed connection by a new one, if a new one can be opened."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:
@@ -239,7 +240,7 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Move what is in a deleted write-ahead log into the database, and begin a new log: a crash would lose it otherwise."""
+        """Move the content of a deleted write-ahead log into the database, and begin a new log; a crash would lose it."""
         logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()
@@ -248,7 +249,7 @@ class LedgerFile:
 
 
 def damaged_ledger(file: Path, what: str) -> str:
-    """What to say of a damaged ledger."""
+    """Return the message for a damaged ledger, with the steps of its recovery."""
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal aside,"
         f" make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its place and start the"
@@ -257,14 +258,14 @@ def damaged_ledger(file: Path, what: str) -> str:
 
 
 def _check_pages(db: sqlite3.Connection) -> None:
-    """Raise sqlite3.DatabaseError when pages of the file are damaged."""
+    """Raise sqlite3.DatabaseError if pages of the file are damaged."""
     said = db.execute("pragma quick_check(1)").fetchone()[0]
     if said != "ok":
         raise sqlite3.DatabaseError(f"database disk image is malformed: {said.strip().splitlines()[-1]}")
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary code of an error."""
+    """Return SQLite's primary code of an error."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF
@@ -272,7 +273,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def _inode(file: Path) -> tuple[int, int] | None:
-    """Device and inode of a file; None where it is not there."""
+    """Return the device and inode of a file; None if it does not exist."""
     try:
         about = file.stat()
     except FileNotFoundError:

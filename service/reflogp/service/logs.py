@@ -1,7 +1,4 @@
-"""Logs: lines for people, or one JSON object a line for programs; a job's id goes with what is about a job.
-
-Knows formats. Installed once by `run`.
-"""
+"""Set up logging: lines for people, or one JSON object per line for programs. Records about a job carry the job's id."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class _ForPeople(LineFormatter):
-    """A line, with the job's id behind what is about a job."""
+    """Formats a record as a line, with the job's id at the end if the record is about a job."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -26,7 +23,7 @@ class _ForPeople(LineFormatter):
 
 
 class _ForPrograms(JsonFormatter):
-    """A JSON object, in ASCII: no text can end it or command a terminal."""
+    """Formats a record as a JSON object in ASCII, so that no text can end the object or control a terminal."""
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         super().add_fields(log_data, record, message_dict)
@@ -34,9 +31,9 @@ class _ForPrograms(JsonFormatter):
 
 
 def install_logging(form: Literal["text", "json"]) -> None:
-    """Send this process's log to stderr in that format."""
+    """Send this process's log to stderr in the given format."""
     handler = logging.StreamHandler(sys.stderr)
     renamed = {"asctime": "time", "levelname": "level", "name": "logger"}
     handler.setFormatter(_ForPrograms(_FIELDS, rename_fields=renamed) if form == "json" else _ForPeople(_FIELDS))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.captureWarnings(True)  # a warning quotes what it is about, too
+    logging.captureWarnings(True)  # warnings may quote secrets too, which the formatters hide

@@ -1,7 +1,4 @@
-"""What is seen from outside, as Prometheus' metrics.
-
-Knows names and meanings. Counted by the routes, by precompute and by online scoring; gauges are read when somebody asks.
-"""
+"""Define the Prometheus metrics of the service. Gauges are set when the metrics are requested."""
 
 from __future__ import annotations
 
@@ -53,13 +50,19 @@ class Metrics:
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
 
     def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
-        """How the ledger is."""
+        """Set the gauges of the ledger."""
         self._ledger_well.set(works)
         self._ledger_failures.set(failures)
         self._unrecorded.set(waiting_writes)
 
     def set_workers(self, ready: int, answering: int, busy: Mapping[int, tuple[str, float] | None]) -> None:
-        """How the workers are; `busy`: by number, what an engine is at ("load", "pass") and for how long."""
+        """Set the gauges of the workers.
+
+        Args:
+            ready: workers that take work.
+            answering: workers that take work and respond.
+            busy: worker's number -> what its engine is doing ("load" or "pass") and for how many seconds; None if idle.
+        """
         self._workers.set(ready)
         self._answering.set(answering)
         for worker, doing in busy.items():
@@ -67,7 +70,13 @@ class Metrics:
                 self._busy.labels(str(worker), at).set(doing[1] if doing is not None and doing[0] == at else 0.0)
 
     def text(self, jobs: Mapping[JobState, int] | None, online_tokens: int, memory: dict[str, int]) -> bytes:
-        """All of it in Prometheus' text format. `jobs` by state; None keeps the last known numbers."""
+        """Return all metrics in Prometheus' text format.
+
+        Args:
+            jobs: number of jobs by state; None keeps the last known numbers.
+            online_tokens: queued tokens of online requests.
+            memory: process -> resident bytes.
+        """
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))
         self._online_tokens.set(online_tokens)

@@ -1,7 +1,4 @@
-"""What happens to every request before its route, and after: counted and timed; refused for a long head.
-
-Knows ASGI. Installed by the app.
-"""
+"""Count and time every request, and refuse requests with a long head."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from reflogp.service.problems import Problem
 
 
 class Timed:
-    """Counts every request by route and status, from its first byte to the answer's last."""
+    """Middleware that counts and times requests by route and status, from the end of the head to the response's last byte."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -40,10 +37,12 @@ class Timed:
 
 
 class HeadBounds:
-    """Refuses requests whose target or headers are long. The server's own bound holds for what arrives in several pieces only.
+    """Middleware that refuses requests with a long target or long headers.
+
+    The server's own limit applies only to heads that arrive in several pieces.
 
     Args:
-        max_bytes: of all headers together, and of the target.
+        max_bytes: maximum size of all headers together, and of the target.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

@@ -1,7 +1,4 @@
-"""What crosses HTTP as JSON: requests and answers about jobs, uploads and scores.
-
-Knows names, types and bounds; the OpenAPI document is made of it. Called by the routes and the ledger.
-"""
+"""Define the JSON of the HTTP API for jobs, their reports, and uploads. The OpenAPI document is made from these models."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from reflogp.store.safe_text import hide_secrets
 
-#: queued and running end in one of the others; failed and cancelled can be put in line again (retry).
+#: A queued or running job ends in one of the other states. A failed or cancelled job can be queued again (retry).
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 UNFINISHED: tuple[JobState, ...] = ("queued", "running")
@@ -20,12 +17,12 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 #: A name in a URL or a folder: no slash, no leading dot.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-#: The name of an upload says its format; text may be compressed.
+#: The suffix of an upload's name says its format; text formats may be compressed.
 UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$"
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """Say in DatasetSpec's JSON schema that exactly one of its sources is given."""
+    """State in DatasetSpec's JSON schema that exactly one of its sources is given."""
     names = ("upload", "path", "uri")
     others = {name: {"type": "null"} for name in names}
     schema["oneOf"] = [{"required": [name], "properties": {**others, name: {"type": "string"}}} for name in names]
@@ -52,7 +49,7 @@ class DatasetSpec(BaseModel):
 
 
 class JobSettings(BaseModel):
-    """How a job reads its dataset: what a trainer's config says too."""
+    """How a job reads its dataset. The settings that a trainer has too are named as in the trainer's config."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
@@ -75,7 +72,7 @@ class JobRequest(JobSettings):
 
 
 class JobProgress(BaseModel):
-    """How far a job is. Sequences count as done when they are hits, scored or failed."""
+    """Progress of a job. A sequence counts as done when it is a hit, was scored, or failed."""
 
     rows: int = Field(0, description="Rows read so far, in this attempt.")
     sequences: int = Field(0, description="Sequences in all, as far as can be told.")
@@ -90,7 +87,7 @@ class JobProgress(BaseModel):
 
 
 class Job(BaseModel):
-    """A job as the service knows it."""
+    """A job: what was submitted, its state, its progress, and how it ended."""
 
     id: str = Field(description="Names the job in every other route.")
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
@@ -115,7 +112,7 @@ class Job(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """A job is shown to everybody who may read; whoever fetches its dataset has the whole URI from elsewhere."""
+        """Hide the secrets of a URI, since everybody who may read sees the job. The fetch has the full URI from elsewhere."""
         if dataset is None or dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
@@ -126,7 +123,7 @@ class Job(BaseModel):
         return None if text is None else hide_secrets(text)
 
     def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """The job for a token that may not read and did not submit it: how far it is, and what the token itself asked for."""
+        """Return the job for a token that may not read and did not submit it: its progress, and what this token submitted."""
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(
             update={
@@ -142,7 +139,7 @@ class Job(BaseModel):
 
 
 class Jobs(BaseModel):
-    """A page of jobs, the newest first."""
+    """A page of jobs, newest first."""
 
     jobs: list[Job] = Field(description="The newest first.")
     counts: dict[JobState, int] = Field(description="Jobs of each state, of all pages.")
@@ -157,7 +154,7 @@ class Histogram(BaseModel):
 
 
 class Outlier(BaseModel):
-    """A row worth a look, with its text."""
+    """A row that stands out, with its text."""
 
     row: int = Field(description="Its number in the dataset, from 0.")
     why: str = Field(description="What stands out.")
@@ -174,7 +171,7 @@ class RowProblem(BaseModel):
 
 
 class Report(BaseModel):
-    """What a done job's values look like."""
+    """A report on the values of a done job."""
 
     histograms: dict[str, Histogram] = Field(
         description="chosen, rejected (or completion): mean log-prob per token, nats; margin: chosen sum minus rejected sum."
@@ -185,7 +182,7 @@ class Report(BaseModel):
 
 
 class Upload(BaseModel):
-    """A dataset file that was sent."""
+    """A dataset file that was uploaded."""
 
     name: str = Field(description="What a job names it by.")
     bytes: int = Field(description="Its size.")
@@ -194,6 +191,6 @@ class Upload(BaseModel):
 
 
 class Uploads(BaseModel):
-    """Every upload."""
+    """All uploads."""
 
     uploads: list[Upload] = Field(description="By name.")

@@ -1,7 +1,7 @@
-"""Online scoring: sequences in, log-probs out, while somebody waits.
+"""Score sequences online, while their caller waits.
 
-Knows who waits for what, how much is in line, and what to do when a worker dies. What is merged with what is the worker's.
-Called by the route, and by the app with what workers say. Lives in the event loop.
+OnlineScoring chooses a worker for each request, bounds the tokens that wait, and sends requests again when a worker dies. The
+worker decides which requests are merged. All state belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.arrow_stream import stream_bytes
 from reflogp.store.schema import one_array
 
-#: A request that was being computed when this many workers died is at fault.
+#: A request that was being computed at this many deaths of workers is considered the cause, and fails.
 _DEATHS = 2
-#: Of a token id on its way to a worker.
+#: Bytes reckoned for a token id on its way to a worker.
 _TOKEN_BYTES = 8
-#: Weight of the last request in the rate from which Retry-After is taken.
+#: Weight of the latest request in the token rate from which Retry-After is computed.
 _RATE_WEIGHT = 0.2
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
-        outcomes: a table of worker.tables.OUTCOMES, in the request's order.
-        hits: sequences that the store had.
-        engine_seconds: from the first of its packs to the last.
-        queue_seconds: in line before that.
-        snapshot: where hits came from; None where the store was not asked.
+        outcomes: a table with the schema worker.tables.OUTCOMES, in the request's order.
+        hits: number of sequences found in the store.
+        engine_seconds: from the start of the computing, which requests may share, to the request's last outcome.
+        queue_seconds: from the arrival at the worker to that start.
+        snapshot: number of the snapshot that was read; None if the store was not read or lacks the reference.
     """
 
     outcomes: pa.Table
@@ -57,7 +57,7 @@ class Scored:
 
 @dataclass
 class _Pending:
-    """A request that a worker has."""
+    """A request that was sent to a worker and is not answered yet."""
 
     worker: WorkerHandle
     message: dict[str, Any]
@@ -70,12 +70,12 @@ class _Pending:
 
 
 class OnlineScoring:
-    """Requests of all callers.
+    """Online requests of all callers.
 
     Args:
-        settings: bounds.
-        shelf: references and what the store has.
-        metrics: counted in.
+        settings: limits.
+        registry: references, and their snapshots in the store.
+        metrics: counters to update.
     """
 
     def __init__(self, settings: ServerSettings, registry: ReferenceRegistry, metrics: Metrics) -> None:
@@ -91,7 +91,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Tokens in line, for one worker or all."""
+        """Return the number of tokens of unanswered requests, at one worker or at all."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -103,20 +103,22 @@ class OnlineScoring:
         cache_write: bool,
         deadline_seconds: float,
     ) -> Scored:
-        """Score sequences; when the caller is cancelled, so is the request.
+        """Score sequences. If the caller is cancelled, so is the request.
 
         Args:
             reference: name or id of one of the service's models.
-            sequences: columns prompt_ids, completion_ids: list<int64>; maybe attention_mask: rows of padded batches, whose
-                values are neither looked up nor kept.
-            temperature: logits are divided by it. Values at another one than 1 are neither looked up nor kept.
-            cache_read: take from the store what it has.
-            cache_write: keep what is computed.
-            deadline_seconds: nobody waits longer.
+            sequences: columns prompt_ids and completion_ids, list<int32>. With a third column attention_mask they are rows of
+                padded batches, whose values are neither looked up nor stored.
+            temperature: logits are divided by it. Values at a temperature other than 1 are neither looked up nor stored.
+            cache_read: return stored values where the store has them.
+            cache_write: store the values that are computed.
+            deadline_seconds: maximum time to wait.
 
         Raises:
-            UsageError: a temperature that the reference's engine does not know.
-            Problem: 404, 429 with Retry-After, 503 while no worker can answer, 504 when the deadline has passed.
+            ReferenceNotFoundError: the service has no model for the reference (404).
+            UsageError: the reference's engine does not support the temperature.
+            Problem: 429 with Retry-After, 500 if workers died while they computed the request, 503 while no worker can answer,
+                504 when the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
@@ -144,7 +146,7 @@ class OnlineScoring:
         return Scored(outcomes, model.reference_id, hits, message["engine_seconds"], message["queue_seconds"], snapshot)
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """What a worker says about requests."""
+        """Handle a worker's frame about requests."""
         match message["op"]:
             case "round":
                 for key in message["ids"]:
@@ -156,7 +158,10 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """A worker's process has ended: what it had is sent again, what it was at alone. Whether it was at any request."""
+        """Send the requests of a dead worker again; return whether it was computing any of them.
+
+        Requests that were being computed are sent to be scored alone. A request fails after _DEATHS such deaths.
+        """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
         for key, entry in mine.items():
@@ -216,7 +221,11 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """The worker with the least in line, one that has the model before others. Raises Problem when none can answer."""
+        """Return the worker with the fewest queued tokens; workers that respond and have the model loaded come first.
+
+        Raises:
+            Problem: 503 if no worker can answer, 429 if too many tokens are queued.
+        """
         assert self._pool is not None
         working = [worker for worker in self._pool.workers if not worker.broken]
         if not working:
@@ -235,7 +244,7 @@ class OnlineScoring:
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem where a worker has left so much unread that a request of `size` bytes would wait in this memory."""
+        """Raise Problem 503 if a worker has left so many bytes unread that `size` more would wait in this process's memory."""
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
@@ -247,7 +256,7 @@ class OnlineScoring:
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """What the store has: values for each sequence or None, and the snapshot they are of."""
+        """Return the stored values of each sequence, None for a miss, and the number of the snapshot that was read."""
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:
@@ -280,7 +289,7 @@ def _no_worker(worker: WorkerHandle) -> Problem:
 
 
 def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
-    """Hits and computed values in the request's order."""
+    """Merge hits and computed values, in the request's order."""
     errors: list[str | None] = [None] * len(known)
     values, said = one_array(outcomes["token_logps"]), outcomes["error"].to_pylist()
     for place, at in enumerate(missing):

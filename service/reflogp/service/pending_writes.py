@@ -1,8 +1,8 @@
-"""Writes to the ledger that must happen: kept in memory until they have, in order for each job.
+"""Keep writes to the ledger in memory until they succeed, in order for each job.
 
-A job that ends while the ledger fails has nobody who could be told to try again. Its end waits here and is recorded when the
-ledger works again. A service that is killed before loses these writes and no more: the ledger has such a job as running, and
-the next service goes on with what the store lacks.
+A job that ends while the ledger fails has no caller that could retry. Its end waits here, and is recorded when the ledger works
+again. A service that is killed before that loses only these writes: the ledger still has the job as running, and the next
+service goes on with the sequences that the store lacks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from reflogp.service.models import JobProgress
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two attempts while the ledger fails: twice as long after each.
+#: Seconds between two attempts while the ledger fails; the pause doubles after each attempt.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 @dataclass(eq=False)
 class _Write:
-    """One write.
+    """A write to the ledger.
 
     Attributes:
-        then: called in the event loop with its result, once.
-        settled: it was recorded, or could not be at the first attempt.
+        then: called once with the result, in the event loop.
+        settled: set when the write was recorded, or was not recorded by the first flush.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job; `begun` when it is being written."""
+    """The latest progress of a job; `begun` is True once it is being written."""
 
     progress: JobProgress
     committed: bool
@@ -50,7 +50,7 @@ class _Progress:
 
 
 class PendingWrites:
-    """Writes of jobs that go on or end.
+    """Pending writes about jobs that make progress or end.
 
     Args:
         ledger: written to in threads.
@@ -68,16 +68,19 @@ class PendingWrites:
 
     @property
     def jobs(self) -> set[str]:
-        """Jobs whose state in the ledger is not what it shall be."""
+        """The jobs whose latest state is not in the ledger yet."""
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
-        """Record something of a job; it is in `jobs` from here on. To be awaited: until it is done, or could not be done yet.
+        """Queue a write about a job, which is in `jobs` from now on.
+
+        The returned awaitable ends when the write was recorded or its first attempt failed. While the ledger is in trouble, it
+        ends at once.
 
         Args:
-            job: its writes are done in the order in which they came.
-            call: of the ledger; must bear being repeated. Called in a thread, until it raises no LedgerError.
-            then: called with its result, in the event loop.
+            job: its writes are made in the order in which they came.
+            call: writes to the ledger. It must be safe to repeat. It is called in a thread until it raises no LedgerError.
+            then: called with the result, in the event loop.
         """
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
@@ -85,7 +88,7 @@ class PendingWrites:
         return self._settled(write)
 
     async def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
-        """Record how far a job is; what is not recorded yet is replaced."""
+        """Record the progress of a job. It replaces earlier progress that has not been recorded yet."""
         waiting = self._progress.get(job)
         if waiting is not None and not waiting.begun:
             waiting.progress, waiting.committed = progress, waiting.committed or committed
@@ -108,7 +111,7 @@ class PendingWrites:
             await write.settled.wait()
 
     async def run(self) -> None:
-        """Record what comes; never returns."""
+        """Make the writes as they come. Never returns."""
         pause = _FIRST_PAUSE
         while True:
             await self._changed.wait()
@@ -121,11 +124,11 @@ class PendingWrites:
                 self._changed.set()
 
     async def flush(self) -> bool:
-        """Try each write once; whether nothing waits any more."""
+        """Try the pending writes once; return whether none is left."""
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # all others would fail as well; a damaged page is of some jobs only
+                    break  # the others would fail too; a damaged page affects only some jobs
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()
@@ -139,7 +142,7 @@ class PendingWrites:
                 result = await to_thread.run_sync(writes[0].call)
             except LedgerError:
                 return False
-            except Exception:  # a defect: the job is found as running without a worker, and goes back in line
+            except Exception:  # a defect: the job is found as running without a worker, and queued again
                 logger.exception("a write to the ledger was given up", extra={"job": job})
             write = writes.popleft()
             write.settled.set()

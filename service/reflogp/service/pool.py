@@ -1,10 +1,10 @@
-"""Worker processes: started, fed with frames, watched, started again when they end.
+"""Start worker processes, send and receive their frames, watch them, and restart them when they end.
 
-Knows frames, and processes as `processes` has them, wherever they run. Does not know what the frames mean beyond `ready`,
-`loaded`, `pong` and `dying`; that is the listeners'. Everything here runs in the event loop.
+Everything here runs in the event loop. Of the frames only `ready`, `loaded`, `pong` and `dying` are interpreted here; the
+callbacks interpret the others.
 
-A worker is asked every few seconds whether it is there (`ping`). A thread of its own answers, also while a model is loaded or a
-pass is computed, so silence means that the process is stopped or hangs as a whole.
+Each worker gets a `ping` every few seconds. A separate thread of the worker answers, even while a model is loaded or a pass is
+computed, so silence means that the whole process is stopped or hangs.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from reflogp.store import ReflogpError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a worker that ended is started again: the first is at once, each further one without success doubles.
+#: Seconds before a restart: the first number is doubled for each failed start in a row, up to the second number. A worker that
+#: had been ready is restarted at once.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-#: Deaths in a row, before it was ever ready, after which a worker counts as broken.
+#: Failed starts in a row (the process ended before it was ready) after which a worker counts as broken.
 _BROKEN_AFTER = 3
-#: Between two looks at a worker: its memory, its answer.
+#: Seconds between two checks of a worker's memory and answer.
 _LOOK_SECONDS = 2.0
-#: A worker that starts may be silent so many times as long as one that has answered: it imports its libraries.
+#: A starting worker may be silent this many times longer than a worker that has answered, because it imports its libraries.
 _START_FACTOR = 10
-#: Of the time after which a silent worker is killed: it counts as not answering after this part.
+#: A silent worker counts as late after this fraction of the time after which it is killed.
 _LATE_PART = 0.25
-#: One pass that takes longer is said in the log.
+#: A pass that takes longer is logged.
 _LONG_PASS_SECONDS = 600.0
 _END_SECONDS = 25.0
-#: How often this process gives freed memory back.
+#: How often this process returns freed memory to the system.
 _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """One worker as the service sees it.
+    """The service's view of one worker; it outlives the worker's processes.
 
     Attributes:
-        number: from 0.
-        ready: it takes turns; False while it starts.
+        number: counted from 0.
+        ready: the worker takes work; False while it starts.
         loaded: reference ids whose engines are loaded.
-        deaths: of its processes so far.
-        memory_bytes: resident, at the last look.
-        broken: it died several times before it was ready.
-        silent_seconds: since it should have answered a ping.
-        late: it does not answer.
-        doing: "load" or "pass" while its engine is at something, and for how many seconds; None while it is idle.
+        deaths: number of its processes that have ended so far.
+        memory_bytes: resident bytes at the last check.
+        broken: several starts in a row have failed.
+        silent_seconds: how long the answer to a ping is missing.
+        late: the answer to a ping is overdue.
+        doing: ("load" or "pass", seconds since it began), or None while its engine is idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -85,22 +86,22 @@ class WorkerHandle:
 
     @property
     def answering(self) -> bool:
-        """It takes work, and answers."""
+        """Whether the worker takes work and answers pings in time."""
         return self.ready and not self.late
 
     @property
     def outgoing_bytes(self) -> int:
-        """Bytes of frames that it has not taken yet."""
+        """Bytes of frames that the worker has not read yet."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame, or keep it for the next process where there is none now."""
+        """Send a frame, or keep it for the next process if none takes it now."""
         data = encode(message, body)
         if self.process is None or not self.process.send(data):
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """End the process at once; it is started again."""
+        """Kill the process; it is started again."""
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -118,7 +119,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Ask whether the process is there, or count the seconds that an earlier question has no answer."""
+        """Send a ping, or add `passed` seconds to the silence if an earlier ping has no answer yet."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -126,7 +127,7 @@ class WorkerHandle:
             self.asked = self.process.send(encode({"op": "ping"}))
 
     def take_answer(self, message: dict[str, Any]) -> None:
-        """The answer to `ask`."""
+        """Handle the answer to a ping."""
         self.answered, self.asked, self.silent_seconds, self.late = True, False, 0.0, False
         self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
 
@@ -141,11 +142,11 @@ class Pool:
     Args:
         configurations: one per worker.
         start: starts a worker's process.
-        on_frame: gets every frame, in order per worker.
-        on_death: told when a worker's process has ended unasked, and why.
-        max_worker_bytes: a worker whose memory is beyond is killed before the system kills another process; None for no bound.
-        silence_seconds: a worker that does not answer for so long is killed.
-        max_pass_seconds: a worker whose engine is at one pass for longer is killed; None for no bound.
+        on_frame: called with every frame except `pong`, in order for each worker.
+        on_death: called with the reason when a worker's process has ended while the pool is not closing.
+        max_worker_bytes: a worker that uses more memory is killed before the system kills another process; None for no bound.
+        silence_seconds: a worker that does not answer for longer is killed; a starting worker has ten times as long.
+        max_pass_seconds: a worker whose engine computes one pass for longer is killed; None for no bound.
     """
 
     def __init__(
@@ -176,14 +177,14 @@ class Pool:
         self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]
 
     async def close(self) -> None:
-        """Let every worker commit what it has and end; kill those that do not."""
+        """Let every worker commit its values and end; kill those that do not end in time."""
         self._closing = True
         for worker in self.workers:
             if worker.process is not None:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
-        for worker, task in zip(self.workers, self._tasks, strict=False):  # no task where the service never began
-            if worker.process is None:  # it waits for a place, or to be started again
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # there are no tasks if the pool was never started
+            if worker.process is None:  # it waits for a place on the cluster or for a restart
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
@@ -200,7 +201,7 @@ class Pool:
                 reason = await self._live(worker)
             except ReflogpError as error:
                 reason = f"it could not be started: {error}"
-            except Exception as error:  # a defect of ours must not leave the service without a worker
+            except Exception as error:  # a bug here must not leave the service without a worker
                 logger.exception("worker %d could not be kept", worker.number)
                 reason = f"{type(error).__name__}: {error}"
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
@@ -212,19 +213,19 @@ class Pool:
             logger.warning("worker %d ended: %s", worker.number, reason)
             try:
                 await self._on_death(worker, reason)
-            except Exception:  # what is lost by it is found as a job that no worker has
+            except Exception:  # a job lost by this is found later as a running job without a worker
                 logger.exception("what follows the end of worker %d failed", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 
     async def _live(self, worker: WorkerHandle) -> str:
-        """A worker's life; why it ended."""
+        """Run one process of a worker; return why it ended."""
         process = await worker.start(self._start)
         logger.info("worker %d started, %s", worker.number, process.name)
         try:
             while (frame := await process.receive()) is not None:
                 await self._take(worker, *frame)
-        except Exception:  # a defect of ours must not leave the service without a worker
+        except Exception:  # a bug here must not leave the service without a worker
             logger.exception("a frame of worker %d could not be handled", worker.number)
             worker.kill("its frames could not be handled")
         reason = await process.wait()
@@ -244,12 +245,12 @@ class Pool:
         await self._on_frame(worker, message, body)
 
     async def _watch(self) -> None:
-        """Look at every worker now and then; never returns."""
+        """Check every worker now and then; never returns."""
         last = trimmed = time.monotonic()
         while True:
             await asyncio.sleep(self._look_seconds)
             now = time.monotonic()
-            passed = min(now - last, 2 * self._look_seconds)  # where this process stood still itself, no worker was silent
+            passed = min(now - last, 2 * self._look_seconds)  # a pause of this process is not a worker's silence
             last = now
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:
@@ -275,5 +276,5 @@ class Pool:
 
 
 def own_memory() -> int:
-    """Resident bytes of this process."""
+    """Return the resident bytes of this process."""
     return memory_of(os.getpid())

@@ -1,11 +1,9 @@
-"""Precompute jobs: submitted, given to workers, watched, ended.
+"""Run precompute jobs: submit them, assign them to workers, follow their progress, record how they end.
 
-Knows jobs' lives: who goes next, what a worker's death means, when a search for poison is over. Does not know HTTP, tokens or
-models. Called by the routes, and by the app with what workers say. Lives in the event loop; ledger and files are reached in
-threads.
+Runs in the event loop; the ledger and files are reached in threads.
 
-What a caller asks for (submit, cancel, retry) is in the ledger before the answer. What workers report is recorded by
-PendingWrites, so a ledger that fails ends no job. One task alone gives jobs to workers.
+A caller's request (submit, cancel, retry) is in the ledger before the response is sent. Reports of workers are recorded through
+PendingWrites, so a failing ledger does not end a job. Only one task assigns jobs to workers.
 """
 
 from __future__ import annotations
@@ -48,26 +46,26 @@ from reflogp.store.texts import shortened
 
 logger = logging.getLogger(__name__)
 
-#: Deaths of its workers, without anything gained in between, that a job survives.
+#: A job fails at this many deaths of its workers without progress in between.
 _DEATHS = 3
-#: A job in line lets one whose model is loaded pass, for so long.
+#: How long a queued job may be overtaken by jobs whose model is already loaded.
 _PATIENCE_SECONDS = 60.0
-#: Between two rounds of housekeeping, and after one that failed in part.
+#: Pause between two rounds of housekeeping, and the pause after a round that failed in part.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
-#: A longer report is not shown: this version's are below 200 kB.
+#: A longer report is not returned. Reports of this version are below 200 kB.
 MAX_REPORT_BYTES = 4 << 20
-#: How often the ledger is tried while it works and while it fails, and how often jobs are looked for that no worker has.
+#: Intervals of probing the ledger while it works and while it fails, and of searching for running jobs without a worker.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
-#: A write to the ledger, and what follows when it is there.
+#: A write to the ledger, and the callback that gets its result.
 _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class _Running:
-    """A job that a worker has."""
+    """A job that is assigned to a worker."""
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
@@ -82,13 +80,13 @@ class Precompute:
     """The jobs of a service.
 
     Args:
-        settings: of the service.
-        folder: for results.
-        ledger: of jobs.
-        shelf: names of references.
-        uploads: dataset files that were sent.
-        fetched: dataset files that came from URIs.
-        metrics: counted in.
+        settings: settings of the service.
+        folder: state folder; results go to its subfolder `results`.
+        ledger: ledger of jobs.
+        registry: references by name or id.
+        uploads: uploaded dataset files.
+        fetched: dataset files that were fetched from URIs.
+        metrics: metrics to update.
     """
 
     def __init__(
@@ -113,8 +111,8 @@ class Precompute:
         self._fetching = Fetching(settings, ledger, self._pending, fetched, self._fetch_changed, self._fail)
         self._pool: Pool | None = None
         self._helping: Helping
-        self._running: dict[int, _Running] = {}  # by worker
-        self._cancelled: set[str] = set()  # running jobs that shall end
+        self._running: dict[int, _Running] = {}  # worker number -> its job
+        self._cancelled: set[str] = set()  # running jobs to be stopped
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._begins: set[asyncio.Task[None]] = set()
         self._wanted = asyncio.Event()
@@ -124,7 +122,7 @@ class Precompute:
         self._flusher: asyncio.Task[None] | None = None
 
     def start(self, pool: Pool) -> None:
-        """Take up where the last service ended."""
+        """Start the background tasks; jobs continue where the last service stopped."""
         self._pool = pool
         self._helping = Helping(pool)
         self._assign()
@@ -138,7 +136,7 @@ class Precompute:
         self._flusher = asyncio.create_task(supervise("recording what jobs did", self._pending.run))
 
     def drain(self) -> None:
-        """Begin no further job and end every stream of events."""
+        """Start no further jobs and end all event streams."""
         self._closing = True
         self._fetching.close()
         for task in self._tasks:
@@ -147,7 +145,7 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Record what the ledger lacks, when no worker reports any more; what it does not take is said in the log."""
+        """Flush the pending writes to the ledger, once no worker reports any more; log how many jobs could not be recorded."""
         self.drain()
         if self._flusher is not None:
             self._flusher.cancel()
@@ -156,22 +154,28 @@ class Precompute:
 
     @property
     def unrecorded(self) -> int:
-        """Writes that wait for the ledger."""
+        """Number of writes that wait for the ledger."""
         return len(self._pending)
 
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
     ) -> tuple[Job, bool]:
-        """(the job, whether it is new). It is in the ledger when this returns.
+        """Submit a job; it is in the ledger when this returns.
 
         Args:
-            request: what to do.
-            who: submits it.
-            idempotency_key: names the job instead of its content.
+            request: the requested job.
+            who: name of the submitter.
+            idempotency_key: identifies the job, together with `who`; without a key the job is identified by its content.
             received: (file, sha256) of a dataset that came with the request.
 
-        Raises LedgerError; Problem for an unknown reference, a dataset that may not be read, a key that came with another
-        content.
+        Returns:
+            The job, and whether it is new.
+
+        Raises:
+            LedgerError: the ledger cannot be used.
+            ReferenceNotFoundError: the service has no model for the reference.
+            Problem: the dataset may not be read, the idempotency key was used with other content (409), or too many jobs are
+                queued (429).
         """
         reference = self._registry.model_of(request.reference)
         if received is not None:
@@ -212,9 +216,9 @@ class Precompute:
         return job, new
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job: at once where it waits, within one pass where it runs. It is in the ledger when this returns.
+        """Cancel a job: at once if it is queued, within one pass if it runs. The ledger has the cancellation when this returns.
 
-        Raises LedgerError; Problem when the job has ended.
+        Raises LedgerError; Problem if the job is unknown or has ended.
         """
         job = await self.get(job_id)
         state = await to_thread.run_sync(self._ledger.cancel, job_id)
@@ -229,7 +233,7 @@ class Precompute:
         return await self.get(job_id)
 
     async def retry(self, job_id: str) -> Job:
-        """Put a failed or cancelled job in line again. Raises LedgerError; Problem for any other."""
+        """Queue a failed or cancelled job again. Raises LedgerError; Problem for any other job."""
         job = await self.get(job_id)
         if not await to_thread.run_sync(self._ledger.retry, job_id):
             raise Problem(409, f"the job is {job.state}", "only failed and cancelled jobs can be retried")
@@ -238,16 +242,16 @@ class Precompute:
         return await self.get(job_id)
 
     async def get(self, job_id: str) -> Job:
-        """Raises Problem when there is no such job."""
+        """Return a job. Raises Problem if it is unknown."""
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(404, f"there is no job {job_id}", "GET /v1/jobs lists them; ended ones are deleted after keep_days")
         return job
 
     async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
-        """The job now and at every change, coalesced, until it has ended; None where nothing changed for a while.
+        """Yield the job now and after changes, until it has ended. Changes in quick succession are merged.
 
-        Ends early when the service does.
+        Yields None if nothing changed for a while or the ledger cannot be read. Ends early when the service stops.
         """
         changed = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(changed)
@@ -256,7 +260,7 @@ class Precompute:
                 changed.clear()
                 try:
                     job = await self.get(job_id)
-                except LedgerError:  # the reader waits until it can be read again
+                except LedgerError:  # retried until the ledger can be read again
                     yield None
                     await asyncio.sleep(_PROBE_AGAIN_SECONDS)
                     continue
@@ -276,18 +280,18 @@ class Precompute:
                 del self._watchers[job_id]
 
     def result(self, job_id: str) -> Path:
-        """Where a job's result is, or would be."""
+        """Return the path of a job's result; the file need not exist."""
         return self._results / f"{job_id}.parquet"
 
     def report(self, job_id: str) -> Report | None:
-        """A done job's report; None where there is none. Raises Problem 413 for one of more than MAX_REPORT_BYTES."""
+        """Return a job's report, or None if it has none. Raises Problem 413 if it is longer than MAX_REPORT_BYTES."""
         file = self._report_file(job_id)
         if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
             raise Problem(413, f"the report is longer than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which has every row")
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """What a worker says about a job, to another worker, or that it is ready."""
+        """Handle a worker's frame: about its job, to another worker, or that the worker is ready."""
         if self._helping.on_frame(worker, message, body):
             return
         running = self._running.get(worker.number)
@@ -306,10 +310,14 @@ class Precompute:
                 await self._let_go(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """A worker's process has ended: its job goes back in line, or has had enough. `blame`: it was at the job."""
+        """Requeue the job of a worker whose process has ended, or let the job fail after too many deaths.
+
+        Args:
+            blame: the worker was not computing an online request, so its job may have caused the death.
+        """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
-        blame = blame and not was_helping  # a job of its own had not begun
+        blame = blame and not was_helping  # a helper's own job has not begun yet
         running = self._running.get(worker.number)
         if running is None:
             return
@@ -343,7 +351,7 @@ class Precompute:
         await self._let_go(worker.number, running, (died, recorded))
 
     async def _let_go(self, number: int, running: _Running, write: _Write) -> None:
-        """A worker has a job no more, and that is to be recorded. The job is in one of the two places at any moment."""
+        """Take a job from its worker and record that. At any moment the job is in `_running` or among the pending writes."""
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
@@ -355,7 +363,7 @@ class Precompute:
             self._assign()
 
     def _end_of(self, running: _Running, message: dict[str, Any]) -> _Write:
-        """What to record of a job that its worker has done with."""
+        """Return the write that records how a worker ended a job."""
         job = running.claim.id
         match message["end"]:
             case "done":
@@ -370,24 +378,24 @@ class Precompute:
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
-        """A running job goes back in line, for a reason."""
+        """Return the write that queues a running job again, with the reason."""
         logger.info("job goes back in line: %s", note, extra={"job": job})
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
-        error = None if error is None else shortened(error)  # it may hold what a dataset or a template said
+        error = None if error is None else shortened(error)  # the text may contain parts of a dataset or a template
         finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
         return finish, partial(self._ended, job, state, error)
 
     def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """A job's end is in the ledger."""
+        """Count, log and announce a job's end, once the ledger has it."""
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
         self._notify(job)
 
     async def _fail(self, job: str, error: str) -> None:
-        """A job that waits in line fails."""
+        """Let a queued job fail."""
         await self._pending.put(job, *self._finish(job, "failed", error=error))
 
     def _fetch_changed(self, job: str) -> None:
@@ -395,26 +403,26 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Add to the metrics what came since the last report."""
+        """Add to the metrics the difference to the last report."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
         self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
 
     def _assign(self) -> None:
-        """Look for jobs for idle workers, and for datasets to fetch, now."""
+        """Trigger a search for jobs for idle workers and for datasets to fetch."""
         self._wanted.set()
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Give jobs to workers whenever something may have changed; never returns. Nobody else claims a job."""
+        """Assign jobs to workers whenever something may have changed; never returns. Only this task claims jobs."""
         looked, failures = 0.0, 0
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
             self._wanted.clear()
             try:
-                failed = self._ledger.failures != failures  # a claim that failed may be in the ledger all the same
+                failed = self._ledger.failures != failures  # a failed claim may have been recorded nevertheless
                 if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
                     failures = self._ledger.failures
                     await self._requeue_lost()
@@ -425,7 +433,7 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Put jobs in line again that are running in the ledger and that no worker has."""
+        """Queue jobs again that the ledger has as running but no worker has."""
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
@@ -433,7 +441,7 @@ class Precompute:
             logger.info("%d jobs that no worker has go on", lost)
 
     async def _assign_once(self) -> None:
-        """Give every idle worker a job; where none is idle, interrupt one that is less urgent than what waits."""
+        """Assign a job to every idle worker; if all are busy, interrupt the job of lowest priority for a more urgent one."""
         assert self._pool is not None
         for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
             if not worker.ready or worker.number in self._running:
@@ -441,7 +449,7 @@ class Precompute:
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
             if claim is None:
                 return
-            if not worker.ready:  # it ended meanwhile
+            if not worker.ready:  # its process ended meanwhile
                 self._look_for_lost = True
                 self._wanted.set()
                 return
@@ -459,7 +467,7 @@ class Precompute:
             self._stop(number, self._running[number], "interrupted")
 
     def _find_help(self, owner: int, running: _Running) -> None:
-        """Workers that have no job help with this one. Jobs in line go first: a worker that gets one is called away."""
+        """Let workers without a job help with this one. Queued jobs go first: a helper that gets a job stops helping."""
         assert self._pool is not None
         if self._wanted.is_set() or self._closing or running.why_stopped is not None:
             return
@@ -512,7 +520,7 @@ class Precompute:
             worker.send({"op": "stop", "job": claim.id, "why": running.why_stopped})
 
     def _stop_if_cancelled(self) -> None:
-        """Tell workers to let go of jobs that were cancelled."""
+        """Tell workers to stop jobs that were cancelled."""
         for number, running in self._running.items():
             if running.claim.id in self._cancelled and not running.cancelled.is_set():
                 running.cancelled.set()
@@ -525,7 +533,7 @@ class Precompute:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
-        """What a worker will read; raises Problem for what it may not."""
+        """Return the source that a worker will read. Raises Problem if the dataset may not be read."""
         if dataset.upload is not None:
             file, digest = self._uploads.resolve(dataset.upload)
             return {"name": dataset.upload, "file": str(file), "digest": digest, "split": dataset.split}
@@ -537,7 +545,7 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """The root of a path. Raises Problem when what lies there is not what was submitted, or may no longer be read."""
+        """Return the root of a path. Raises Problem if the dataset has changed since the submission, or is forbidden now."""
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:
             raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit it again")
@@ -551,7 +559,10 @@ class Precompute:
             changed.set()
 
     async def _watch_ledger(self) -> None:
-        """Know whether the ledger can be written; never returns. Jobs end where another service has taken it over."""
+        """Probe now and then whether the ledger can be written; never returns.
+
+        Stops all running jobs if another service has taken the ledger over.
+        """
         while True:
             await to_thread.run_sync(self._ledger.probe)
             if isinstance(self._ledger.trouble, LedgerTakenError):
@@ -561,7 +572,7 @@ class Precompute:
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:
-        """Delete what nobody needs any more, now and then; never returns."""
+        """Delete old jobs and unneeded dataset files now and then; never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             steps: list[Callable[[], object]] = [
@@ -573,14 +584,14 @@ class Precompute:
             for step in steps:
                 try:
                     await to_thread.run_sync(step)
-                except Exception as error:  # the others are done all the same, and this one is tried again
+                except Exception as error:  # the other steps still run, and this step is retried
                     failed = True
                     known = isinstance(error, LedgerError | OSError)
                     logger.warning("housekeeping failed in part: %s", error, exc_info=not known)
             await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
-        """Delete jobs that ended before a moment; their files first, so that none is left without a job."""
+        """Delete jobs that ended before a moment. Their files go first, so that no file is left without a job."""
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
             self.result(job).unlink(missing_ok=True)

@@ -1,7 +1,4 @@
-"""The one shape of an error over HTTP: problem+json (RFC 9457) with a cause and a next step.
-
-Knows status codes and our error tree. Called by the app, which registers the handlers.
-"""
+"""Return every error over HTTP as problem+json (RFC 9457), with a cause and a next step."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
-#: What our own errors mean over HTTP, the first that fits.
+#: Error class, HTTP status and next step. The first class that matches an error counts.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists what there is"),
     (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
@@ -42,12 +39,12 @@ _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (DamagedStoreError, 503, "an administrator runs `reflogp store verify --repair`"),
     (StoreUnavailableError, 503, "try again; an administrator checks the store"),
 ]
-#: When to ask again where the ledger of jobs fails.
+#: Retry-After, in seconds, of a response to a failing ledger of jobs.
 _LEDGER_SECONDS = "5"
 
 
 class ProblemBody(BaseModel):
-    """A problem, as RFC 9457 shapes it."""
+    """A problem in the format of RFC 9457."""
 
     type: str = Field(default="about:blank", description="Kind of problem.")
     title: str = Field(description="The status in words.")
@@ -57,13 +54,13 @@ class ProblemBody(BaseModel):
 
 
 class Problem(Exception):
-    """Ends a request with a problem.
+    """An exception that ends a request with a problem response.
 
     Args:
         status: HTTP status.
         detail: what happened.
         next_step: what the caller can do.
-        headers: of the answer.
+        headers: additional headers of the response.
     """
 
     def __init__(self, status: int, detail: str, next_step: str, headers: dict[str, str] | None = None) -> None:
@@ -81,7 +78,7 @@ class Problem(Exception):
 
 
 def problem_of(error: ReflogpError) -> Problem:
-    """What one of our errors is over HTTP."""
+    """Return the Problem for one of reflogp's own errors; 500 for a class without a status of its own."""
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
@@ -90,7 +87,7 @@ def problem_of(error: ReflogpError) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of the app a problem."""
+    """Register handlers that turn every error of the app into a problem response."""
 
     @app.exception_handler(Problem)
     async def _(request: Request, error: Problem) -> JSONResponse:
@@ -109,7 +106,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # starlette names the methods of the first route with this path only
+        if error.status_code == 405:  # starlette lists only the methods of the first route with this path
             headers["Allow"] = ", ".join(_methods_here(request))
         return Problem(error.status_code, str(error.detail), "see /docs for the routes", headers).response()
 
@@ -120,7 +117,7 @@ def install(app: FastAPI) -> None:
 
 
 def _methods_here(request: Request) -> list[str]:
-    """Methods that some route takes at a request's path."""
+    """Return the methods that any route accepts at a request's path."""
     found: set[str] = set()
     for route in _routes_of(request.app.routes):
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -129,7 +126,7 @@ def _methods_here(request: Request) -> list[str]:
 
 
 def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Routes, and those of included routers, which newer versions of FastAPI keep as they are."""
+    """Yield routes, including the routes of included routers, which newer versions of FastAPI keep as routers."""
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:
@@ -139,6 +136,6 @@ def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's entries for a route's problems."""
+    """Return the OpenAPI entries of a route's problem responses."""
     content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

@@ -1,6 +1,6 @@
-"""A worker's process: what the pool needs of one, and one on this machine.
+"""Define the interface of a worker's process, and start one on this machine.
 
-Knows pipes and exit statuses. Does not know what the frames mean. Made for `pool`; one elsewhere is in `on_ray.processes`.
+For processes on a Ray cluster see `ray_processes`.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from reflogp.scoring.frames import Frame, receive_frame
 from reflogp.scoring.machine.allocator import growing_segments
 from reflogp.scoring.machine.exits import reason_of
 
-#: How a worker is started, and the longest frame head that is read at once.
+#: Command that starts a worker, and the buffer limit of its streams in bytes, which also bounds the head of a frame.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
 BUFFER = 1 << 20
 
 
 class WorkerProcess(Protocol):
-    """A worker that runs.
+    """A running worker process.
 
     Attributes:
-        name: for the log.
+        name: name in the log.
     """
 
     name: str
 
     def send(self, data: bytes) -> bool:
-        """Send bytes of frames; False when it takes no more."""
+        """Send bytes of frames; return False if the process accepts no more."""
 
     def outgoing(self) -> int:
-        """Bytes that were sent and that it has not read yet, as far as that can be told."""
+        """Return the bytes that were sent but not yet read by the process, as far as known."""
 
     async def receive(self) -> Frame | None:
-        """Its next frame; None when it has ended."""
+        """Return the next frame, or None when the process has ended."""
 
     async def wait(self) -> str:
-        """Why it ended, in words, once it has."""
+        """Wait until the process ends; return the reason in words."""
 
     async def memory(self) -> int:
-        """Its resident bytes; 0 when that cannot be told."""
+        """Return its resident bytes, or 0 if unknown."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
 
 
-#: Starts a worker; raises ReflogpError when that cannot be done.
+#: Starts a worker; raises ReflogpError if the worker cannot be started.
 Start = Callable[[], Awaitable[WorkerProcess]]
 
 
@@ -63,7 +63,7 @@ class LocalProcess:
         self._process = process
 
     def send(self, data: bytes) -> bool:
-        """As WorkerProcess.send."""
+        """See WorkerProcess.send."""
         stdin = self._process.stdin
         if stdin is None or stdin.is_closing():
             return False
@@ -71,25 +71,25 @@ class LocalProcess:
         return True
 
     def outgoing(self) -> int:
-        """As WorkerProcess.outgoing."""
+        """See WorkerProcess.outgoing."""
         assert self._process.stdin is not None
         return int(self._process.stdin.transport.get_write_buffer_size())
 
     async def receive(self) -> Frame | None:
-        """As WorkerProcess.receive."""
+        """See WorkerProcess.receive."""
         assert self._process.stdout is not None
         return await receive_frame(self._process.stdout)
 
     async def wait(self) -> str:
-        """As WorkerProcess.wait."""
+        """See WorkerProcess.wait."""
         return reason_of(await self._process.wait(), "the service's log")
 
     async def memory(self) -> int:
-        """As WorkerProcess.memory."""
+        """See WorkerProcess.memory."""
         return memory_of(self._process.pid)
 
     def kill(self) -> None:
-        """As WorkerProcess.kill."""
+        """See WorkerProcess.kill."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -101,14 +101,14 @@ async def start_here() -> WorkerProcess:
 
 
 async def start_process() -> asyncio.subprocess.Process:
-    """The process itself, with pipes."""
+    """Start the process of a worker, with pipes for stdin and stdout."""
     pipe = asyncio.subprocess.PIPE
     environment = {**os.environ, **growing_segments(os.environ)}
     return await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, limit=BUFFER, env=environment)
 
 
 def memory_of(pid: int) -> int:
-    """Resident bytes of a process; 0 when it is gone."""
+    """Return the resident bytes of a process, or 0 if it is gone."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

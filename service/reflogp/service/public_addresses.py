@@ -1,12 +1,15 @@
-"""Which IP addresses are public: a table of those that are not, so that the answer does not change with Python's version."""
+"""Check whether an IP address is public.
+
+The module has its own table of special networks, so that results do not change with the Python version.
+"""
 
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
 #: Every row of IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
-#: iana-ipv6-special-registry, 2025), whether IANA calls it globally reachable or not: no dataset lies at an anycast address of
-#: a protocol. Below each, what other registries reserve.
+#: iana-ipv6-special-registry, 2025), even if IANA calls it globally reachable: no dataset is served from a protocol's anycast
+#: address. After the rows of each registry follow networks that are reserved elsewhere.
 SPECIAL_NETWORKS = tuple(
     ip_network(network)
     for network in (
@@ -69,12 +72,12 @@ SPECIAL_NETWORKS = tuple(
         "ff00::/8",  # multicast
     )
 )
-#: IANA gives out global unicast addresses of IPv6 from here only.
+#: IANA allocates global unicast addresses of IPv6 only from this network.
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is a host's on the public internet."""
+    """Return whether an address belongs to a host on the public internet."""
     if isinstance(address, IPv6Address) and (address.scope_id is not None or address not in _GLOBAL_UNICAST):
         return False
     kind = IPv4Network if isinstance(address, IPv4Address) else IPv6Network

@@ -1,6 +1,6 @@
-"""A worker's process on a node of a Ray cluster, as the pool sees it: an actor holds it and passes bytes both ways.
+"""Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-Knows the actor. Does not know what the frames mean. Imported by the app where `executor` is "ray". Lives in the event loop.
+An actor holds the process and passes bytes in both directions. Everything here runs in the event loop.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from reflogp.store.storage import is_local, make_folder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a place after which that is said, and within which a node must answer what a worker's memory is.
+#: Seconds without a place after which a warning is logged, and the timeout of asking for a worker's memory.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
-#: Seconds that a relay has to end its worker.
+#: Seconds that a relay has to kill its worker before the relay itself is killed.
 _KILL_SECONDS = 10.0
 
 
 class RayProcess:
-    """A WorkerProcess on some node.
+    """A WorkerProcess on a node of the cluster.
 
     Args:
-        relay: the actor, whose process was started.
-        name: for the log.
+        relay: the actor; it has started its process.
+        name: name in the log.
     """
 
     def __init__(self, relay: Any, name: str) -> None:
@@ -62,7 +62,7 @@ class RayProcess:
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
     def send(self, data: bytes) -> bool:
-        """As WorkerProcess.send."""
+        """See WorkerProcess.send."""
         if self._reader.at_eof():
             return False
         self._outgoing.put_nowait(data)
@@ -70,15 +70,15 @@ class RayProcess:
         return True
 
     def outgoing(self) -> int:
-        """As WorkerProcess.outgoing."""
+        """See WorkerProcess.outgoing."""
         return self._outgoing_bytes
 
     async def receive(self) -> Frame | None:
-        """As WorkerProcess.receive."""
+        """See WorkerProcess.receive."""
         return await receive_frame(self._reader)
 
     async def wait(self) -> str:
-        """As WorkerProcess.wait."""
+        """See WorkerProcess.wait."""
         await self._tasks[1]
         self._tasks[0].cancel()
         try:
@@ -89,14 +89,14 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def memory(self) -> int:
-        """As WorkerProcess.memory."""
+        """See WorkerProcess.memory."""
         try:
             return int(await asyncio.wait_for(_answer(self._relay.memory.remote()), _ANSWER_SECONDS))
         except (RayError, TimeoutError):
             return 0
 
     def kill(self) -> None:
-        """As WorkerProcess.kill. A relay that does not answer any more is ended itself, which ends its worker."""
+        """See WorkerProcess.kill. A relay that does not respond in time is killed too, which ends its worker."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -107,8 +107,8 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """One call at a time: calls of an asynchronous actor that overlap have no order."""
-        with contextlib.suppress(RayError):  # the reader finds out too, and says why
+        """Send queued bytes, one call at a time: overlapping calls of an asynchronous actor have no order."""
+        with contextlib.suppress(RayError):  # the reader gets the same error and records the reason
             while True:
                 data = [await self._outgoing.get()]
                 while not self._outgoing.empty():
@@ -127,12 +127,12 @@ class RayProcess:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """The workers that a service has on a cluster.
+    """The workers of a service on a cluster.
 
     Attributes:
-        choice: engine of each; its device is what a worker is told.
-        count: of workers.
-        folders: local folders that they share with the service.
+        choice: engine of each worker; its device is the one that a worker is configured with.
+        count: number of workers.
+        folders: local folders that the workers share with the service.
     """
 
     choice: EngineChoice
@@ -140,7 +140,11 @@ class RayWorkers:
     folders: tuple[Path, ...]
 
     async def start(self) -> WorkerProcess:
-        """Start a worker where there is room; waits until there is, and says so. Raises EngineError with the node's name."""
+        """Start a worker on a node that has room. Waits for room, and logs a warning if that takes long.
+
+        Raises:
+            UsageError, EngineError: the worker could not be started; an error that a node raised has the node's name.
+        """
         actor_class: Any = ray.remote(Relay)
         relay = actor_class.options(**resources_of(self.choice), max_restarts=0, max_task_retries=0).remote()
         node = "it was placed on"
@@ -160,7 +164,7 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Leave the cluster; what still runs on it for this service ends."""
+        """Disconnect from the cluster; everything that still runs on it for this service ends."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:
@@ -172,20 +176,20 @@ class RayWorkers:
 
 
 def ray_workers(address: str | None, device: str, count: int | None, store: str, state: Path) -> RayWorkers:
-    """Connect to a cluster, and say what workers there will be.
+    """Connect to a cluster and return the service's workers on it.
 
     Args:
-        address: as `cluster.connect`.
+        address: as in `cluster.connect`.
         device: auto, cpu or cuda.
-        count: None for as many as there is room for now.
-        store: URI.
-        state: the service's folder.
+        count: number of workers; None for as many as the cluster has room for now.
+        store: URI of the store.
+        state: state folder of the service.
 
-    Raises UsageError when there is no cluster, or no such device, StoreUnavailableError when the store cannot be made.
+    Raises UsageError if there is no cluster or no such device, StoreUnavailableError if the store cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)
-    signal.signal(signal.SIGTERM, ends)  # Ray's own would end the service with an exit code, as if it had failed
+    signal.signal(signal.SIGTERM, ends)  # Ray's handler would end the service with an exit code, as if it had failed
     choice = on_workers(EngineChoice(device=device))
     make_folder(store)
     folders = (state, *([Path(store)] if is_local(store) else []))
@@ -193,5 +197,5 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
 
 
 async def _answer(reference: Awaitable[Any]) -> Any:
-    """A Ray reference as a coroutine, which asyncio can wait for with a limit."""
+    """Return the value of a Ray object reference; a coroutine, so that asyncio can wait for it with a timeout."""
     return await reference

@@ -1,7 +1,4 @@
-"""The actor that holds a service's worker process on some node, and passes bytes both ways.
-
-Knows pipes. Does not know frames. Made by `processes`, as a Ray actor.
-"""
+"""Hold a service's worker process on a node of a Ray cluster and pass bytes in both directions."""
 
 from __future__ import annotations
 
@@ -14,20 +11,22 @@ from reflogp.service.processes import BUFFER, memory_of, start_process
 
 
 class Relay:
-    """One worker process. Its methods run in one event loop, several at a time."""
+    """A Ray actor that holds one worker process. Its methods run concurrently in one event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process
 
     async def place(self) -> str:
-        """The node that it is on, in words."""
+        """Return the actor's node, in words."""
         return this_node()
 
     async def start(self, probes: list[str]) -> int:
-        """Start the process; its id.
+        """Start the process; return its id.
 
         Args:
-            probes: files in folders that the worker shares with the service. Raises EngineError where one is not here.
+            probes: files in folders that the worker shares with the service.
+
+        Raises EngineError if a probe is not visible on this node.
         """
         for file in probes:
             require_seen(file)
@@ -35,26 +34,26 @@ class Relay:
         return self._process.pid
 
     async def send(self, data: bytes) -> None:
-        """Write to its stdin. A process that has ended takes nothing, and `receive` says so."""
+        """Write to the process's stdin. Does nothing if the process has ended; `receive` reports the end."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
             await self._process.stdin.drain()
 
     async def receive(self) -> bytes:
-        """What comes next from its stdout; nothing when it has ended."""
+        """Return the next bytes from the process's stdout; empty if it has ended."""
         assert self._process.stdout is not None
         return await self._process.stdout.read(BUFFER)
 
     async def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the process to end; return its exit status."""
         return await self._process.wait()
 
     async def memory(self) -> int:
-        """Its resident bytes."""
+        """Return the resident bytes of the process."""
         return memory_of(self._process.pid)
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()

@@ -1,6 +1,6 @@
-"""The references that a service answers for: their names, their tables, their latest snapshots.
+"""Look up a service's references by name or id, with their tables and snapshots.
 
-Knows settings and the store. Loads no model. Safe to call from several threads. Called by the app's routes.
+Loads no model. Safe to use from several threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ _NO_KEYS = pa.array([], KEY_TYPE)
 
 @dataclass(frozen=True)
 class RegisteredReference:
-    """A reference that can be asked for: by its id, and by a name where the settings give one."""
+    """A reference that requests can name by its id, or by its name if the settings give one.
+
+    Attributes:
+        name: name in the settings, or None.
+        table: table of the store, or None if the store has no values of this reference.
+    """
 
     name: str | None
     reference: Reference
@@ -44,10 +49,10 @@ class ReferenceRegistry:
     """References by name or id.
 
     Args:
-        settings: names and the store. Named models are described at once: their weight files are hashed, which is remembered.
+        settings: names of models, and the store. Named models are described at once; hashes of weight files are cached.
 
     Raises:
-        UsageError, CheckpointError: a named model is not there or cannot be used.
+        UsageError, CheckpointError: a named model does not exist or cannot be used.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -62,7 +67,10 @@ class ReferenceRegistry:
         self._lock = Lock()
 
     def list(self) -> list[RegisteredReference]:
-        """Every named reference, and every other one that the store holds."""
+        """Return all named references and all other references of the store, sorted by id.
+
+        Raises UsageError if the store's path holds something that is not a store.
+        """
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
             stored = {reference.reference_id: reference for reference in self.store.references()}
@@ -77,9 +85,9 @@ class ReferenceRegistry:
         ]
 
     def model_of(self, name_or_id: str) -> Reference:
-        """The reference of a model that this service can load.
+        """Return the reference of a model that this service can load.
 
-        Raises ReferenceNotFoundError for an unknown one, and for one that only the store knows.
+        Raises ReferenceNotFoundError for an unknown reference, and for a reference that only the store has.
         """
         by_id = {reference.reference_id: reference for reference in self._named.values()}
         found = self._named.get(name_or_id) or by_id.get(name_or_id)
@@ -90,7 +98,7 @@ class ReferenceRegistry:
         return found
 
     def tokenizer_digest(self, reference: Reference) -> str | None:
-        """Digest of the tokenizer's files that a reference's folder has now; None where they cannot be read."""
+        """Return the digest of the tokenizer files in a reference's folder now, or None if they cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
                 with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
@@ -98,24 +106,25 @@ class ReferenceRegistry:
         return None
 
     def named(self) -> dict[str, Reference]:
-        """References that have a name and a model, by name."""
+        """Return name -> reference, for the references that have a name and a model."""
         return dict(self._named)
 
     def takes_temperatures(self, reference_id: str) -> bool:
-        """Whether a model's engine can divide the logits by something."""
+        """Return whether a reference's engine supports temperatures other than 1, which divide the logits."""
         return any(
             reference.reference_id == reference_id and self._engines[name] == "torch" for name, reference in self._named.items()
         )
 
     def table(self, name_or_id: str) -> LogprobTable:
-        """The table of a reference.
+        """Return the table of a reference.
 
-        Raises ReferenceNotFoundError for an unknown one, and for a named one that nothing was scored with.
+        Raises ReferenceNotFoundError for an unknown reference and for a reference without stored values, UsageError if the path
+        of the store holds something that is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables or self._tables[key].log_is_damaged:  # it may have been mended since
+            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired since
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 try:
@@ -127,18 +136,24 @@ class ReferenceRegistry:
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
-        """Whether what is no store yet is none at all: a store that is not there, or is being made, is an empty one."""
+        """Return whether the store's path holds something that is not a store.
+
+        A path that does not exist, or where a table is being created, counts as an empty store.
+        """
         place = Path(self.store.uri)
         being_made = any((place / reference.reference_id).is_dir() for reference in self._named.values())
         return is_local(self.store.uri) and place.exists() and not being_made
 
     def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
-        """A snapshot of a reference, its index read.
+        """Return a snapshot of a reference, with its index loaded.
+
+        Args:
+            number: number of the snapshot; None for the latest.
 
         Raises ReferenceNotFoundError, SnapshotNotFoundError, StoreUnavailableError.
         """
         table = self.table(name_or_id)
-        with self._lock:  # a table is not made for several threads; a snapshot whose index is read is
+        with self._lock:  # a table is not safe to use from several threads; a snapshot with a loaded index is
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot

@@ -1,8 +1,8 @@
-"""The memory that requests under way may use, all of them together.
+"""Limit the memory that all current requests may use together.
 
-A route reserves what a request will take before it reads the body, so that a request that waits for memory holds none: there
-is no deadlock, and nobody is refused halfway. Small requests have a share of their own and never wait for large ones; in each
-share the first to ask is the first to get.
+A route reserves a request's memory before it reads the body. A request that waits for memory therefore holds none, so there is
+no deadlock. A request that later needs more never waits: it gets the memory at once or fails with 503. Small requests have a
+share of their own and never wait for large ones. Each share is first come, first served.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: A request that takes at most this is a small one; all small ones together may take this part of the memory.
+#: A request of at most this many bytes is small. All small requests together may use one eighth of the memory.
 SMALL_BYTES, _SMALL_PART = 4 << 20, 8
-#: Seconds that a request waits for memory before it is refused, and after which its sender may try again.
+#: Seconds that a request waits for memory before it is refused, and seconds in the Retry-After header.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 5
-#: Part of the machine's memory (or of its container's) that requests may use by default, and the least that they have.
+#: Requests may by default use one eighth of the memory of the machine (or of its container), and at least this many bytes.
 _DEFAULT_PART, _LEAST_BYTES = 8, 256 << 20
 _STATE_KEY = "memory"
-#: mallopt's parameter (malloc.h), and the bytes from which glibc takes memory from the system and gives it back at once.
+#: mallopt's parameter (malloc.h), and the block size from which glibc maps memory and returns it to the system when freed.
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
 def give_memory_back() -> None:
-    """Have large blocks returned to the system when they are freed, so that what requests took does not stay with the process.
+    """Make the C library return large blocks to the system when they are freed, so that the process does not keep them.
 
-    glibc raises the size from which it does so, up to 32 MiB, as blocks are freed. Does nothing for other C libraries.
+    Without this, glibc raises the minimum size of such blocks, up to 32 MiB, as blocks are freed. Does nothing for other C
+    libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -39,7 +40,7 @@ def give_memory_back() -> None:
 
 
 def default_request_memory(total_bytes: int) -> int:
-    """Bytes that requests may use where no setting says otherwise.
+    """Return the bytes that requests may use by default.
 
     Args:
         total_bytes: memory of the machine, or of its container.
@@ -48,7 +49,7 @@ def default_request_memory(total_bytes: int) -> int:
 
 
 class _Share:
-    """A part of the memory; whoever waits for some of it is served in order."""
+    """A part of the memory. Waiting requests are served in order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -59,7 +60,7 @@ class _Share:
         return self.used + count <= self.size
 
     async def take(self, count: int, seconds: float) -> bool:
-        """Take bytes, waiting for at most so many seconds; whether they were taken."""
+        """Take `count` bytes, waiting for at most `seconds`; return whether they were taken."""
         if not self._waiting and self.fits(count):
             self.used += count
             return True
@@ -87,7 +88,7 @@ class _Share:
 
     def _leave(self, entry: tuple[int, asyncio.Future[None]]) -> None:
         self._waiting.remove(entry)
-        self._serve()  # those behind it may fit
+        self._serve()  # requests behind it may fit now
 
     def _serve(self) -> None:
         while self._waiting and self.fits(self._waiting[0][0]):
@@ -97,10 +98,10 @@ class _Share:
 
 
 class RequestMemory:
-    """The memory of all requests under way. Lives in the event loop.
+    """The memory of all current requests. Use it in the event loop only.
 
     Args:
-        size: bytes.
+        size: total bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -115,20 +116,20 @@ class RequestMemory:
 
     @property
     def largest(self) -> int:
-        """The most that one request can reserve."""
+        """Maximum bytes that one request can reserve."""
         return self.large.size
 
     def share_of(self, count: int) -> _Share:
-        """Where a request of so many bytes belongs."""
+        """Return the share that a request of `count` bytes belongs to."""
         return self.small if count <= min(SMALL_BYTES, self.small.size) else self.large
 
 
 class Reservation:
-    """What one request has reserved. `release` ends it; RequestMemoryGuard calls that when the answer is sent or lost.
+    """The memory that one request has reserved. RequestMemoryGuard calls `release` when the request is over.
 
     Attributes:
-        bytes: reserved now.
-        most: the most that was reserved.
+        bytes: bytes that are reserved now.
+        most: maximum bytes that were reserved so far.
     """
 
     def __init__(self, memory: RequestMemory) -> None:
@@ -137,10 +138,10 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in all; waits for them where the request holds nothing yet.
+        """Reserve `count` bytes in total. Waits for them only if the request holds nothing yet.
 
         Raises:
-            Problem: 413 where no request may take so much, 503 with Retry-After where others hold it for too long.
+            Problem: 413 if no request may use this much, 503 with Retry-After if other requests hold the memory for too long.
         """
         if self._share is not None:
             self.resize(count)
@@ -153,10 +154,10 @@ class Reservation:
         self.most = max(self.most, count)
 
     def resize(self, count: int) -> None:
-        """Reserve more or less than before. Never waits: a request that waits while it holds memory could wait for ever.
+        """Change the reservation to `count` bytes. Never waits: a request that waits while it holds memory could wait for ever.
 
         Raises:
-            Problem: as `reserve`.
+            Problem: 413 as `reserve`, 503 with Retry-After if the memory is not free now.
         """
         assert self._share is not None, "reserve first"
         self._check(count)
@@ -176,7 +177,7 @@ class Reservation:
         self.most = max(self.most, count)
 
     def release(self) -> None:
-        """Give everything back; does nothing the second time."""
+        """Give all memory back. A second call does nothing."""
         if self._share is not None:
             share, count = self._share, self.bytes
             self._share, self.bytes = None, 0
@@ -192,7 +193,7 @@ class Reservation:
 
 
 class RequestMemoryGuard:
-    """Gives every request a Reservation, and releases it when the request is over, however it ends."""
+    """ASGI middleware that gives every request a Reservation and releases it at the end of the request, even after an error."""
 
     def __init__(self, app: ASGIApp, memory: RequestMemory) -> None:
         self._app = app
@@ -207,12 +208,12 @@ class RequestMemoryGuard:
             await self._app(scope, receive, send)
         finally:
             if reservation.most > SMALL_BYTES:
-                pa.default_memory_pool().release_unused()  # Arrow keeps freed pages otherwise
+                pa.default_memory_pool().release_unused()  # otherwise Arrow keeps freed pages
             reservation.release()
 
 
 def reservation_of(request: Request) -> Reservation:
-    """The request's Reservation."""
+    """Return the request's Reservation."""
     found: Reservation = request.scope["state"][_STATE_KEY]
     return found
 

@@ -1,9 +1,9 @@
-"""Datasets by path: files and folders under the roots that an administrator allows, and nothing else.
+"""Resolve dataset paths of requests: only files and folders under the roots that an administrator allows.
 
-Knows how a request may name a path; `data.rooted` opens it. Blocking. Called where a job is submitted and where it begins; the
-worker opens the files in the same way, and reads only what has the digest that was found here.
+The functions block. A path is resolved when its job is submitted and again when the job begins. The worker opens the files with
+`data.rooted` as well, and reads only content with the digest that was computed here.
 
-A path outside the roots is answered the same whether it is there or not.
+A path outside the roots gets the same response whether it exists or not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 
 
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
-    """The file or folder that a request names, without links, and a digest of its content (sha256; blake2b for a folder).
+    """Return the path of a file or folder, without links, and a digest of its content (sha256; blake2b for a folder).
 
-    A folder's digest is over the relative names and sha256 of its dataset files. Hidden ones and those of other suffixes are
-    left out: no reader takes them.
+    A folder's digest is over the relative names and sha256 of its dataset files. Hidden files and files with other suffixes are
+    left out, because no reader uses them.
 
     Raises:
-        Problem: 403 for what is not under a root, 404 for what is not there, 422 for what no dataset can be.
+        Problem: 403 if the path is not under a root or is hidden, 404 if it does not exist, 409 if it is being written to, 422
+            if it is malformed or cannot be a dataset.
     """
     if not settings.dataset_roots:
         raise Problem(403, "this service takes no paths (its setting dataset_roots is empty)", _UPLOAD)
@@ -45,7 +46,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """The root, without links, that a path of `resolve_path` lies below. Raises Problem where there is none any more."""
+    """Return the root, without links, of a path from `resolve_path`. Raises Problem if no root contains the path any more."""
     for root in sorted((root.expanduser().resolve() for root in settings.dataset_roots), key=lambda root: len(root.parts)):
         if file.is_relative_to(root):
             return root
@@ -57,7 +58,7 @@ def _outside() -> Problem:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """A path as it may be written: absolute, without `..`, hidden parts and control characters."""
+    """Return the path of a request. Raises Problem 422 unless it is absolute and without `..` and control characters."""
     if any(ord(ch) < 32 or ord(ch) == 127 or 0xD800 <= ord(ch) <= 0xDFFF for ch in path):
         raise Problem(422, "the path has control characters", "name the path as it is")
     if not path.startswith("/") or path.startswith("//"):

@@ -1,7 +1,7 @@
-"""Run a service until it is told to end: SIGTERM or Ctrl-C.
+"""Run a service with uvicorn until SIGTERM or Ctrl-C.
 
-Knows uvicorn. Streams of events end at once, so that they hold nobody up; requests get time to finish; then jobs commit what
-they have and workers end. Called by `reflogp serve`.
+At the end event streams close at once, so that they do not delay the shutdown. Requests get time to finish. Then jobs commit
+their computed values and workers end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reflogp.service.logs import install_logging
 from reflogp.service.request_memory import give_memory_back
 from reflogp.service.settings import ServerSettings
 
-#: Seconds that open requests get.
+#: Seconds that open requests get to finish.
 _GRACE_SECONDS = 20
 
 
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: ServerSettings) -> None:
-    """Serve. Raises what `create_app` raises."""
+    """Run the service; return when it has ended. Raises what `create_app` raises."""
     give_memory_back()
     app = create_app(settings)
     install_logging(settings.log_format)

@@ -1,6 +1,6 @@
-"""What a service is told: by flags, by environment variables, by a TOML file, in that order of precedence.
+"""Read a service's settings from flags, environment variables and a TOML file, in this order of precedence.
 
-Knows names, defaults and bounds. Called by `reflogp serve` and by tests.
+Example of a settings file, with the corresponding environment variables:
 
     # serve.toml                            # environment: REFLOGP_STORE, REFLOGP_PORT, REFLOGP_REFERENCES='{"sft": {…}}', …
     store = "s3://team/logps"
@@ -32,7 +32,7 @@ from reflogp.service.worker.protocol import ModelPlace
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import normalize_uri
 
-#: read: look up and look at; score: compute; admin: everything.
+#: read: look up values and view pages; score: compute values; admin: everything.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
@@ -41,7 +41,7 @@ _OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_c
 
 
 class ReferenceSettings(BaseModel):
-    """A reference model by a name of the service's own."""
+    """A reference model under a name that the service gives it."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
@@ -80,7 +80,7 @@ class ReferenceSettings(BaseModel):
         return self
 
     def place(self) -> ModelPlace:
-        """The same for a worker."""
+        """Return the worker's form of these settings."""
         of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
         fields = self.model_dump()
         choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
@@ -88,7 +88,7 @@ class ReferenceSettings(BaseModel):
 
 
 class TokenSettings(BaseModel):
-    """A bearer token, by its digest: the token itself is nowhere stored."""
+    """A bearer token, given by its digest: the token itself is not stored anywhere."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(description="Who it is for; appears in logs.")
@@ -97,7 +97,7 @@ class TokenSettings(BaseModel):
 
 
 class ServerSettings(BaseSettings):
-    """Settings of one service. Unknown names are refused."""
+    """Settings of one service. Unknown names are rejected."""
 
     model_config = SettingsConfigDict(env_prefix="REFLOGP_", extra="forbid")
 
@@ -244,7 +244,10 @@ class ServerSettings(BaseSettings):
         return self
 
     def state_folder(self) -> Path:
-        """Where jobs, uploads and results lie: `state`, or a folder of this store's own."""
+        """Return the folder for jobs, uploads and results: `state`, or a folder for this store in the user's state folder.
+
+        The default is `reflogp/<digest of the store's URI>` below $XDG_STATE_HOME or ~/.local/state.
+        """
         if self.state is not None:
             return self.state
         home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
@@ -267,7 +270,7 @@ class ServerSettings(BaseSettings):
 
 
 def _said(error: ErrorDetails) -> str:
-    """What is wrong with a setting, in words."""
+    """Describe a setting's error in words."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{name}: there is no such setting"
@@ -277,9 +280,9 @@ def _said(error: ErrorDetails) -> str:
 
 
 def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
-    """Settings from flags (None means not given), the environment and a TOML file.
+    """Read the settings from flags (None means not given), the environment and a TOML file.
 
-    Raises UsageError that names the setting and what is wrong with it.
+    Raises UsageError with the setting's name and what is wrong with it.
     """
     if file is not None and not Path(file).is_file():
         raise UsageError(f"settings file {file} is not there")

@@ -1,15 +1,16 @@
-"""Keep pages of other sites out: the checks of Host, Origin and Sec-Fetch-Site, and the headers of every answer.
+"""Refuse requests from pages of other sites (by Host, Origin and Sec-Fetch-Site), and add security headers to every response.
 
 A browser sends requests to this service for any page that asks it to, from inside a firewall and with the browser's cookies.
-Three things tell such a request from one of our own pages or of a program:
+Three headers distinguish such a request from a request of our own pages or of a program:
 
-- Host names whom the browser believes to be asking. A name that an attacker owns and points at 127.0.0.1 (DNS rebinding) is
-  refused.
-- Sec-Fetch-Site, which no page can set, says how the page relates to us. Browsers send it over HTTPS and to loopback.
-- Origin names the page's own site in every request that can change something.
+- Host is the name under which the browser reached the service. A name that an attacker owns and points at 127.0.0.1 (DNS
+  rebinding) is refused.
+- Sec-Fetch-Site, which no page can set, gives the relation between the page's site and ours. Browsers send it over HTTPS and to
+  loopback addresses.
+- Origin is the page's own site, in every request that can change something.
 
-Programs (curl, clients, Prometheus) send neither of the last two and pass. The rule is that of Go's
-net/http.CrossOriginProtection, and the standard resource isolation policy (web.dev/articles/fetch-metadata) for reading.
+Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. The rule is that of Go's
+net/http.CrossOriginProtection; for reading it is the standard resource isolation policy (web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: The headers of every answer that has no others of its own. With the referrer policy `no-referrer` a browser would send
-#: `Origin: null` with our own forms, and over plain HTTP nothing else tells them from another site's.
+#: Headers of every response, unless the response sets them itself. With the referrer policy `no-referrer` a browser would send
+#: `Origin: null` with our own forms, and over plain HTTP no other header distinguishes them from forms of another site.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
     "X-Frame-Options": "DENY",
@@ -34,14 +35,14 @@ HEADERS = {
 }
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Sec-Fetch-Dest of a page that is opened by a link: not of a frame, an object or an image in the other page.
+#: Sec-Fetch-Dest of a page that is opened by a link, not loaded as a frame, object or image of another page.
 _OPENED = ("document", "")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
 
 class SafeHeaders:
-    """Adds HEADERS to every answer, those of errors included."""
+    """ASGI middleware that adds HEADERS to every response, including errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,13 +59,13 @@ class SafeHeaders:
 
 
 class OwnSite:
-    """Refuses requests that a page of another site makes a browser send.
+    """ASGI middleware that refuses requests which a page of another site makes a browser send.
 
     Args:
-        allowed_hosts: names that the service may be asked by, `*.example.org` for every name below example.org; loopback names
-            always may.
-        has_tokens: addresses are allowed, and so is every name where `allowed_hosts` is empty: a page under an attacker's name
-            has neither a token nor a cookie of ours.
+        allowed_hosts: accepted host names; `*.example.org` accepts every name below example.org. Loopback names are always
+            accepted.
+        has_tokens: the service has tokens. IP addresses are then accepted, and every name if `allowed_hosts` is empty, because
+            a page under an attacker's name has neither a token nor a cookie of ours.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
@@ -81,7 +82,7 @@ class OwnSite:
 
     def _refused(self, method: str, headers: Headers) -> Problem | None:
         host = headers.get("host")
-        if host is not None and not self._is_own(host):  # HTTP/1.0 has none, and no browser leaves it out
+        if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit it; browsers never do
             also = "an IP address, or a name" if self._has_tokens else "or a name"
             next_step = f"use http://127.0.0.1 or localhost, {also} that the setting allowed_hosts lists"
             return Problem(403, "the service may not be asked by this host name", next_step)
@@ -102,14 +103,15 @@ class OwnSite:
             if name == "localhost" or name.endswith(".localhost"):
                 return True
             return (self._has_tokens and not self._allowed) or any(_fits(name, allowed) for allowed in self._allowed)
-        # Nobody can point an address elsewhere. Probes and Prometheus in a cluster ask by addresses.
+        # Nobody can redirect an address. Probes and Prometheus in a cluster use addresses.
         return address.is_loopback or self._has_tokens or name in self._allowed
 
 
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
-    """Whether a browser sent a request for a page of another site, as far as its headers tell.
+    """Return whether a browser sent a request for a page of another site, as far as its headers show.
 
-    Reading is allowed where a link of another site leads here. A program that sends neither header is not from elsewhere.
+    Following a link from another site to a page here is allowed. A request with neither Sec-Fetch-Site nor Origin is not from
+    elsewhere.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if method in SAFE_METHODS:
@@ -122,7 +124,7 @@ def is_from_elsewhere(method: str, headers: Headers) -> bool:
 
 
 def is_of_own_page(headers: Headers) -> bool:
-    """Whether one of our own pages sent a form: a browser says so in Sec-Fetch-Site, or else by Origin."""
+    """Return whether one of our own pages sent a form, by Sec-Fetch-Site or, without that header, by Origin."""
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site == "same-origin"
@@ -130,9 +132,9 @@ def is_of_own_page(headers: Headers) -> bool:
 
 
 def _names(origin: str, headers: Headers) -> bool:
-    """Whether an origin is the host that was asked, or the one that a proxy says was asked.
+    """Return whether an origin is the host of the request, in Host or in a proxy's X-Forwarded-Host.
 
-    No page can make a browser send X-Forwarded-Host to another site: that needs a preflight, which is never answered.
+    No page can make a browser send X-Forwarded-Host to another site: that needs a preflight request, which is never allowed.
     """
     scheme, _, authority = origin.partition("://")
     if scheme not in _PORTS:
@@ -143,7 +145,7 @@ def _names(origin: str, headers: Headers) -> bool:
 
 
 def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """(host, port) of an authority; None where it is not one."""
+    """Return (host, port) of an authority, or None if it is invalid."""
     found = _HOST.fullmatch(authority)
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 

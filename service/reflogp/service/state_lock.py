@@ -1,4 +1,4 @@
-"""One service for one state folder."""
+"""Lock a state folder, so that only one service uses it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 
 from reflogp.store import UsageError
 
-#: A service that was just killed may still be on its way out.
+#: Seconds to wait for the lock, since a service that was just killed may still be exiting, and the pause between attempts.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 
 
 class StateLock:
-    """Holds a state folder for this process; the kernel lets go of it when the process ends, however it ends.
+    """An exclusive lock on a state folder. The kernel releases it when the process ends, even after a crash.
 
-    Two locks, so that no deleted or renamed file lets a second service in: one on the folder itself, and one on the file `lock`
-    in it, for file systems (NFS) that lock no folders. The ledger has a third guard: it knows which service owns it.
+    There are two locks, so that no deleted or renamed file lets a second service in: one on the folder itself, and one on the
+    file `lock` in it, for file systems (NFS) that cannot lock folders. The ledger is a third guard: it records the service that
+    owns it.
 
     Raises:
-        UsageError: another service holds the folder, or it cannot be written.
+        UsageError: another service holds the folder, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,14 +41,17 @@ class StateLock:
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         for handle in self._held:
             os.close(handle)
         self._held = []
 
 
 def _locked(handle: int) -> bool:
-    """Lock a file or folder; False where another process has. One that cannot be locked at all counts as locked."""
+    """Lock a file or folder; return False if another process holds the lock.
+
+    A file or folder whose file system does not support locks counts as locked.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Tasks that a service cannot do without: one that fails is logged and started again."""
+"""Keep essential tasks of a service running: log a failure and start the task again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a task that failed is started again: twice as long after each failure, the first again after a quiet time.
+#: Seconds before a failed task is started again: the pause doubles after each failure, up to the second number. It is reset if
+#: the task ran without failure for the third number of seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
 
 
@@ -17,7 +18,7 @@ async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
     """Run `work` until it returns; log an exception and run it again.
 
     Args:
-        name: for the log.
+        name: name in the log.
     """
     pause = _FIRST_PAUSE
     while True:

@@ -1,7 +1,7 @@
-"""Dataset files that were sent: in one folder, each named by its content, so that a new file disturbs no reader of the old one.
+"""Keep uploaded dataset files in one folder.
 
-Knows files and the ledger's list of names. Does not know HTTP or file formats. One object of one process owns the folder. All
-but `receive` block. Called by the routes of uploads and jobs.
+Each file is named by its content, so that a new upload does not disturb readers of the old file. The ledger holds the names of
+uploads. One object of one process owns the folder. All methods but `receive` and `receive_nameless` block.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 
 _PARTIAL = ".partial-"
-#: Bytes that are gathered before they go to the disk, off the event loop.
+#: Bytes that are collected before they are written to the disk, outside the event loop.
 _WRITE_BYTES = 256 << 10
-#: Bytes that must arrive within `body_idle_seconds`, so that nobody holds a place by a byte a minute.
+#: Bytes that must arrive within `body_idle_seconds`, so that no client holds a connection by sending a byte a minute.
 _LEAST_BYTES = 4 << 10
-#: A file that was sent or resolved within this time is never deleted: a job may be about to name it.
+#: A file that was received or resolved within this time is never deleted, because a job may be about to name it.
 _GRACE = timedelta(minutes=10)
 _MAKE_ROOM = "DELETE /v1/uploads/NAME of what is not needed, and wait ten minutes"
 
@@ -42,10 +42,10 @@ class UploadFolder:
     """Uploads by name.
 
     Args:
-        folder: created where it is not there. What a killed service left half written in it is deleted.
-        ledger: remembers which name means which file.
-        settings: bounds.
-        room: for uploads and fetched datasets together.
+        folder: created if it does not exist. Partial files that a killed service left in it are deleted.
+        ledger: maps names to files.
+        settings: bounds on uploads.
+        room: room of uploads and fetched datasets together.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetRoom) -> None:
@@ -53,7 +53,7 @@ class UploadFolder:
         self._ledger = ledger
         self._settings = settings
         self._room = room
-        self._lock = Lock()  # whoever names, touches or deletes a whole file holds it
+        self._lock = Lock()  # held while a complete file is named, touched or deleted
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(f"{_PARTIAL}*"):
             partial.unlink(missing_ok=True)
@@ -61,16 +61,19 @@ class UploadFolder:
         room.add_sweeper(lambda: self.collect(datetime.now(UTC)))
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
-        """Take a file; (what it is now, whether the name is new). It is on the disk when this returns, or there is none of it.
+        """Receive a file. It is on the disk when this returns; if this raises, nothing of it is kept under the name.
 
         Args:
-            name: says the format by its suffix.
+            name: name of the upload; its suffix gives the format.
             chunks: the content, as it arrives.
-            declared_length: bytes that were announced.
+            declared_length: the request's Content-Length, or None.
+
+        Returns:
+            The upload, and whether its name is new.
 
         Raises:
-            Problem: 400 where other bytes come than announced, 408 where they stop coming, 413 and 507 for too many,
-                422 for a name that is none and for an empty file.
+            Problem: 400 if the length is not the declared one, 408 if the bytes stop coming, 413 if the file is too long, 507
+                if there is no room or there are too many uploads, 422 for an invalid name and for an empty file.
         """
         file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
@@ -78,15 +81,15 @@ class UploadFolder:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Take a file for one job; (file, sha256). It stays for some minutes, and as long as a job needs it then.
+        """Receive a file for one job; return (file, sha256). It is kept for some minutes, and after that while a job needs it.
 
-        Raises Problem as `receive`.
+        Raises Problem as `receive`, without the checks of the name.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Take a file; (file, sha256, bytes)."""
+        """Receive a file; return (file, sha256, bytes)."""
         if declared_length is not None:
             self._check_length(declared_length)
             if not await to_thread.run_sync(self._room.fits, declared_length):
@@ -97,7 +100,7 @@ class UploadFolder:
         def keep() -> Path:
             nonlocal taken
             file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
-            taken = 0  # the file holds its room itself now, also when nobody waits for it any more
+            taken = 0  # the complete file holds its room now, even if the request was cancelled
             return file
 
         try:
@@ -126,46 +129,49 @@ class UploadFolder:
         finally:
             self._room.give(taken)
             with suppress(FileNotFoundError):
-                partial.unlink()  # not awaited: whoever went away has cancelled this task
+                partial.unlink()  # not awaited: a client that went away has cancelled this task
 
     def list(self) -> list[Upload]:
-        """Every upload, by name."""
+        """Return all uploads, sorted by name."""
         return [Upload.model_validate(row, extra="ignore") for row in self._ledger.uploads()]
 
     def get(self, name: str) -> Upload:
-        """An upload. Raises Problem 404 for an unknown one."""
+        """Return an upload. Raises Problem 404 if the name is unknown."""
         row = self._ledger.upload(name)
         if row is None:
             raise _unknown(name)
         return Upload.model_validate(row, extra="ignore")
 
     def delete(self, name: str) -> None:
-        """Forget a name. Its file stays for jobs that read it, until `collect`. Raises Problem 404 for an unknown one."""
+        """Delete a name. Its file stays for jobs that read it, until `collect`. Raises Problem 404 if the name is unknown."""
         if not self._ledger.delete_upload(name):
             raise _unknown(name)
 
     def resolve(self, name: str) -> tuple[Path, str]:
-        """(file, sha256) of an upload, for a job. Raises Problem 404 for an unknown one."""
+        """Return (file, sha256) of an upload, for a job. Raises Problem 404 if the name or its file is unknown."""
         with self._lock:
             row = self._ledger.upload(name)
             if row is None:
                 raise _unknown(name)
             file = self._folder / row["file"]
             try:
-                os.utime(file)  # the job is not in the ledger yet; the file's age protects it from `collect` until then
+                os.utime(file)  # until the job is in the ledger, the file's new time protects it from `collect`
             except FileNotFoundError as error:
                 raise _unknown(name) from error
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete files that no name and no job that is not done refers to, not sent or resolved since a moment; how many."""
+        """Delete unreferenced files that were not received or resolved since `older_than`; return how many.
+
+        Names refer to files, and so do jobs that are not done. Files of the last ten minutes are never deleted.
+        """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
         with self._lock:
             needed = {row["file"] for row in self._ledger.uploads()}
             needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
-                if file.name in needed or file.name.startswith(_PARTIAL):  # a partial one may be gone at any moment
+                if file.name in needed or file.name.startswith(_PARTIAL):  # a partial file may disappear at any moment
                     continue
                 about = file.stat()
                 if about.st_mtime < before:
@@ -175,7 +181,7 @@ class UploadFolder:
         return deleted
 
     async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Chunks, gathered to blocks. Raises Problem 408 when too little comes for too long."""
+        """Yield the chunks joined into blocks. Raises Problem 408 if they arrive too slowly."""
         loop, patience = asyncio.get_running_loop(), self._settings.body_idle_seconds
         block, since = bytearray(), 0
         deadline = loop.time() + patience
@@ -196,7 +202,7 @@ class UploadFolder:
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # the disk's time is not the sender's
+                deadline = loop.time() + patience  # the sender is not charged for the disk's time
         if block:
             yield bytes(block)
 
@@ -205,7 +211,7 @@ class UploadFolder:
             raise Problem(413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split it, or compress it")
 
     async def _take_room(self, size: int) -> None:
-        """Take room for bytes that arrived. Raises Problem where there is none."""
+        """Take room for bytes that arrived. Raises Problem if there is none."""
         if not self._room.take(size):
             await to_thread.run_sync(self._room.sweep)
             if not self._room.take(size):
@@ -215,18 +221,18 @@ class UploadFolder:
         return Problem(507, "there is no room for the file", _MAKE_ROOM)
 
     def _keep(self, partial: Path, content_name: str, size: int) -> Path:
-        """Name a whole file by its content."""
+        """Rename a complete file after its content."""
         file = self._folder / content_name
         with self._lock:
             if file.exists():
                 self._room.give(size)
-            partial.replace(file)  # the same content where it was there before: whoever reads that goes on
+            partial.replace(file)  # an existing file has the same content: its readers are not disturbed
             os.utime(file)
             _sync_folder(self._folder)
         return file
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
-        """Record what a name means."""
+        """Record which file a name refers to."""
         with self._lock:
             created = self._ledger.upload(name) is None
             if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
@@ -236,7 +242,7 @@ class UploadFolder:
 
 
 def _suffix_of(name: str) -> str:
-    """The suffix that says the format. Raises Problem 422 for a name that cannot be an upload's."""
+    """Return the suffix that gives the format. Raises Problem 422 for an invalid name."""
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
         raise Problem(422, "a name is 1 to 200 of A-Z a-z 0-9 . _ - and begins with a letter or a digit", "use another name")
     suffix = dataset_suffix(name)

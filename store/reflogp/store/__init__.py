@@ -1,6 +1,6 @@
-"""The cache of reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
+"""Store reference log-probs: keys, reference ids, Delta tables, snapshots and joins.
 
-Needs numpy, pyarrow and deltalake only, and deltalake only where a table is opened: engines, joins and keys run without it.
+Needs only numpy, pyarrow and deltalake, and deltalake only when a table is opened: engines, joins and keys work without it.
 Imports no other reflogp package.
 """
 
@@ -70,7 +70,7 @@ __all__ = [
     "verify",
 ]
 
-#: What needs deltalake -> the module that has it, imported when it is first asked for.
+#: Names that need deltalake -> their module, imported on first use.
 _WITH_DELTALAKE = {
     "Store": "store",
     "LogprobTable": "table",
@@ -85,7 +85,7 @@ _WITH_DELTALAKE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_WITH_DELTALAKE`."""
+    """Import a name of `_WITH_DELTALAKE` on first use."""
     if name not in _WITH_DELTALAKE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f"{__name__}.{_WITH_DELTALAKE[name]}"), name)

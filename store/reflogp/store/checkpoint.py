@@ -1,7 +1,7 @@
-"""A model folder on disk: its config, its weight files, and whether they are whole.
+"""Read a model folder: its config, its weight files, and whether the weight files are complete.
 
-Knows the file layout that transformers writes (safetensors, index.json, hub cache). Loads no tensor and imports no torch.
-Called by `reference` before hashing and by the engine before loading.
+Follows the file layout that transformers writes (safetensors, index.json, hub cache). Loads no tensor and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from reflogp.store.errors import CheckpointError, UsageError
 _ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-#: A larger header than this is not a safetensors file (the format's own limit).
+#: A file with a larger header is not a safetensors file (the format's own limit).
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter's folder, its adapter_config.json and its weights."""
+    """A PEFT adapter: its folder, its adapter_config.json and its weight file."""
 
     folder: Path
     config: dict[str, Any]
@@ -36,9 +36,9 @@ class StoredTensor:
     """A tensor as a safetensors header describes it.
 
     Attributes:
-        dtype: as the format names it: "F32", "BF16", "U8", ….
+        dtype: the format's name of the dtype: "F32", "BF16", "U8", ….
         shape: lengths of its dimensions.
-        nbytes: in the file.
+        nbytes: bytes in the file.
     """
 
     dtype: str
@@ -47,13 +47,13 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether loading converts it to the model's dtype."""
+        """Whether loading converts the tensor to the model's dtype."""
         return self.dtype.startswith(("F", "BF"))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and safetensors weights, found whole; and the adapter on it, where there is one."""
+    """A folder with `config.json` and complete safetensors weights, and the adapter on top of it if there is one."""
 
     folder: Path
     config: dict[str, Any]
@@ -61,28 +61,28 @@ class Checkpoint:
     adapter: Adapter | None = None
 
     def code_files(self) -> list[Path]:
-        """Modelling code that comes with the weights; none where the config names none."""
+        """Return the modelling code that comes with the weights; empty if the config names none."""
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
-        """Weights and code: what a reference id has digests of."""
+        """Return the weight and code files, whose digests a reference id contains."""
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:
-        """Every file that decides what the model computes."""
+        """Return every file that can change what the model computes."""
         index = self.folder / _INDEX
         read = [self.folder / "config.json", *([index] if index.is_file() else [])]
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """The weights' tensors by name, from the files' headers; an adapter's are not among them.
+        """Return the weights' tensors by name, from the files' headers, without those of an adapter.
 
-        Raises CheckpointError where a header cannot be read.
+        Raises CheckpointError if a header cannot be read.
         """
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if config, index and adapter config, read again, say what is in here."""
+        """Return True if config, index and adapter config, read again with `read`, still say what this checkpoint says."""
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
                 return False
@@ -95,12 +95,12 @@ class Checkpoint:
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model: a path as it is, a hub id through the hub's cache (downloaded where needed).
+    """Return the local folder of a model: a path unchanged, a hub id through the hub's cache (downloaded if needed).
 
-    Without `weights` a hub model's config and tokenizer are enough.
+    Without `weights`, only the config, tokenizer and code files of a hub model are downloaded.
 
     Raises:
-        UsageError: neither a folder nor a hub id that can be had.
+        UsageError: neither a folder nor a hub id that can be downloaded.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -126,13 +126,13 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read a folder's config and check that every weight file is there and whole.
+    """Read a folder's config and check that every weight file exists and is complete.
 
     An adapter's folder is read together with the base model that its adapter_config.json names.
 
     Raises:
-        UsageError: the folder has no config.json, or an adapter's base model is not to be found.
-        CheckpointError: weights are missing, truncated, unreadable, or only there as pickles.
+        UsageError: the folder has no config.json, or an adapter's base model cannot be found.
+        CheckpointError: weights are missing, truncated, unreadable, or exist only as pickles.
     """
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -193,12 +193,15 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Weight files that an index names, sorted. Raises ValueError, KeyError or AttributeError for what is no index."""
+    """Return the weight files that an index names, sorted. Raises ValueError, KeyError or AttributeError if it is invalid."""
     return sorted(set(json.loads(index)["weight_map"].values()))
 
 
 def _check_whole(file: Path) -> None:
-    """Compare the file's size with what its header promises (github.com/huggingface/safetensors, 'Format')."""
+    """Raise CheckpointError unless the file has the size that its header gives.
+
+    The format is described in github.com/huggingface/safetensors, 'Format'.
+    """
     expected, _ = _header(file)
     size = file.stat().st_size
     if size != expected:
@@ -206,7 +209,7 @@ def _check_whole(file: Path) -> None:
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """(bytes that the whole file has, its tensors by name)."""
+    """Return (bytes that the complete file has, its tensors by name)."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

@@ -1,4 +1,4 @@
-"""Command lines that messages quote, whole, so that they can be copied."""
+"""Build the complete command lines that messages quote, so that users can copy them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def score_command(
     chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """`reflogp score` with these arguments; options at their defaults are left out."""
+    """Return the `reflogp score` command with these arguments; options at their defaults are left out."""
     options = [
         ("--lm-head-dtype", lm_head_dtype),
         ("--max-length", max_length),
@@ -44,7 +44,7 @@ def score_command(
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """While the block runs, an error that nothing was scored yet also says the whole command that scores."""
+    """Add the complete scoring command to an error that nothing was scored yet, if the block raises one."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:
@@ -52,6 +52,6 @@ def naming_command(command: str) -> Iterator[None]:
 
 
 def repair_command(table_uri: str) -> str:
-    """`reflogp store verify --repair` of the store that a table lies in (`<store>/<reference id>/logprobs`)."""
+    """Return `reflogp store verify --repair` for the store of a table (`<store>/<reference id>/logprobs`)."""
     store, reference_id, _ = table_uri.rsplit("/", 2)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

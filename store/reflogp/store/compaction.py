@@ -1,8 +1,7 @@
-"""Compaction: many shards into few, sorted one behind the other, each key once. And the deletion of what it leaves behind.
+"""Compact a table: merge many shards into few, sorted and without overlaps, with each key once. Vacuum the replaced shards.
 
-Knows shards and their key ranges. Runs in bounded memory: the range of keys is cut into parts, and a part is read, sorted and
-written at a time; since every shard is sorted, a part of it is a stretch of its row groups. Called by `reflogp store compact`
-and `vacuum`, by export, and after an append that leaves too many small shards.
+Runs in bounded memory: the key range is cut into parts, and one part at a time is read, sorted and written. Since every shard
+is sorted, a part of it is a run of its row groups.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from reflogp.store.shard import Shard, ShardDamageError, longest_of_each_key
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp.store.table import LogprobTable
 
-#: Bytes of a compacted shard, about. Compaction holds about six times as much, and a row group of each shard that it merges.
+#: Approximate bytes of a compacted shard. Compaction needs about six times as much memory, and a row group of each shard.
 SHARD_BYTES = 128 << 20
-#: A shard of fewer bytes is small.
+#: A shard with fewer bytes counts as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: This many small shards are compacted by the append that made the last of them; a random few more, so that writers who share
-#: a table do not all begin at once.
+#: The append that leaves more than this many small shards compacts them. Each writer's limit is a random few higher, so that
+#: writers that share a table do not all start at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
-#: Shards with overlapping keys that one pass merges; it holds a row group (4 MB) of each. More are merged in stages.
+#: Most shards with overlapping keys that one pass merges; it holds a row group (4 MB) of each. More are merged in stages.
 _MERGED_AT_ONCE = 128
-#: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted one for its writer.
+#: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted shard for its writer.
 RETENTION_HOURS = 168
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What a compaction did.
+    """The result of a compaction.
 
     Attributes:
-        shards_before, shards_after: of the table.
-        rows: rows written anew; 0 where there was nothing to do.
-        duplicates: rows left out because a longer row of their key is there.
-        won: False when another process compacted the same shards first; nothing was changed then.
-        snapshot: number of the latest snapshot after it.
+        shards_before, shards_after: number of shards of the table.
+        rows: rows rewritten; 0 if there was nothing to do.
+        duplicates: rows left out because a longer row has the same key.
+        won: False if another process compacted the same shards first; that merge then changed nothing.
+        snapshot: number of the latest snapshot afterwards.
     """
 
     shards_before: int
@@ -66,17 +65,18 @@ class Compacted:
 def compact(
     table: LogprobTable, *, only_small: bool = False, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None
 ) -> Compacted:
-    """Merge shards. Readers of earlier snapshots are not disturbed: what is replaced stays until `vacuum`.
+    """Merge shards. Readers of earlier snapshots are not disturbed: replaced shards stay until `vacuum`.
 
     Args:
-        table: what to compact.
-        only_small: merge just the small shards (what appends do by themselves); otherwise all, unless all is in order.
+        table: the table to compact.
+        only_small: merge only the small shards (as appends do automatically). Otherwise merge all shards, unless they are
+            already in order.
         shard_bytes: size of the new shards.
-        progress: called with (rows written, rows in all).
+        progress: called with (rows written, total rows).
 
     Raises:
         DamagedStoreError: a shard or the log is damaged.
-        StoreUnavailableError: the store cannot be read or written. The table is then as it was.
+        StoreUnavailableError: the store cannot be read or written. No rows are lost.
     """
     table.require_whole_log()
     sizes = table.shards()
@@ -114,7 +114,7 @@ def compact(
 def _merge(
     table: LogprobTable, shards: Sequence[Shard], size: int, shard_bytes: int, progress: Progress | None
 ) -> tuple[list[Written], int]:
-    """Write the rows of some shards anew; (the shards that are not committed yet, rows read)."""
+    """Write the rows of some shards as new shards; return (the new shards, not yet committed, and the rows read)."""
     total = sum(group.rows for shard in shards for group in shard.groups)
     written: list[Written] = []
     try:
@@ -129,10 +129,10 @@ def _merge(
 
 
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
-    """All rows of some shards, sorted by key, the longest row of each key only, in about `parts` tables.
+    """Yield all rows of some shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
-    Keys are digests, so equal stretches of the key space hold about equally many. Each row group is read once: what of it lies
-    behind a stretch waits for the next, so a row group of each shard is held beside the stretch.
+    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once: its rows beyond
+    a part wait for the next part, so a row group of each shard is held in addition to the part.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -143,7 +143,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """A shard's rows, from the front."""
+    """A reader of a shard's rows, in order from the first."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -151,26 +151,26 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """The next rows, those whose key's first word is below `behind`."""
+        """Return the next rows: those whose key's first word is below `behind`."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
         words = keys_as_words(rows["key"])[0]
         stop = len(words) if behind >= 1 << 64 else int(np.searchsorted(words, np.uint64(behind)))
-        # Copied, so that what was read is not held by a slice of it.
+        # Copied, because a slice would keep all the rows in memory.
         self._rest = rows.take(pa.array(np.arange(stop, len(rows)))) if stop < len(rows) else SCHEMA.empty_table()
         return rows.slice(0, stop)
 
 
 def small_shards_allowed() -> int:
-    """How many small shards one writer leaves before it compacts them."""
+    """Return how many small shards one writer leaves before it compacts them."""
     return SMALL_SHARDS + random.randrange(_SMALL_SHARDS_SPREAD)
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards when there are more than `allowed`; None when there are not, or it could not be done.
+    """Merge the small shards if there are more than `allowed`. Return None if there are not, or if the compaction failed.
 
-    What was appended is committed already, so a compaction that fails is a warning.
+    The appended rows are committed already, so a compaction that fails is only a warning.
     """
     if sum(size < SMALL_BYTES for size in table.shards().values()) <= allowed:
         return None
@@ -184,22 +184,22 @@ def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
 def vacuum(
     table: LogprobTable, retention_hours: int = RETENTION_HOURS, *, dry_run: bool = False, alone: bool = False
 ) -> list[str]:
-    """Delete shards that compaction replaced, and files that a writer never committed, when older than the retention.
+    """Delete shards that compaction replaced and files that were never committed, if they are older than the retention.
 
-    Snapshots from before the oldest compaction of which shards are deleted can then no longer be read.
+    Snapshots older than the oldest compaction whose replaced shards are deleted can no longer be read afterwards.
 
     Args:
-        table: what to vacuum.
-        retention_hours: age from which files go. Readers of older snapshots and writers need theirs for as long.
-        dry_run: delete nothing, only say what would be.
+        table: the table to vacuum.
+        retention_hours: age from which files are deleted. Readers of older snapshots and writers need their files this long.
+        dry_run: delete nothing, only return what would be deleted.
         alone: nobody else reads or writes now; allows a retention of 0.
 
     Returns:
         The deleted files.
 
     Raises:
-        UsageError: a retention that could delete what a writer is about to commit.
-        DamagedStoreError: the log is damaged, or a shard is gone: a file that nothing seems to need may be what a repair needs.
+        UsageError: the retention could delete files that a writer is about to commit.
+        DamagedStoreError: the log is damaged, or a shard is missing: a repair may need a file that seems unused.
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
@@ -215,7 +215,7 @@ def vacuum(
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
         for file in unfinished_files(table.uri):  # which delta-rs does not list
-            with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
+            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
                 if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
                     if not dry_run:
                         file.unlink()
@@ -226,7 +226,7 @@ def vacuum(
 
 
 def _require_every_file(table: LogprobTable) -> None:
-    """Raise DamagedStoreError unless every shard that the log names is there, and log and checkpoints agree."""
+    """Raise DamagedStoreError unless every shard in the log exists, and log and checkpoints agree."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems
@@ -237,13 +237,13 @@ def _require_every_file(table: LogprobTable) -> None:
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:
-    """Whether the shards' key ranges lie one behind the other."""
+    """Return True if the shards' key ranges do not overlap."""
     ranges = sorted((shard.groups[0].least, shard.groups[-1].greatest) for shard in shards if shard.groups)
     return all(before[1] < after[0] for before, after in pairwise(ranges))
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """The most shards that hold keys of one place in the key space."""
+    """Return the largest number of shards whose key ranges share a point of the key space."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

@@ -1,7 +1,7 @@
-"""Verification of a whole table, log and shards, and the repair of what is damaged.
+"""Verify a whole table, log and shards, and repair damage.
 
-Reads everything. A repair loses only what is damaged: a damaged shard is dropped, a damaged log entry is written anew from what
-it still says. Called by `reflogp store verify`.
+Verification reads everything. A repair loses only what is damaged: a damaged shard is dropped, and a damaged log entry is
+rewritten from its readable parts.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from reflogp.store.schema import SCHEMA
 from reflogp.store.shard import Shard
 from reflogp.store.table import LogprobTable
 
-#: Damaged files are kept here, inside the table's folder; Delta readers pass over names that begin with an underscore.
+#: Folder in the table's folder that keeps damaged log entries; Delta readers skip names that begin with an underscore.
 _DAMAGED_FOLDER = "_damaged"
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A file of a table that verification found wrong.
+    """A damaged file of a table.
 
     Attributes:
         file: its path in the table's folder.
-        problem: what is wrong.
-        rows: rows that cannot be read because of it; None where that cannot be told.
+        problem: what is wrong with it.
+        rows: number of rows that cannot be read because of it; None if unknown.
     """
 
     file: str
@@ -39,17 +39,17 @@ class Damage:
 
 
 def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage]:
-    """Read every entry of the log, and every page of every shard of the latest snapshot; check each row.
+    """Read every entry of the log and every page of every shard of the latest snapshot, and check each row.
 
     Args:
-        table: what to read.
-        progress: called with (files read, files in all).
+        table: the table to verify.
+        progress: called with (files read, total files).
 
     Returns:
-        The damaged files; empty when all is well.
+        The damaged files; empty if there are none.
 
     Raises:
-        StoreUnavailableError: the storage does not answer.
+        StoreUnavailableError: the storage does not respond.
     """
     try:
         number, sizes = table.numbered_shards()
@@ -74,16 +74,16 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
 
 def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
-    """Mend the log, then drop damaged shards in one commit. The next scoring run fills the gap.
+    """Mend the log, then drop damaged shards in one commit. The next scoring run scores the dropped rows again.
 
-    Nobody else should write meanwhile. What a damaged log entry was is kept in the folder `_damaged`.
+    Nobody else should write meanwhile. The original content of a damaged log entry is kept in the folder `_damaged`.
 
     Args:
-        table: what was verified.
-        damages: what `verify` found.
+        table: the table that was verified.
+        damages: the damage that `verify` found.
 
     Returns:
-        The table, opened anew.
+        The table, opened again.
 
     Raises:
         StoreUnavailableError: the store cannot be written.
@@ -102,9 +102,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
 
 def _bring_back(table: LogprobTable) -> None:
-    """Append rows of whole shards that no log entry names: those of an entry that is gone are among them.
+    """Append the rows of whole shards that no log entry names. They include the shards of log entries that are gone.
 
-    Others are what crashed writers left. Either is a score of this reference; keys that the table has keep their values.
+    The other such shards were left by crashed writers. Their rows are scores of this reference too, and keys that the table has
+    keep their values.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
@@ -115,7 +116,7 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Write damaged entries anew and remove checkpoints, which may sum up what was damaged."""
+    """Rewrite damaged entries, and delete the checkpoints, since they may sum up damaged entries."""
     if not files:
         return
 
@@ -139,7 +140,7 @@ def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
 
 
 def _first_entry() -> list[dict[str, object]]:
-    """Protocol and metadata as a new table has them."""
+    """Return the protocol and metadata lines of a new table."""
     with tempfile.TemporaryDirectory() as folder:
         LogprobTable.create(folder)
         return log.read_entry(storage.open_filesystem(folder), 0).lines

@@ -1,7 +1,7 @@
-"""sha256 of files, and files that are opened once, hashed, and read as they were hashed.
+"""Compute the sha256 of files, and open files once so that what is hashed is what is read.
 
-A digest is remembered for a file's identity: device, inode, size, modification time and change time. The change time is in it
-because a program can restore every other part after it has rewritten a file in place. Nothing here knows what a file means.
+A digest is remembered for a file's identity: device, inode, size, modification time and change time. The change time is part of
+the identity because a program that rewrites a file in place can restore every other part.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from reflogp.store.own_folder import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 
-#: progress(done so far, in all): bytes where files are hashed, rows or files elsewhere, as the function says
+#: progress(done, total): bytes where files are hashed; rows or files in other functions, as each documents.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
-#: A file that changed within these seconds, by any clock that is about right, may change again without a new change time.
+#: A file that changed less than this many seconds ago may change again without a new change time. Allows for inexact clocks.
 _RECENT_SECONDS = 120.0
-#: The longest step of a file system's clock: one tick of the kernel's, or two seconds where times are whole seconds.
+#: The longest step of a file system's clock: one tick of the kernel's clock, or two seconds where times are whole seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
-#: Where a process finds its own open files by number.
+#: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
-#: How often a set of files is opened again because one was replaced while the others were opened.
+#: Attempts to open a set of files; an attempt fails if a file is replaced while the others are opened.
 _OPEN_ATTEMPTS = 5
 
 
 def cache_dir() -> Path:
-    """Where reflogp remembers things: $REFLOGP_CACHE_DIR, else $XDG_CACHE_HOME/reflogp, else ~/.cache/reflogp."""
+    """Return reflogp's cache folder: $REFLOGP_CACHE_DIR, else $XDG_CACHE_HOME/reflogp, else ~/.cache/reflogp."""
     if explicit := os.environ.get("REFLOGP_CACHE_DIR"):
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "reflogp"
@@ -49,7 +49,7 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What changes when a file is replaced or written to. Times are nanoseconds."""
+    """The properties of a file that change when it is replaced or written to. Times are nanoseconds."""
 
     device: int
     inode: int
@@ -63,7 +63,7 @@ class FileIdentity:
 
     @classmethod
     def at(cls, path: Path) -> FileIdentity:
-        """Raises OSError where there is no such file."""
+        """Return the identity of the file at `path`. Raises OSError if there is no such file."""
         return cls.of(path.stat())
 
 
@@ -72,10 +72,10 @@ class OpenFile:
     """A file that is open for reading.
 
     Attributes:
-        path: by which it was opened.
-        descriptor: of the open file.
-        identity: when it was opened.
-        link: identity of what lies at the path itself, a link or the file; None for a file that was not opened by its path.
+        path: path by which it was opened.
+        descriptor: file descriptor.
+        identity: identity of the file when it was opened.
+        link: identity of the link or file at the path itself; None for a file that was not opened by its path.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class OpenFile:
 
     @classmethod
     def open(cls, path: Path) -> OpenFile:
-        """Raises OSError where the path is not a file that can be read."""
+        """Open the file at `path`. Raises OSError if the path is not a readable file."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return cls(path, descriptor, FileIdentity.of(os.fstat(descriptor)), FileIdentity.of(path.lstat()))
@@ -94,7 +94,7 @@ class OpenFile:
             raise
 
     def read(self) -> bytes:
-        """The whole content."""
+        """Return the whole content."""
         parts = []
         at = 0
         while part := os.pread(self.descriptor, _CHUNK, at):
@@ -103,7 +103,10 @@ class OpenFile:
         return b"".join(parts)
 
     def check(self, by_path: bool = False) -> None:
-        """Raise FileChangedError when the file is not as it was opened; `by_path`: or when its path leads to another one."""
+        """Raise FileChangedError if the file changed since it was opened.
+
+        With `by_path`, raise it also if the path now leads to another file.
+        """
         try:
             same = FileIdentity.of(os.fstat(self.descriptor)) == self.identity
             if by_path and same:
@@ -116,17 +119,17 @@ class OpenFile:
 
 
 class OpenFiles:
-    """Files that are opened together and stay the same ones, whatever happens to their paths.
+    """A set of files that are opened together and stay readable as they are, whatever happens to their paths.
 
-    Renaming a file over another one does not disturb a reader of the old one. Writing to an open file does, and `check` finds
-    that. Use it as a context manager, which closes the files.
+    Renaming another file over an open file does not disturb its reader. Writing to an open file does, and `check` detects that.
+    A context manager, which closes the files.
 
     Args:
-        paths: files that are there. All of them were in place at one moment, or the constructor fails.
+        paths: existing files. All of them were at their paths at one moment, or the constructor fails.
 
     Raises:
-        FileChangedError: they are replaced again and again while they are opened.
-        OSError: one cannot be read.
+        FileChangedError: files are replaced again and again while they are opened.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -159,28 +162,28 @@ class OpenFiles:
             os.close(file.descriptor)
 
     def check(self, by_path: bool = False) -> None:
-        """Raise FileChangedError, which names the file, when one changed since it was opened (see OpenFile.check)."""
+        """Raise FileChangedError with the name of the first file that changed since it was opened (see OpenFile.check)."""
         for file in self.files.values():
             file.check(by_path)
 
     def digests(self, paths: Iterable[Path] | None = None, progress: Progress | None = None) -> dict[Path, str]:
-        """sha256 (hex) of these files, or of all; as `file_digests`."""
+        """Return the sha256 (hex) of the given files, or of all files; see `file_digests`."""
         return digests_of([self.files[path] for path in (self.files if paths is None else paths)], progress)
 
 
 @contextmanager
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
-    """A temporary folder through which libraries that want paths read files that are open here.
+    """Make a temporary folder through which libraries that need paths read files that are already open.
 
-    Each name in it is a link to the open file itself (/proc/self/fd/…), so that nothing that happens to the original paths
-    changes what is read. Only this process can use it.
+    Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that changes at the original paths do not
+    affect what is read. Only this process can use the folder.
 
     Args:
         files: relative name -> file.
-        name: of the folder; transformers names modules after it.
-        others: relative name -> path of what may be read as well, but is not open here.
+        name: name of the folder; transformers names modules after it.
+        others: relative name -> path of files that libraries may also read, but that are not open here.
 
-    Yields the folder; None where the system has no such links, or no room for a temporary folder.
+    Yields the folder; None if the system has no such links, or no room for a temporary folder.
     """
     if not _OPEN_FILES.is_dir():
         yield None
@@ -203,26 +206,26 @@ def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str
 
 
 def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dict[Path, str]:
-    """sha256 (hex) of each file.
+    """Return the sha256 (hex) of each file.
 
     Args:
         paths: existing files.
-        progress: called while bytes are really read; never called when every digest is known.
+        progress: called while bytes are read; never called when all digests are remembered.
 
-    Raises FileChangedError when a file is written to while it is read.
+    Raises FileChangedError if a file is written to while it is read.
     """
     with OpenFiles(paths) as files:
         return files.digests(progress=progress)
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """sha256 (hex) of open files, by their paths; remembered digests and safe names of a hub cache's blobs are used.
+    """Return the sha256 (hex) of open files, by path. Uses remembered digests, and trustworthy names of blobs in a hub cache.
 
     Args:
-        files: for which `let_clocks_pass` was called since they were opened.
+        files: open files for which `let_clocks_pass` was called after they were opened.
         progress: as in `file_digests`.
 
-    Raises FileChangedError when a file is written to while it is read.
+    Raises FileChangedError if a file is written to while it is read.
     """
     digests: dict[Path, str] = {}
     pending: list[OpenFile] = []
@@ -250,16 +253,16 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
 
 def let_clocks_pass(files: Iterable[OpenFile]) -> None:
-    """Wait until a further change of these files must give them another change time. Call it before they are read.
+    """Wait until any further change of these files must give them a new change time. Call it before the files are read.
 
-    Two changes within one step of a file system's clock have the same time, and the second one would not be seen (git's
-    "racy" index entries). A program that writes through a memory map changes the time only at its first write after the
-    page was flushed, so recently changed files are flushed as well.
+    Two changes within one step of a file system's clock have the same time, so the second one would go unnoticed (the problem
+    of git's "racy" index entries). A program that writes through a memory map changes the time only at its first write after
+    the page was flushed, so recently changed files are flushed too.
     """
     now = time.time()
     recent = [file for file in files if now - file.identity.ctime_ns / 1e9 < _RECENT_SECONDS]
     for file in recent:
-        with suppress(OSError):  # a file system that is read only has nothing to flush
+        with suppress(OSError):  # a read-only file system has nothing to flush
             os.fsync(file.descriptor)
     if recent:
         coarse = any(file.identity.ctime_ns % 1_000_000_000 == 0 for file in recent)
@@ -267,11 +270,11 @@ def let_clocks_pass(files: Iterable[OpenFile]) -> None:
 
 
 def _hub_blob_digest(file: OpenFile) -> str | None:
-    """The name of the blob behind a hub cache's link, when it is a sha256 and nobody can have changed the bytes under it.
+    """Return the blob name behind a hub cache's link, if it is a sha256 and the blob cannot have changed since it was named.
 
-    The hub's client names a large file by its sha256 when it has downloaded it, and links to it from a snapshot then. The name
-    is believed when the blob was never written after the oldest link to it, and no other user may write to the blob or to
-    the folders that hold blob and link. Otherwise the file is hashed as any other.
+    The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
+    trusted if the blob was not written after the oldest link to it, and no other user may write to the blob or to the folders
+    that hold blob and link. Any other file is hashed.
     """
     try:
         if file.link is None or not file.path.is_symlink():
@@ -292,10 +295,10 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 
 
 class _Memory:
-    """Digests of earlier runs, one small file for each path. Without a folder for them, files are hashed again.
+    """The digests of earlier runs, one small file for each path. If their folder cannot be used, files are hashed again.
 
-    The folder and every file in it must be this user's own and not writable by others: whoever can write a digest chooses the
-    reference id of somebody else's model. All access goes through the folder's descriptor.
+    The folder and every file in it must belong to this user and must not be writable by others: a user who can write a digest
+    there can choose the reference id of somebody else's model. All access goes through the folder's descriptor.
     """
 
     def __enter__(self) -> _Memory:
@@ -356,7 +359,7 @@ def _place(file: OpenFile) -> str:
 
 
 def _remembered(identity: FileIdentity) -> list[int]:
-    """The identity without the device, whose number may be another one after the machine was started again."""
+    """Return the identity without the device, whose number may differ after a restart of the machine."""
     return [identity.inode, identity.size, identity.mtime_ns, identity.ctime_ns]
 
 

@@ -1,19 +1,19 @@
-"""Every error that the store raises, as one tree.
+"""All errors of the store, as one tree.
 
-ReflogpError                    base of all four packages: the command line prints it as one sentence
+ReflogpError                    base of every error of all packages: the command line prints it as one sentence
 ├── UsageError                  the call itself is wrong: a path, a name, a column, an option
 │   └── StoreNotFoundError      there is no store at a URI
 └── StoreError                  the store or a checkpoint cannot serve the call
     ├── StoreFormatError        written by a newer reflogp
     ├── StoreUnavailableError   cannot be opened, read or written
-    ├── DamagedStoreError       parts of it are damaged, and what was asked needs it whole
+    ├── DamagedStoreError       parts of it are damaged, and the call needs all of it
     ├── ReferenceNotFoundError  the store holds nothing for this reference model
-    ├── SnapshotNotFoundError   no such snapshot number
+    ├── SnapshotNotFoundError   no such snapshot number, or the snapshot was vacuumed
     ├── CheckpointError         weight files that are missing, truncated or of a refused kind
     └── FileChangedError        a file was replaced or written to while it was read
-        └── OtherContentError   its content is not what an id or a digest names
+        └── OtherContentError   its content does not match an id or a digest
 
-StoreDamageWarning (a UserWarning): a reader goes on without a damaged part, and says which.
+StoreDamageWarning (a UserWarning): a reader continues without a damaged part, and names it.
 """
 
 
@@ -26,7 +26,7 @@ class UsageError(ReflogpError):
 
 
 class StoreNotFoundError(UsageError):
-    """There is no store at a URI, which is so before anything was scored into it."""
+    """There is no store at a URI, for example because nothing was scored into it yet."""
 
 
 class StoreError(ReflogpError):
@@ -42,23 +42,23 @@ class StoreUnavailableError(StoreError):
 
 
 class DamagedStoreError(StoreError):
-    """Parts of the store are damaged, and what was asked needs it whole (writing, for one)."""
+    """Parts of the store are damaged, and the call (a write, for example) needs all of it."""
 
 
 class StoreDamageWarning(UserWarning):
-    """A part of the store is damaged; what it held is served as missing, the rest as ever."""
+    """A part of the store is damaged; its rows count as missing, and the rest is served as usual."""
 
 
 class ReferenceNotFoundError(StoreError):
-    """The store holds no table for the reference id that was asked for."""
+    """The store holds no table for the requested reference id."""
 
 
 class SnapshotNotFoundError(StoreError):
-    """The table has no snapshot of the number that was asked for."""
+    """The table has no snapshot with the requested number, or that snapshot can no longer be read."""
 
 
 class CheckpointError(StoreError):
-    """A model folder's weight files are missing, truncated or of a kind that is refused."""
+    """A model folder's weight files are missing, truncated or of a refused kind."""
 
 
 class FileChangedError(StoreError):
@@ -66,4 +66,4 @@ class FileChangedError(StoreError):
 
 
 class OtherContentError(FileChangedError):
-    """A file's content is not what an id or a digest names; reading it again does not help."""
+    """A file's content does not match an id or a digest; reading it again does not help."""

@@ -1,7 +1,6 @@
-"""Export of a table as plain Parquet with a README, for sharing, and import of such a folder.
+"""Export a table as plain Parquet with a README, for sharing, and import such a folder.
 
-Knows folders of Parquet files. The rows are the store's own; reference.json says what they are of. Called by `reflogp store
-export` and `import`.
+An export has the store's own rows, and a reference.json that describes their reference model.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _IMPORT_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did.
+    """The result of an import.
 
     Attributes:
-        reference_id: whose rows they are.
+        reference_id: reference of the rows.
         rows: rows in the export.
-        written: rows that the store had not, or had for fewer tokens.
+        written: rows that the store lacked, or had for fewer tokens.
         snapshot: number of the first snapshot that has all of them.
     """
 
@@ -50,21 +49,21 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Write a snapshot's rows, one per key and sorted by key, as `folder`/data/*.parquet beside a README.md and reference.json.
+    """Write a snapshot's rows to `folder`/data/*.parquet, one per key and sorted by key, with a README.md and a reference.json.
 
-    `datasets.load_dataset(folder)` reads it; so does anything that reads Parquet.
+    `datasets.load_dataset(folder)` reads the folder, and so does any Parquet reader.
 
     Args:
-        table: what to export.
-        folder: a local folder that does not exist yet or is empty. It appears when it is complete.
-        snapshot: which state; None for the latest.
-        progress: called with (rows written, rows in all).
+        table: the table to export.
+        folder: a local folder that does not exist yet or is empty. It appears only when it is complete.
+        snapshot: the snapshot to export; None for the latest.
+        progress: called with (rows written, total rows).
 
     Returns:
         (rows, files).
 
     Raises:
-        UsageError: the folder holds something, or cannot be written.
+        UsageError: the folder is not empty, or cannot be written.
         DamagedStoreError: a shard is damaged.
     """
     target = Path(folder)
@@ -83,7 +82,7 @@ def export_table(
             rows, files = rows + len(part), files + 1
             if progress:
                 progress(rows, len(snapshot))
-        if not files:  # an empty table is exported as one
+        if not files:  # an empty table becomes one empty file
             pq.write_table(SCHEMA.empty_table(), partial / _DATA / "part-00000.parquet")
             files = 1
         (partial / REFERENCE_FILE).write_text(table.reference.to_json())
@@ -101,17 +100,17 @@ def export_table(
 
 
 def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
-    """Append an export's rows to a store, which is created where there is none. First commit wins for a key, as ever.
+    """Append an export's rows to a store, which is created if it does not exist. As always, the first commit wins for a key.
 
-    Every row is checked before the first is written.
+    All rows are checked before the first row is written.
 
     Args:
-        store: where to.
-        folder: what `export_table` wrote.
-        progress: called with (rows read, rows in all); each row is read twice.
+        store: the store to import into.
+        folder: a folder that `export_table` wrote.
+        progress: called with (rows read, total rows); each row is read twice.
 
     Raises:
-        UsageError: not an export, or rows that are not a reference's log-probs. Nothing is written.
+        UsageError: not an export, or invalid rows. Nothing is written.
         StoreError: the store cannot be written.
     """
     source = Path(folder)

@@ -1,7 +1,4 @@
-"""What of some rows a snapshot still lacks, so that the first commit wins for every key and every token.
-
-Knows rows and snapshots. Writes nothing. Called by `LogprobTable.append`, before each try to commit.
-"""
+"""Select the rows and tokens that a snapshot lacks, so that the first commit wins for every key and every token."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from reflogp.store.snapshot import Snapshot
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Rows that the snapshot lacks, those it has in part with the stored values first.
+    """Return the rows that the snapshot lacks. A row that it has in part gets the stored values first.
 
-    `rows` itself when nothing changes, so that a shard that was written already is known to be right still.
+    Returns `rows` itself if nothing changes, which shows the caller that a shard written from these rows is still valid.
 
-    Raises DamagedStoreError when the stored values of a row that would go on from them are damaged.
+    Raises DamagedStoreError if the stored values of a row that continues them are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -47,7 +44,7 @@ def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
 
 
 def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
-    """The rows, each with its stored values in the place of its own first ones."""
+    """Return the rows with their first values replaced by the stored values."""
     values = one_array(rows["token_logps"]).to_pylist()
     for row, beginning in zip(values, stored, strict=True):
         row[: len(beginning)] = beginning.tolist()

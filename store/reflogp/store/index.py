@@ -1,6 +1,6 @@
-"""A sorted index of keys: where each key's longest row lies. All of a snapshot's in memory, or some row groups' for a moment.
+"""A sorted index of keys: where the longest row of each key lies.
 
-Knows keys, lengths and places. Reads no file. Called by the snapshot.
+Holds all keys of a snapshot, or temporarily those of some row groups. Reads no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from reflogp.store.keys import keys_as_words
 
-#: Length of a key that is not there.
+#: Length of a key that was not found.
 MISS = -1
 
 Int64s = npt.NDArray[np.int64]
@@ -23,12 +23,12 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """What is known of each of n keys that were asked for.
+    """Where each of n keys was found.
 
     Attributes:
-        length: values that are stored, int32; MISS where the key is not there.
-        total: their sum, float64; NaN where the key is not there.
-        file, row: where the row lies, int32.
+        length: number of stored values, int32; MISS if the key was not found.
+        total: sum of the values, float64; NaN if the key was not found.
+        file, row: number of the shard and of the row in it, int32.
     """
 
     length: npt.NDArray[np.int32]
@@ -38,28 +38,28 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Nothing found yet."""
+        """Return places in which no key is found yet."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
     @classmethod
     def joined(cls, parts: list[Places]) -> Places:
-        """The places of several parts of the keys, in order."""
+        """Concatenate the places of consecutive parts of the keys."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def take(self, order: Int64s | slice) -> Places:
-        """The same of some of the keys, or of the keys in another order."""
+        """Return the places of some of the keys, or of the keys in another order."""
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Take from `layer` what it has more of.
+        """Take over the entries of `layer` that are longer than what was found so far.
 
         Args:
-            layer: where to look.
+            layer: the layer to search.
             hi, lo: the words of the keys to look for.
-            asked: their places in this object, where they are only some of its keys.
+            asked: positions of these keys in this object; None if they are all of its keys.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -73,7 +73,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Layer:
-    """Entries sorted by key: one per key, of the longest row of a key that has several."""
+    """Entries sorted by key: one entry per key, for the longest row of that key."""
 
     hi: Words
     lo: Words
@@ -84,12 +84,12 @@ class Layer:
 
     @classmethod
     def of(cls, columns: pa.Table, file: int, rows: npt.NDArray[np.int32] | None = None) -> Layer:
-        """The entries of one shard's index columns.
+        """Return the entries of one shard's index columns.
 
         Args:
             columns: key, scored_len, logp_sum.
             file: number of the shard.
-            rows: the rows' numbers in the shard; 0, 1, 2, … when None.
+            rows: row numbers in the shard; 0, 1, 2, … if None.
         """
         hi, lo = keys_as_words(columns["key"])
         if rows is None:
@@ -99,7 +99,7 @@ class Layer:
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """One layer of several. The list is emptied on the way, so that memory is held once and not twice."""
+        """Merge layers into one. Empties the list meanwhile, so that the entries are not in memory twice."""
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:
@@ -110,17 +110,17 @@ class Layer:
         del there
         joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
         hi = joined["hi"]
-        if not (hi[1:] > hi[:-1]).all():  # not yet sorted shards, one behind the other, which is what compaction leaves
+        if not (hi[1:] > hi[:-1]).all():  # unless the layers are sorted and do not overlap, as after compaction
             kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
             for name in names:
                 joined[name] = joined[name][kept]
         return cls(**joined)
 
     def positions(self, hi: Words, lo: Words) -> Int64s:
-        """Index of each key in this layer, int64 (n,); -1 where it is not."""
+        """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
-        while True:  # keys that share their first half stand side by side; two in a row are already one in 2**64
+        while True:  # keys with the same first half are neighbours; a pair has a chance of 1 in 2**64
             inside = np.minimum(at, size - 1)
             beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
             if not beside.any():
@@ -131,10 +131,10 @@ class Layer:
 
 
 def _order_of_each_key_once(hi: Words, lo: Words, length: npt.NDArray[np.int32]) -> Int64s:
-    """Places of the entries in the order of their keys, of each key the longest."""
+    """Return the indices of the entries in the order of their keys, with only the longest entry of each key."""
     order = np.argsort(hi, kind="stable")
     sorted_hi = hi[order]
-    if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # hardly ever but for keys that several rows share
+    if not (sorted_hi[1:] == sorted_hi[:-1]).any():  # no two entries share a key
         return order
     order = np.lexsort((-length, lo, hi))
     sorted_hi, sorted_lo = hi[order], lo[order]

@@ -1,7 +1,7 @@
-"""Joins: reference log-probs for tokenised rows, from a snapshot, by key.
+"""Join reference log-probs from a snapshot into tokenized rows, by key.
 
-Knows the column names of TRL's tokenised datasets and the columns that its losses read. Does not know datasets, trainers
-or files. Called by `reflogp join` and by the trainer extension, so both apply truncation and ld_alpha alike.
+Column names are those of TRL's tokenized datasets, and the joined columns are those that its losses read. Every join applies
+truncation and ld_alpha here, so that all joins agree.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from reflogp.store.errors import UsageError
 from reflogp.store.keys import token_lists
 from reflogp.store.windows import windows
 
-#: Token column -> column of reference log-probs, as TRL names them (trl/trainer/{dpo,kto}_trainer.py, signature columns).
+#: Token column -> column of reference log-probs, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
-#: Column of a joined file: the row's number in the dataset, from 0. Rows without values are left out of the file.
+#: Column of a joined file: the row's number in the dataset, from 0. Rows without values are not in the file.
 ROW_COLUMN = "ref_row"
 
 Float32s = npt.NDArray[np.float32]
 
 
 class FoundLogps(Protocol):
-    """n keys that were looked up.
+    """The result of looking n keys up.
 
     Attributes:
-        lengths: values that are there for each key, int32 (n,); -1 for a miss.
+        lengths: number of stored values for each key, int32 (n,); -1 for a miss.
     """
 
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where there are fewer or they are damaged."""
+        """Return the sum of each key's first `lengths[i]` values, float64 (n,); NaN if there are fewer or they are damaged."""
 
 
 class LogpLookup(Protocol):
-    """What finds log-probs by key: a store's snapshot, or a service that has one."""
+    """A source of log-probs by key: a store's snapshot, or a service that has one."""
 
     def find(self, keys: pa.Array, /) -> FoundLogps:
         """Look n keys up."""
@@ -50,7 +50,7 @@ class LogpLookup(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What n rows ask of a store.
+    """The keys and lengths that n rows need from a store.
 
     Attributes:
         columns: token column -> column of reference log-probs.
@@ -65,7 +65,7 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Names these rows, in this order, under these settings: equal digests ask the same."""
+        """Return a digest of these rows in this order under these settings: equal digests need the same values."""
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
             digest.update(name.encode())
@@ -81,8 +81,8 @@ class Join:
     Attributes:
         logps: column name -> float32 (n,). NaN where `missing`.
         keys: token column -> n keys, in the same order as `logps`.
-        tokens: token column -> log-probs in each sum, int64 (n,).
-        missing: rows with a sequence that the snapshot has not for enough tokens, bool (n,).
+        tokens: token column -> number of log-probs in each sum, int64 (n,).
+        missing: rows with a sequence for which the snapshot has too few values or none, bool (n,).
         unusable: rows whose stored values are damaged or not finite, bool (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
     """
@@ -96,14 +96,14 @@ class Join:
 
 
 def tokens_column(logps_column: str) -> str:
-    """Column that counts the log-probs in each sum of another: ref_chosen_logps -> ref_chosen_tokens."""
+    """Return the name of the column that counts the log-probs in each sum: ref_chosen_logps -> ref_chosen_tokens."""
     return logps_column.replace("_logps", "_tokens")
 
 
 def completion_columns(names: list[str]) -> dict[str, str]:
-    """Which columns of a tokenised table hold completions, and what their reference columns are called.
+    """Return the completion columns of a tokenized table, with the names of their reference columns.
 
-    Raises UsageError when there are none.
+    Raises UsageError if there are none.
     """
     if "prompt_ids" in names:
         if all(column in names for column in PAIR_COLUMNS):
@@ -121,23 +121,23 @@ def join_logps(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> Join:
-    """Reference log-probs of tokenised rows: all keys first, then one lookup for all of them.
+    """Return the reference log-probs of tokenized rows: computes all keys first, then looks them up together.
 
-    As `answer` of what the tables `ask`.
+    See `ask` for the tables and settings, and `answer` for the lookup and ld_alpha.
     """
     return answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
 
 
 def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None, truncation_mode: str = "keep_start") -> Asked:
-    """What tokenised rows ask of a store under a trainer's settings.
+    """Compute the keys and lengths that tokenized rows need under a trainer's settings.
 
     Args:
         tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids); one table, or the
-            rows in several, of which one at a time is held.
+            rows in several tables, of which one at a time is held in memory.
         max_length, truncation_mode: as in the trainer's config.
 
     Raises:
-        UsageError: columns that are not there, settings that trainers do not know, or no table at all.
+        UsageError: missing columns, settings that trainers do not accept, or no table at all.
     """
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
@@ -152,12 +152,12 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
 
 
 def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
-    """Look every sequence up, all at once, and sum what each row's loss sums.
+    """Look all sequences up together, and sum the values that each row's loss sums.
 
     Args:
-        lookup: where the values are.
+        lookup: source of the values.
         ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
-            completions count `ld_alpha` times. None weighs all alike. Pairs only.
+            completions count `ld_alpha` times. None gives all tokens the same weight. Pairs only.
 
     Raises UsageError for an ld_alpha without pairs.
     """
@@ -171,7 +171,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
         sums = front + ld_alpha * (sums - front)
     short = (found.lengths < every) & (every > 0)
     rows = len(asked.dropped)
-    shape = (len(columns), rows)  # rows may be 0, so that no side can be left to reshape
+    shape = (len(columns), rows)  # both sides: reshape cannot infer a side where rows is 0
     missing = short.reshape(shape).any(0) & ~asked.dropped
     unusable = (~np.isfinite(sums) & ~short).reshape(shape).any(0) & ~asked.dropped
     logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(shape), strict=True)}
@@ -179,14 +179,14 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
 
 
 def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
-    """Raise UsageError for an ld_alpha where there are no pairs."""
+    """Raise UsageError for an ld_alpha without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError("ld_alpha weighs a pair's two completions against each other: it needs chosen_ids, rejected_ids")
 
 
 def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:
     columns = completion_columns(table.column_names)
-    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # once for all completions
+    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # parsed once for all completion columns
     views = {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
     return Asked(
         columns,

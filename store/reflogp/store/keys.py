@@ -1,8 +1,4 @@
-"""Keys: 16 bytes that name one sequence by its tokens and nothing else.
-
-Knows the byte layout that is hashed. Does not know text, templates, models or files.
-Called by the scorer, by joins and by anyone who wants to ask a store about a sequence.
-"""
+"""Compute keys: 16 bytes that identify a sequence by its token ids alone, independent of text, templates, models and files."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from reflogp.store.errors import UsageError
 from reflogp.store.schema import one_array
 
 KEY_BYTES = 16
-#: blake2b's personalisation string: a hash made for another purpose can never equal a key.
+#: blake2b's personalization string: a hash made for another purpose can never equal a key.
 KEY_PERSON = b"reflogp.seq.v1"
 KEY_TYPE = pa.binary(KEY_BYTES)
 
@@ -29,17 +25,17 @@ TokenLists: TypeAlias = pa.Array | pa.ChunkedArray | Sequence[Sequence[int]]
 
 
 def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray:
-    """`lists` as one Arrow array of large_list<uint32>, without nulls.
+    """Return `lists` as one Arrow array of large_list<uint32>, without nulls.
 
     Args:
         lists: n lists of token ids: an Arrow list array (any integer type, chunked or not) or Python lists.
-        name: what to call them in an error.
+        name: name of the lists in error messages.
 
     Raises:
         UsageError: a list or a token id is null, or an id is not in [0, 2**32).
     """
     array: Any = one_array(lists) if isinstance(lists, pa.Array | pa.ChunkedArray) else _list_array(lists, name)
-    if pa.types.is_null(array.type) and not len(array):  # what no rows at all make of a column
+    if pa.types.is_null(array.type) and not len(array):  # the type of a column without rows
         array = array.cast(pa.list_(pa.uint32()))
     if pa.types.is_null(array.type) or not (
         pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type)
@@ -67,7 +63,10 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 
 
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
-    """Python lists, or numpy arrays, as an Arrow list array of the type that they have: asked for int64, Arrow would round."""
+    """Return Python lists or numpy arrays as an Arrow list array of the type that they have.
+
+    The type is not given to Arrow: given int64, Arrow would round floats.
+    """
     try:
         array = pa.array(lists)
     except (pa.ArrowInvalid, OverflowError):  # integers of several numpy types, ranges
@@ -80,16 +79,16 @@ def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
 
 
 def list_lengths(lists: pa.LargeListArray) -> npt.NDArray[np.int32]:
-    """Length of each list, int32 of shape (n,)."""
+    """Return the length of each list, int32 of shape (n,)."""
     offsets: npt.NDArray[np.int64] = lists.offsets.to_numpy()
     return np.diff(offsets).astype(np.int32)
 
 
 def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.FixedSizeBinaryArray:
-    """Keys of n sequences.
+    """Return the keys of n sequences.
 
     A key is blake2b(digest_size=16, person=b"reflogp.seq.v1") over uint32-LE(len(prompt)) ‖ prompt as uint32-LE ‖
-    completion as uint32-LE. Hashing runs over the flat token buffers; no list becomes a Python object.
+    completion as uint32-LE. Hashing reads the flat token buffers; no list becomes a Python object.
 
     Args:
         prompt_ids: n lists of token ids (Arrow list array or Python lists).
@@ -99,7 +98,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
         fixed_size_binary(16) array of n keys.
 
     Raises:
-        UsageError: different lengths, nulls, or ids that do not fit uint32.
+        UsageError: different numbers of prompts and completions, nulls, or ids that do not fit uint32.
     """
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
     if len(prompts) != len(completions):
@@ -117,12 +116,12 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
 
 
 def example_hash(keys: Sequence[bytes]) -> bytes:
-    """The example hash of a dataset row: its sequences' keys, in order (16 bytes each)."""
+    """Return the example hash of a dataset row: the keys of its sequences, in order (16 bytes each)."""
     return b"".join(keys)
 
 
 def keys_as_words(keys: pa.Array | pa.ChunkedArray | Sequence[bytes]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Keys as two uint64 arrays of shape (n,), big-endian, so that numeric order is byte order."""
+    """Return keys as two uint64 arrays of shape (n,), read as big-endian, so that numeric order is byte order."""
     keys = one_array(keys) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(keys, KEY_TYPE)
     fixed = keys if pa.types.is_fixed_size_binary(keys.type) else keys.cast(KEY_TYPE)
     words = np.frombuffer(fixed.buffers()[1] or b"", dtype=">u8")[2 * fixed.offset : 2 * (fixed.offset + len(fixed))]

@@ -1,8 +1,8 @@
-"""The Delta log as files: read entry by entry where delta-rs refuses the whole, and mended.
+"""Read the Delta log entry by entry where delta-rs refuses it as a whole, and mend damaged entries.
 
-Each of our commits says twice what it does: in its actions, and in its commitInfo (`redundant`). A damaged entry is thus
-noticed even where its JSON still parses, and can mostly be restored. Knows the log's format (github.com/delta-io/delta,
-PROTOCOL.md) as far as reflogp writes it. Called by the table, when delta-rs cannot open the log, and by repair.
+Each of our commits records its changes twice: in its actions, and in its commitInfo (`redundant`). So damage to an entry is
+detected even if its JSON still parses, and most damage can be undone. Supports the log format
+(github.com/delta-io/delta, PROTOCOL.md) as far as reflogp writes it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from reflogp.store import storage
 from reflogp.store.schema import SCHEMA
 
 FOLDER = "_delta_log"
-#: The table's own setting that says its format.
+#: Setting of the Delta table that holds the store format number.
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
-#: The problem of an entry that is not there.
+#: The problem of a missing entry.
 GONE = "it is gone"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
@@ -39,7 +39,7 @@ class Written:
         path: its file in the table's folder.
         size: bytes.
         rows: rows.
-        digest: blake2b of the file, 32 hex digits; None where the log does not say.
+        digest: blake2b of the file, 32 hex digits; None if the log has none.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Written:
 
 
 def redundant(added: Sequence[Written], removed: Sequence[str]) -> dict[str, Any]:
-    """What goes into commitInfo: the commit's shards with their digests, and the paths that it removes."""
+    """Return the content of commitInfo: the commit's shards with their digests, and the paths that it removes."""
     return {_FIELD: {"added": [[s.path, s.size, s.rows, s.digest] for s in added], "removed": list(removed)}}
 
 
@@ -59,10 +59,10 @@ class Entry:
 
     Attributes:
         version: its number.
-        added, removed: what it does; of a damaged entry, what either of its statements says.
+        added, removed: shards that it adds and removes; for a damaged entry, those in its actions or its commitInfo.
         lines: its lines that are JSON.
         problem: what is wrong with it, or None.
-        named: every shard that its bytes name, in order.
+        named: every shard named in its bytes, in order.
     """
 
     version: int
@@ -75,12 +75,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the log's readable entries add up to.
+    """The state that results from the log's readable entries.
 
     Attributes:
         version: number of the last entry.
-        shards: by path.
-        problems: file -> what is wrong with it, of entries and checkpoints.
+        shards: shards by path.
+        problems: file -> what is wrong with it, for entries and checkpoints.
     """
 
     version: int
@@ -97,13 +97,16 @@ def entry_path(version: int) -> str:
 
 
 def versions(filesystem: pafs.FileSystem) -> list[int]:
-    """Numbers of the entries that are there, ascending."""
+    """Return the numbers of the existing entries, ascending."""
     names = (path.rsplit("/", 1)[-1] for path in storage.list_files(filesystem, FOLDER))
     return sorted(int(match[1]) for name in names if (match := _ENTRY.fullmatch(name)))
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """The pointer to the last checkpoint, first, and the files that sum the log up to some entry. All can be made again."""
+    """Return the pointer to the last checkpoint, then the checkpoint files, which sum the log up to some entry.
+
+    All of them can be made again from the entries.
+    """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
         (path for path in files if ".checkpoint" in path or path.endswith(_POINTER)), key=lambda p: not p.endswith(_POINTER)
@@ -117,7 +120,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            named = any(version in other for other in checkpoints(filesystem))  # listed now: it is written before its pointer
+            named = any(version in other for other in checkpoints(filesystem))  # list now: it is written before its pointer
             return None if named else f"it names {version}, which is gone"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
@@ -125,7 +128,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
 
 
 def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
-    """An entry, its two statements compared. A missing entry has a problem too."""
+    """Read an entry and compare its actions with its commitInfo. A missing entry has a problem too."""
     data = storage.read_file(filesystem, entry_path(version))
     if data is None:
         return Entry(version, problem=GONE)
@@ -154,7 +157,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 
 
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
-    """Hold an entry's actions against what its commitInfo says; where they agree, the digests are taken over."""
+    """Compare an entry's actions with its commitInfo, note a difference as a problem, and take over commitInfo's digests."""
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
         entry.problem = entry.problem or "its actions are not what its commitInfo says"
@@ -175,12 +178,12 @@ def _has_metadata(entry: Entry) -> bool:
 def replay(
     filesystem: pafs.FileSystem, last: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Replayed:
-    """Add up the entries of the log, passing over what cannot be read.
+    """Replay the entries of the log, and skip what cannot be read.
 
     Args:
         filesystem: rooted at the table's folder.
-        last: number of the last entry that counts; None for all.
-        progress: called with (entries read, entries in all).
+        last: number of the last entry to replay; None for all.
+        progress: called with (entries read, total entries).
     """
     shards: dict[str, Written] = {}
     problems = {path: problem for path in checkpoints(filesystem) if (problem := _problem_of_checkpoint(filesystem, path))}
@@ -203,11 +206,13 @@ def checked(
     shards: Mapping[str, int],
     progress: Callable[[int, int], None] | None = None,
 ) -> Replayed:
-    """As `replay`; whole entries that add up to other shards than delta-rs reads are a problem of the checkpoints.
+    """Replay the log, and compare the result with the shards that delta-rs reads; see `replay`.
+
+    If all entries are whole but give other shards than delta-rs reads, the checkpoints are recorded as damaged.
 
     Args:
         filesystem, last, progress: as in `replay`.
-        shards: path -> bytes, as delta-rs reads them from checkpoints on.
+        shards: path -> bytes, as delta-rs reads them, starting from checkpoints.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
@@ -216,12 +221,13 @@ def checked(
 
 
 def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """A damaged entry's new content: what can be read of it, and each shard that its bytes name and that is whole.
+    """Return a damaged entry's new content: its readable parts, and each shard that its bytes name and that is whole.
 
     Args:
-        entry: the damaged one.
-        whole: describes the shard of a path, which should have a digest where that is known; None where it is not whole.
-        now: milliseconds since 1970, of the mending.
+        entry: the damaged entry.
+        whole: describes the shard at a path, which should have the given digest if that is known; returns None if the shard
+            is not whole.
+        now: time of the repair, milliseconds since 1970.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]
     removed = entry.removed

@@ -1,6 +1,6 @@
-"""A lookup as one Arrow table: what crosses a border when a store is asked over HTTP, written once for both sides.
+"""Encode the result of a lookup as one Arrow table, for lookups over HTTP.
 
-Knows the columns of question and answer. Does not know HTTP. Called by the service (to answer) and by the client (to read).
+Both the service, which writes it, and the client, which reads it, use these columns.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from reflogp.store.index import MISS
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.snapshot import Found, Snapshot
 
-#: What is asked: keys. What is answered, in the keys' order, null for a miss; `token_logps` only where it is asked for.
+#: Columns of the request: keys. Columns of the response, in the keys' order, null for a miss; `token_logps` only on request.
 QUESTION = pa.schema([pa.field("key", KEY_TYPE, nullable=False)])
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 
 
-#: Keys of one batch of an answer.
+#: Maximum number of keys in one batch of a response.
 _BATCH_KEYS = 131_072
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """The columns of an answer; the metadata names reference_id and snapshot."""
+    """Return the columns of a response; the metadata holds reference_id and snapshot."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
 
 def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
-    """The answer to n keys that were looked up; its metadata names reference_id and snapshot.
+    """Return the response for n keys; its metadata holds reference_id and snapshot.
 
     Args:
-        snapshot: where they were looked up.
-        found: the lookup.
-        values: give token_logps too.
+        snapshot: the snapshot in which the keys were looked up.
+        found: the result of the lookup.
+        values: include token_logps.
     """
     missing = found.lengths == MISS
     columns = [
@@ -49,12 +49,12 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """(first key, key behind the last) of each batch of an answer.
+    """Return (first key, key after the last) for each batch of a response.
 
     Args:
-        found: the lookup.
-        values: give token_logps too.
-        most_bytes: of token values in a batch; one key's values are never divided.
+        found: the result of the lookup.
+        values: include token_logps.
+        most_bytes: maximum bytes of token values in a batch; the values of one key are never divided.
     """
     count = len(found.lengths)
     before = np.zeros(count + 1, np.int64)
@@ -70,10 +70,10 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
 
 def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[tuple[int, int]]) -> Iterator[pa.Buffer]:
-    """An answer as the messages of an Arrow IPC stream, each made when it is asked for.
+    """Yield a response as the messages of an Arrow IPC stream, each made only when it is needed.
 
     Args:
-        snapshot, found, values: as `answer_table`.
+        snapshot, found, values: as for `answer_table`.
         parts: from `answer_parts`.
     """
     tables = (answer_table(snapshot, found.slice(start, stop), values) for start, stop in parts)

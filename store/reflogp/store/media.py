@@ -1,7 +1,7 @@
-"""Rows that hold more than text: images, video, audio, as columns or as parts of a message's content.
+"""Detect rows that hold more than text: images, video or audio, as columns or as parts of a message's content.
 
-A reference model's log-probs for such a row depend on the media. What is scored and joined here are tokens alone, so a row with
-media is refused wherever rows are read. Follows the names of TRL (`image`, `images`), of transformers' chat templates and
+A reference model's log-probs for such a row depend on the media, but reflogp scores and joins tokens alone. So every reader of
+rows must refuse a row with media. The names are those of TRL (`image`, `images`), of transformers' chat templates and
 processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 #: Columns that hold media.
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
-#: Columns that a processor makes of media; they stand beside token ids.
+#: Columns that a processor makes from media, in rows with token ids.
 PROCESSED_COLUMNS = (
     "pixel_values",
     "pixel_values_images",
@@ -24,15 +24,15 @@ PROCESSED_COLUMNS = (
     "input_features",
     "audio_input_values",
 )
-#: Columns of messages.
+#: Columns that hold messages.
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
-#: A content part whose type has one of these words in it is not text; a part may also hold its media under a key alone.
+#: A content part whose type contains one of these words is not text; a part without a type can have its media under a key.
 _WORDS = ("image", "video", "audio", "file")
 _PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """What a row holds beside text, in words; None for a row of text or of token ids."""
+    """Return a description of the media in a row; None for a row of text or of token ids."""
     for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
         if name in columns and _is_present(columns[name]):
             return f"column {name}"
@@ -43,7 +43,7 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def _part_kinds(messages: Any) -> Iterator[str]:
-    """Types of the content parts that are not text."""
+    """Yield the types of the content parts that are not text."""
     if not isinstance(messages, list | tuple):
         return
     for message in messages:
@@ -56,7 +56,7 @@ def _part_kinds(messages: Any) -> Iterator[str]:
 
 
 def _kind(part: Mapping[str, Any]) -> str | None:
-    """The type of a content part that is not text; a part without a type has that of the first media key it holds."""
+    """Return the type of a content part that is not text, else the first media key that the part holds, else None."""
     kind = part.get("type")
     if isinstance(kind, str) and any(word in kind.lower() for word in _WORDS):
         return kind
@@ -64,12 +64,12 @@ def _kind(part: Mapping[str, Any]) -> str | None:
 
 
 def _is_present(value: Any) -> bool:
-    """Return False for null, for NaN (how pandas writes null), and for what is empty or holds nothing but nulls."""
+    """Return False for null, for NaN (pandas' null), and for a value that is empty or holds only nulls."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return False
     if isinstance(value, str | bytes):
         return bool(value)
-    if isinstance(value, Mapping):  # Arrow's structs, such as {"bytes": None, "path": None}
+    if isinstance(value, Mapping):  # an Arrow struct, such as {"bytes": None, "path": None}
         return any(_is_present(entry) for entry in value.values())
     if isinstance(value, list | tuple):
         return any(_is_present(entry) for entry in value)

@@ -1,6 +1,6 @@
-"""Folders that hold what a later run believes or executes: only their own user may have written it.
+"""Open folders whose content a later run trusts or executes: only the user who owns them may have written it.
 
-Used for digests of files and for compiled kernels, which lie in the cache folder that a team may share.
+Such content is digests of files and compiled kernels, in the cache folder that a team may share.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-#: Write permission of anybody but the owner.
+#: Write permission for anybody but the owner.
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the folder `name`-<user's number> below `parent`, made with mode 0700 where it is missing.
+    """Return the folder `name`-<user id> below `parent`, created with mode 0700 if it does not exist.
 
-    Raises OSError where it cannot be made, and PermissionError where another user owns it or may write to it.
+    Raises OSError if it cannot be created, and PermissionError if another user owns it or may write to it.
     """
     folder = parent / f"{name}-{os.getuid()}"
     os.close(open_own_folder(folder))
@@ -25,11 +25,11 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open a folder, made with mode 0700 where it is missing, and return its file descriptor.
+    """Open a folder, created with mode 0700 if it does not exist, and return its file descriptor.
 
-    What was checked is what the descriptor stands for, even where somebody renames folders above it.
+    The descriptor stands for the folder that was checked, even if somebody renames the folders above it.
 
-    Raises OSError and PermissionError as `own_folder`. A symbolic link in its place is refused.
+    Raises OSError and PermissionError as `own_folder`. A symbolic link in place of the folder is refused.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -44,7 +44,7 @@ def open_own_folder(folder: Path) -> int:
 
 
 def check_own(about: os.stat_result, path: Path) -> None:
-    """Raise PermissionError for a file or folder of another user, and for one that others may write to."""
+    """Raise PermissionError for a file or folder that belongs to another user or that others may write to."""
     if about.st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     if about.st_mode & _OTHERS_MAY_WRITE:

@@ -1,6 +1,6 @@
-"""The reference id: a digest that names a reference model's content and numerics, never its name or place.
+"""Compute the reference id: a digest of a reference model's content and numerics, never of its name or location.
 
-Knows which parts of a checkpoint can change a log-prob. Loads no tensor. Called by everyone who opens a store's table.
+Decides which parts of a checkpoint can change a log-prob and so belong to the id. Loads no tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
 from reflogp.store.errors import FileChangedError, OtherContentError, ReflogpError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
 
-#: What a model can compute in. A plain name: weights and activations are in that dtype. "…-autocast": weights are float32 and
-#: torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
+#: Dtypes that a model can compute in. A plain name: weights and activations have that dtype. "…-autocast": weights are float32
+#: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
 
-#: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came
-#: from, what wrote it, what generation or training would do, and how attention is computed (that is provenance).
-#: Everything else counts, so an entry that reflogp has never heard of makes a new id, not a wrong hit.
+#: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
+#: which software wrote it, settings of generation and training, and how attention is computed (recorded as provenance).
+#: Every other entry is part of the id, so an entry that reflogp does not know makes a new id rather than a false cache hit.
 NOT_SEMANTIC = frozenset(
     {
         "_attn_implementation",
@@ -73,7 +73,7 @@ NOT_SEMANTIC = frozenset(
     }
 )
 
-#: The same for adapter_config.json: where it came from and what only training reads.
+#: The same for adapter_config.json: where the adapter came from, and settings that only training reads.
 _ADAPTER_NOT_SEMANTIC = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version", "lora_dropout"}
 )
@@ -81,17 +81,18 @@ _ADAPTER_NOT_SEMANTIC = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """What a reference id stands for. Written as reference.json beside the model's table.
+    """The reference model that a reference id stands for. Written as reference.json beside the model's table.
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a label for people: the folder's or the hub's name at first scoring. Not part of the id.
-        dtype: what the model computes in while scoring, one of `Dtype`.
+        name: a label for people: the name of the folder or hub model when it was first scored. Not part of the id.
+        dtype: dtype in which the model computes while scoring, one of `Dtype`.
         lm_head_dtype: dtype of the product with the output embedding.
         weights: sorted sha256 digests of the weight files.
-        config: the semantic part of config.json (quantization included).
-        adapter: None, or the sha256 of an adapter's weights and the semantic part of its config (rank, scale, targets).
-        format: number of the store's layout.
+        config: the entries of config.json that can change a log-prob (quantization included).
+        adapter: None, or the sha256 of an adapter's weights and the entries of its config that can change a log-prob (rank,
+            scale, targets).
+        format: format number of the store.
     """
 
     reference_id: str
@@ -108,7 +109,7 @@ class Reference:
 
     @classmethod
     def from_json(cls, text: str) -> Reference:
-        """Raises StoreFormatError for the layout of a newer reflogp, ValueError for what is no reference."""
+        """Parse a reference.json. Raises StoreFormatError for a newer store format, and ValueError for an invalid reference."""
         fields = json.loads(text)
         if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
             raise ValueError("it does not say its format")
@@ -122,7 +123,7 @@ class Reference:
 
 
 def check_format(number: int) -> None:
-    """Raise StoreFormatError when a store's layout is newer than this reflogp knows."""
+    """Raise StoreFormatError if a store's format is newer than this reflogp can read."""
     if number > FORMAT:
         raise StoreFormatError(f"the store has format {number}, and this reflogp reads up to format {FORMAT}: upgrade reflogp")
 
@@ -135,15 +136,15 @@ def describe_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """The reference that a model folder (or hub id) is under the given numerics.
+    """Return the reference for a model folder (or hub id) under the given numerics.
 
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
         dtype: "float32", "bfloat16", "float16" for weights and activations in that dtype; "bfloat16-autocast" or
             "float16-autocast" for float32 weights under torch.autocast; "auto" for the dtype that config.json names.
-        lm_head_dtype: "float32" when logits are computed in float32; None when in `dtype`.
-        revision: of a hub id.
-        progress: called with (bytes hashed, bytes in all) while weight files are read.
+        lm_head_dtype: "float32" if logits are computed in float32; None if they are computed in `dtype`.
+        revision: revision of a hub id.
+        progress: called with (bytes hashed, total bytes) while weight files are read.
 
     Raises:
         UsageError: no such model, or an unknown dtype.
@@ -156,11 +157,11 @@ def describe_reference(
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model folder whose files are open: what was hashed is what is loaded.
+    """A model folder whose files are open, so that the files that were hashed are the files that are loaded.
 
     Attributes:
-        reference: what the files are under the given numerics.
-        checkpoint: the files by their paths.
+        reference: the reference for these files under the given numerics.
+        checkpoint: the files by path.
         files: the same files, open.
         digests: sha256 of weights and code.
     """
@@ -171,7 +172,7 @@ class OpenModel:
     digests: dict[Path, str]
 
     def require(self, reference: Reference) -> None:
-        """Raise OtherContentError, which names the files, when they are not those of `reference`."""
+        """Raise OtherContentError with the names of the changed files if the files are not those of `reference`."""
         if self.reference.reference_id == reference.reference_id:
             return
         adapter, known = self.checkpoint.adapter, reference.adapter or {}
@@ -192,13 +193,12 @@ class OpenModel:
 
     @contextmanager
     def for_loading(self) -> Iterator[Checkpoint]:
-        """The checkpoint for libraries that take paths: they read the open files, whatever their paths lead to meanwhile.
+        """Yield a checkpoint whose paths lead to the open files, whatever the original paths lead to by then.
 
-        Files of the folder that an id does not depend on are found there as well. When the block ends, all files are compared
-        with what they were when they were opened; so end it when the weights are in memory of their own.
+        Files of the folder that the id does not depend on can be read there too. When the block ends, all files are checked for
+        changes since they were opened. So end the block only when the weights are in memory of their own.
 
-        Raises FileChangedError when one was written to in the meantime. In messages of reflogp's errors the original paths
-        stand.
+        Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's errors name the original paths.
         """
         found, adapter = self.checkpoint, self.checkpoint.adapter
         name = f"reference_{self.reference.reference_id}"
@@ -219,7 +219,7 @@ class OpenModel:
                         there = Adapter(of_adapter, adapter.config, of_adapter / adapter.weight_file.name)
                         yield Checkpoint(folder, found.config, weights, there)
             except ReflogpError as error:
-                self.files.check(by_path=not whole)  # a file that changed explains more than what it led to
+                self.files.check(by_path=not whole)  # a changed file is the cause; the error is a consequence
                 text = str(error)
                 for temporary, original in ((folder, found.folder), (of_adapter, adapter and adapter.folder)):
                     text = text.replace(str(temporary), str(original)) if temporary is not None else text
@@ -236,7 +236,7 @@ def open_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model's files for the time of the block, and describe what they are.
+    """Open a model's files for the duration of the block, and compute their reference.
 
     Arguments and errors are those of `describe_reference`.
     """
@@ -248,12 +248,12 @@ def open_model(
         yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
 
 
-#: How often a model folder is read again because it was exchanged while it was opened.
+#: Attempts to open a model folder; an attempt fails if the folder is replaced meanwhile.
 _OPEN_ATTEMPTS = 5
 
 
 def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
-    """A checkpoint and its open files: everything that its reference id depends on, as it was at one moment."""
+    """Return a checkpoint and its open files: everything that its reference id depends on, as it was at one moment."""
     for _ in range(_OPEN_ATTEMPTS):
         checkpoint = read_checkpoint(folder)
         try:
@@ -268,7 +268,7 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 
 @contextmanager
 def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
-    """`folder_of_open_files` for a model folder: its open files, and links to whatever else lies in it."""
+    """Apply `folder_of_open_files` to a model folder: its open files, and links to the other files in the folder."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
     taken = {Path(name).parts[0] for name in here}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}
@@ -295,7 +295,7 @@ def _reference_of(
         "dtype": compute_dtype,
         "lm_head_dtype": head_dtype,
     }
-    if "auto_map" in checkpoint.config:  # modelling code that comes with the weights is part of what they mean
+    if "auto_map" in checkpoint.config:  # modelling code that comes with the weights can change log-probs
         content["code"] = sorted(digests[file] for file in checkpoint.code_files())
     digest = hashlib.blake2b(_canonical(content), digest_size=16, person=b"reflogp.ref.v1")
     return Reference(
@@ -310,9 +310,9 @@ def _reference_of(
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
-    """`dtype` as one of `Dtype`; "auto" is what config.json says (float32 where it says nothing).
+    """Return `dtype` as one of `Dtype`; "auto" becomes the dtype in config.json (float32 if config.json names none).
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other value.
     """
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -322,7 +322,7 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
 
 
 def autocast_dtype(dtype: str) -> str | None:
-    """The dtype that torch.autocast casts to: "bfloat16" of "bfloat16-autocast"; None for a plain dtype."""
+    """Return the dtype that torch.autocast casts to: "bfloat16" for "bfloat16-autocast"; None for a plain dtype."""
     return dtype.removesuffix(_AUTOCAST) if dtype.endswith(_AUTOCAST) else None
 
 

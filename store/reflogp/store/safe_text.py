@@ -1,7 +1,7 @@
-"""Make text that came from elsewhere safe to show: in a terminal, in a log, on a page.
+"""Make untrusted text safe to show in a terminal, in a log or on a page.
 
-`visible` writes control and invisible characters as escapes; `hide_secrets` cuts credentials out of URIs; `LineFormatter` keeps
-a log record from posing as another one.
+`visible` writes control and invisible characters as escapes; `hide_secrets` removes credentials from URIs; `LineFormatter`
+keeps quoted text in a log record from looking like a record of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import TracebackType
 
 #: Controls, formats (bidi controls, zero-width characters, tags), lone surrogates, line and paragraph separators.
 _ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-#: Formats that have a shape of their own, such as U+0600 ARABIC NUMBER SIGN (the property Prepended_Concatenation_Mark).
+#: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the property Prepended_Concatenation_Mark).
 _HAVE_A_SHAPE = frozenset([*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
-#: Not assigned yet, but invisible already (Default_Ignorable_Code_Point).
+#: Unassigned code points that are invisible already (Default_Ignorable_Code_Point).
 _RESERVED = ((0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF))
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
-#: What follows a scheme. The scheme is not part of it, so that a long word costs no more than its length.
+#: A URI from its `://` on. Matching the scheme too would take quadratic time on a long word.
 _URI = re.compile(r"://([^\s\"'<>]+)")
-#: Parameters that hold a secret, for query strings that stand without their URI.
+#: Parameters that hold a secret, in query strings without their URI.
 _SECRET = re.compile(
     r"(?i)\b(x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig"
     r"|(?:access_|id_|auth_|sas_)?token|api_?key|client_secret|secret|password|passwd|pwd)=(?!…)[^&\s\"'<>]+"
@@ -32,11 +32,10 @@ _SECRET = re.compile(
 def visible(text: str, keep: str = "") -> str:
     """Return `text` with every control or invisible character written as an escape, such as ``\\x1b`` or ``\\u202e``.
 
-    A terminal obeys none of what is left, nothing reorders a line, and no character is there unseen. Letters of every script
-    stay as they are.
+    In the result, nothing controls a terminal, reorders a line or stays invisible. Letters of every script are unchanged.
 
     Args:
-        keep: characters that stay, such as "\\n" where lines are meant.
+        keep: characters to leave unchanged, such as "\\n" in text of several lines.
     """
     if text.isprintable():
         return text
@@ -44,16 +43,16 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Return `text` without the user, the query and the fragment of every URI in it, where a signed one has its secrets.
+    """Return `text` with the user, query and fragment removed from every URI, since signed URIs hold secrets there.
 
-    Of ``https://user:password@host/a.jsonl?sig=x`` it leaves ``https://host/a.jsonl?…``. Known secret parameters are hidden
-    outside of URIs too.
+    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Known secret parameters are hidden outside
+    of URIs too.
     """
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
 
 
 class _Escapes(dict[int, str | int]):
-    """What `str.translate` puts for each character; the first few thousand are remembered."""
+    """A table for `str.translate` from characters to escapes; remembers the first few thousand characters."""
 
     def __init__(self, keep: str) -> None:
         super().__init__({ord(character): character for character in keep})
@@ -71,14 +70,14 @@ def _escapes(keep: str) -> _Escapes:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as one line of plain text; the lines of a traceback below it are indented.
+    """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
 
-    What a message or an exception quotes can therefore neither begin a record of its own nor command a terminal, and shows no
+    So text that a message or an exception quotes cannot start a record of its own, cannot control a terminal, and shows no
     secret of a URI.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another handler may have kept it as it was
+        record.exc_text = None  # another handler may have set it, unformatted
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -113,7 +112,7 @@ def _without_secrets(found: re.Match[str]) -> str:
     if "@" in authority:
         rest = rest[authority.rindex("@") + 1 :]
     elif "@" in rest and re.search(r":(?!\d*$)", authority) and not authority.startswith("["):
-        rest = rest[rest.rindex("@") + 1 :]  # a password with a slash or a question mark in it
+        rest = rest[rest.rindex("@") + 1 :]  # the password contains a slash or a question mark
     shown = re.match(r"[^?#]*", rest)
     assert shown is not None
     left = rest[shown.end() :]

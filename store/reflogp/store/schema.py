@@ -1,7 +1,4 @@
-"""What a shard holds: one Arrow schema, and rows made to fit it.
-
-Knows columns. Does not know Parquet, where files lie or which snapshot they belong to. Called by whoever makes rows.
-"""
+"""Define the columns of a shard as one Arrow schema, and build and check rows that fit the schema."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: Number of the layout of a store (docs/store-format.md). A store of a higher number is refused.
+#: Format number of a store (docs/store-format.md). A store with a higher number is refused.
 FORMAT = 1
 
-#: Delta Lake knows neither fixed-size binary nor unsigned integers, hence binary and int32.
+#: Delta Lake has neither fixed-size binary nor unsigned integers, hence binary and int32.
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.binary(), nullable=False),
@@ -37,14 +34,15 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """A table of the shard's schema; `scored_len` and `logp_sum` are the count and the float64 sum of each row's values.
+    """Return a table with SCHEMA; `scored_len` and `logp_sum` are the count and the float64 sum of each row's values.
 
     Args:
         keys: n keys, binary or fixed_size_binary(16).
         prompt_lens: tokens of each prompt, shape (n,).
         completion_lens: tokens of each whole completion, shape (n,). A row may hold fewer values than that.
         token_logps: n lists of float32.
-        provenance: how the values were made; stored as one JSON string per row (dictionary-encoded, so almost free).
+        provenance: how the values were computed; stored as one JSON string per row (dictionary-encoded, so it takes almost no
+            space).
     """
     values = token_logps.cast(pa.list_(pa.float32()))
     return pa.table(
@@ -62,9 +60,9 @@ def shard_table(
 
 
 def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
-    """float64 sum of each list's first `lengths` values (of all values when None), shape (n,).
+    """Return the float64 sum of each list's first `lengths` values (of all values if None), shape (n,).
 
-    Each row is summed on its own, so a non-finite value spoils only its own row.
+    Each row is summed on its own, so a non-finite value affects only its own row.
     """
     offsets = lists.offsets.to_numpy().astype(np.int64)
     starts, stops = offsets[:-1], offsets[1:]
@@ -76,7 +74,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 
 def problem_of_rows(rows: pa.Table) -> str | None:
-    """What is wrong with rows that should fit the schema, or None."""
+    """Return what is wrong with rows that should fit the schema, or None."""
     if not rows.schema.equals(SCHEMA):
         return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
@@ -98,7 +96,7 @@ def problem_of_rows(rows: pa.Table) -> str | None:
 
 
 def one_array(array: Any) -> Any:
-    """An Arrow array, its chunks joined where it has any."""
+    """Return an Arrow array; the chunks of a chunked array are joined."""
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:

@@ -1,8 +1,4 @@
-"""One shard: an immutable Parquet file whose rows are sorted by key. How it is written, read in part, and found whole or not.
-
-Knows encodings, row groups and page checksums. Does not know snapshots or the Delta log. Called by the table and by maintenance
-(writing), the snapshot (reading) and verification.
-"""
+"""Write, read and verify one shard: an immutable Parquet file whose rows are sorted by key."""
 
 from __future__ import annotations
 
@@ -24,13 +20,13 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: What a lookup of one key reads of a sorted shard: at 200 tokens a row 3.4 MB of token values, 120 kB of the index columns.
+#: Rows that a lookup of one key reads from a sorted shard: with 200 tokens a row, 3.4 MB of values and 120 kB of index columns.
 ROW_GROUP_ROWS = 4_096
-#: Rows with many tokens come in smaller groups: about so many bytes of values, but not fewer than so many rows.
+#: Rows with many tokens get smaller row groups: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
-#: Bytes of row groups whose values are read at a time, or one row group where it is larger.
+#: Bytes of row groups whose values are read together; a larger row group is read alone.
 READ_BYTES = 32 << 20
-#: What lookups read unless they need single tokens.
+#: Columns that lookups read, unless they need the values of single tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
 Int64s = npt.NDArray[np.int64]
@@ -38,18 +34,18 @@ Words = npt.NDArray[np.uint64]
 
 
 class ShardDamageError(Exception):
-    """A shard that is gone, or whose bytes are not what was written. `str()` is the reason."""
+    """A shard's file is missing, or its bytes are not those that were written. `str()` is the reason."""
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Rows in the order that shards have: by key, the longest of a key first."""
+    """Return rows in the order of a shard: by key, and the longest row of a key first."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Rows in the order that shards have, of each key only the longest; `rows` itself where that is what it is."""
+    """Return the longest row of each key, in the order of a shard; `rows` itself if nothing changes."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -64,7 +60,10 @@ def _group_rows(rows: pa.Table) -> int:
 
 
 def write_shard(rows: pa.Table, sink: Any) -> None:
-    """Write rows that are sorted by key: zstd, log-probs with byte-stream-split (15% smaller than plain), a checksum a page."""
+    """Write rows that are sorted by key.
+
+    Compressed with zstd, log-probs encoded with byte-stream-split (15% smaller than plain), with a checksum per page.
+    """
     pq.write_table(
         rows,
         sink,
@@ -80,14 +79,17 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
 
 
 def shard_digest(data: Any) -> str:
-    """blake2b of a shard's file, 32 hex digits: page checksums spare headers and the footer."""
+    """Return the blake2b of a shard's file, 32 hex digits. Page checksums do not cover the page headers and the footer."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Group:
-    """A row group: its first row's place in the shard, its rows, its uncompressed bytes, and the first words of its least and
-    greatest key."""
+    """A row group of a shard.
+
+    `start` is the number of its first row in the shard, `rows` its number of rows, `bytes` its uncompressed bytes; `least` and
+    `greatest` are the first words of its least and greatest key.
+    """
 
     index: int
     start: int
@@ -98,10 +100,10 @@ class Group:
 
 
 class Shard:
-    """One shard of a table, read in part.
+    """One shard of a table, of which parts can be read.
 
-    Methods raise ShardDamageError when the file is gone or its bytes are not what was written, and StoreUnavailableError when
-    the storage does not answer.
+    Methods raise ShardDamageError if the file is missing or its bytes are not those that were written, and
+    StoreUnavailableError if the storage does not respond.
     """
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
@@ -114,31 +116,32 @@ class Shard:
             return _groups(file.metadata)
 
     def index_columns(self, groups: Sequence[int] | None = None) -> pa.Table:
-        """key, scored_len and logp_sum of some row groups, or of all."""
+        """Return key, scored_len and logp_sum of the given row groups, or of all row groups."""
         with self._open() as file:
             if groups is None:
                 return file.read(columns=INDEX_COLUMNS)
             return file.read_row_groups(list(groups), columns=INDEX_COLUMNS)
 
     def rows(self, groups: Sequence[int]) -> pa.Table:
-        """Whole rows of some row groups."""
+        """Return the given row groups with all columns."""
         with self._open() as file:
             return file.read_row_groups(list(groups)).cast(SCHEMA)
 
     def batches(self) -> Iterator[pa.Table]:
-        """All rows, a row group at a time."""
+        """Yield all rows, one row group at a time."""
         with self._open() as file:
             for index in range(file.num_row_groups):
                 yield file.read_row_group(index)
 
     def values(self, column: str, rows: npt.NDArray[np.int32]) -> Iterator[tuple[slice, pa.Array]]:
-        """(some of `rows`, a column's values in them), one part after the other; reads only the row groups that hold them.
+        """Yield (a slice of `rows`, a column's values in those rows), reading only the row groups that hold the rows.
 
-        A part is of row groups of READ_BYTES together, so that memory is bounded however many rows are asked for.
+        One part covers row groups of at most READ_BYTES (or a single larger row group), so memory is bounded for any number of
+        rows.
 
         Args:
             column: name.
-            rows: numbers of rows, ascending.
+            rows: row numbers, ascending.
         """
         groups = self.groups
         group_of = np.searchsorted(np.array([group.start for group in groups]), rows, "right") - 1
@@ -151,17 +154,17 @@ class Shard:
                 while stop < len(used) and size + groups[used[stop]].bytes <= READ_BYTES:
                     size += groups[used[stop]].bytes
                     stop += 1
-                on_all_ranks = [groups[index] for index in used[at:stop]]
-                read = one_array(file.read_row_groups([group.index for group in on_all_ranks], columns=[column])[column])
-                sizes = np.array([group.rows for group in on_all_ranks])
-                starts = np.array([group.start for group in on_all_ranks])
+                groups_read = [groups[index] for index in used[at:stop]]
+                read = one_array(file.read_row_groups([group.index for group in groups_read], columns=[column])[column])
+                sizes = np.array([group.rows for group in groups_read])
+                starts = np.array([group.start for group in groups_read])
                 part = slice(int(first[at]), ends[stop - 1])
                 place = np.searchsorted(starts, rows[part], "right") - 1
                 yield part, read.take(pa.array(rows[part] - starts[place] + (np.cumsum(sizes) - sizes)[place]))
                 at = stop
 
     def digest(self) -> str:
-        """As `shard_digest`, of the file as it is now."""
+        """Return the digest of the file as it is now; see `shard_digest`."""
         try:
             with self._filesystem.open_input_stream(self.path) as source:
                 found = hashlib.blake2b(digest_size=16)
@@ -172,10 +175,10 @@ class Shard:
         return found.hexdigest()
 
     def problem(self, digest: str | None = None) -> str | None:
-        """What is wrong with this shard after reading every page of it, or None.
+        """Read every page of this shard and return what is wrong with it, or None.
 
         Args:
-            digest: what its file's digest should be, where that is known.
+            digest: expected digest of its file, if known.
         """
         try:
             last: tuple[int, int] = (0, 0)
@@ -198,7 +201,7 @@ class Shard:
 
 
 class _OpenShard:
-    """The Parquet file for the time of a `with` block, in which Arrow's errors become ours."""
+    """A context manager that opens the Parquet file, and raises Arrow's errors as errors of the store."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
         self._filesystem, self._path = filesystem, path
@@ -222,7 +225,7 @@ class _OpenShard:
             self._source.close()
 
     def _meaning(self, error: BaseException) -> Exception:
-        """Damage when the bytes can be had and are wrong, or are gone; otherwise the storage is at fault."""
+        """Return ShardDamageError if the file is missing or is readable but damaged; otherwise StoreUnavailableError."""
         if isinstance(error, FileNotFoundError):
             return ShardDamageError("the file is gone")
         try:

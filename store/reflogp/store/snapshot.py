@@ -1,9 +1,9 @@
-"""A snapshot: one numbered state of one reference model's table, and how keys are looked up in it.
+"""Look keys up in a snapshot: one numbered, immutable state of one reference model's table.
 
-Two ways to look up, chosen by the number of rows. Up to INDEX_ROWS the index of every key is kept in memory, which is right for
-many small questions. Beyond, each question reads the index columns of the row groups that can hold the keys: shards are sorted,
-so a few keys touch a few row groups, and a large question is one pass. Either way token values are read only for rows that need
-them. Never writes. Called by the scorer (hits and misses), by joins and by commits.
+There are two ways to look keys up, chosen by the number of rows. Up to INDEX_ROWS rows, the index of every key is kept in
+memory, which suits many small lookups. Beyond that, each lookup reads the index columns of the row groups that can hold the
+keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. Either way, token
+values are read only for rows that need them. A snapshot never writes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import list_sums
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
 
-#: Rows up to which the whole index is kept: 36 bytes a row, so 1.1 GB at the most.
+#: Rows up to which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
 INDEX_ROWS = 30_000_000
-#: More index layers than this are merged, so that a lookup never searches many.
+#: Above this number index layers are merged, so that a lookup never searches many layers.
 _MAX_LAYERS = 8
-#: Shards read at a time. Object stores answer slowly and many at once.
+#: Shards read at the same time. Object stores respond slowly, but to many requests at once.
 _READERS = 8
-#: Row groups of one shard that a lookup without an index holds at a time: 64 times 4,096 rows of 28 bytes are 7 MB.
+#: Row groups of one shard that a lookup without an index holds in memory: 64 times 4,096 rows of 28 bytes are 7 MB.
 _GROUPS_AT_ONCE = 64
-#: Rows whose token values are read at a time.
+#: Rows whose token values are read together.
 _VALUE_ROWS = 65_536
-#: Keys that are looked up in the index at a time, the bytes that a lookup needs for each of them beside its answer, and the
-#: bytes of the answer. One pass over row groups takes all keys, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
+#: Keys per lookup in the index, the bytes of working memory that a lookup needs per key, and the bytes of its result per key.
+#: A pass over row groups looks up all keys at once, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
 _FIND_KEYS, _FIND_BYTES, _PLACE_BYTES = 131_072, 180, 20
 
 
@@ -48,17 +48,17 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """One numbered state of a table. Immutable: `advanced` gives another one.
+    """One numbered state of a table. Immutable: `advanced` returns a later one.
 
     Args:
-        number: of the snapshot.
-        reference_id: of the table.
+        number: number of the snapshot.
+        reference_id: reference id of the table.
         filesystem: rooted at the table's folder.
-        rows_of: shard -> its rows, of every shard of this state.
+        rows_of: shard -> number of rows, for every shard of this state.
         index_rows: rows up to which the index is kept in memory.
-        table_uri: of the table, for messages.
+        table_uri: URI of the table, for messages.
 
-    A shard that is gone or damaged is left out with a StoreDamageWarning: its rows are misses, `damaged` says why.
+    A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Snapshot:
         self._index_rows = index_rows
         self._table_uri = table_uri
         self._shards = [Shard(filesystem, path) for path in self.rows_of]
-        # The index, and the shards that it covers, from the front. Threads that load it at a time each set the whole pair.
+        # The index, and how many of the first shards it covers. Threads that load it concurrently each set the whole pair.
         self._index: tuple[list[Layer], int] = ([], 0)
 
     def __len__(self) -> int:
-        """Rows. A key whose completion was scored further later counts once per row until compaction."""
+        """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""
         return sum(self.rows_of.values())
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Snapshot `number` with the shards of `rows_of`; what this one has read of them is not read again."""
+        """Return snapshot `number` with the shards of `rows_of`; the index that this snapshot has read is reused."""
         if not rows_of.keys() >= self.rows_of.keys():
             return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
         later = Snapshot(
@@ -101,7 +101,7 @@ class Snapshot:
         return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look n keys up, once; the answer's methods give lengths, sums and values."""
+        """Look n keys up. The methods of the result return lengths, sums and values."""
         if len(self) > self._index_rows:
             return Found(self, self._sorted(keys, self._scanned_places))
         parts = [
@@ -111,13 +111,13 @@ class Snapshot:
         return Found(self, Places.joined(parts))
 
     def find_bytes(self, count: int) -> int:
-        """Bytes of memory that a lookup of `count` keys takes, its answer included."""
+        """Return the bytes of memory that a lookup of `count` keys takes, including its result."""
         if len(self) > self._index_rows:
             return count * (_FIND_BYTES + _PLACE_BYTES) + _READERS * _GROUPS_AT_ONCE * ROW_GROUP_ROWS * 28
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Places of keys, which are sorted for the search: memory is then read from front to back."""
+        """Return the places of keys, after sorting the keys so that the search reads memory from front to back."""
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
         places = places_of(hi[order], lo[order])
@@ -126,25 +126,25 @@ class Snapshot:
         return places.take(back)
 
     def stored_lengths(self, keys: pa.Array) -> npt.NDArray[np.int32]:
-        """Values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
+        """Return the number of values that the snapshot holds for each key, int32 (n,); -1 for a miss."""
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
-        """Stored values of each key, n arrays of float32; None for a miss."""
+        """Return the stored values of each key, n arrays of float32; None for a miss."""
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """As Found.prefix_sums, of n keys."""
+        """Look n keys up and return their sums; see Found.prefix_sums."""
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:
-        """The command line that drops what is damaged."""
+        """Return the command line that drops damaged shards."""
         return repair_command(self._table_uri)
 
     def require_whole(self) -> None:
-        """Raise DamagedStoreError where a shard is known to be damaged, or is not in the folder at all.
+        """Raise DamagedStoreError if a shard is known to be damaged, or is missing from the folder.
 
-        Every shard's index columns are read where the index is kept in memory anyway.
+        If the index is kept in memory, the index columns of every shard are read for this.
         """
         if len(self) <= self._index_rows:
             self._load_index()
@@ -172,7 +172,7 @@ class Snapshot:
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
             if read:
                 layers.append(Layer.merged(read))
-                pa.default_memory_pool().release_unused()  # the columns as they came out of the files
+                pa.default_memory_pool().release_unused()  # memory of the columns as they were read from the files
             if len(layers) > _MAX_LAYERS:
                 layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
@@ -187,7 +187,10 @@ class Snapshot:
             return None
 
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
-        """One pass over the row groups that can hold the keys (sorted by `hi`); memory for the keys and a few groups."""
+        """Find the places of keys (sorted by `hi`) in one pass over the row groups that can hold them, without an index.
+
+        Holds memory for the keys and a few row groups.
+        """
         places, lock = Places.none(len(hi)), threading.Lock()
 
         def look_in(number: int) -> None:
@@ -204,7 +207,7 @@ class Snapshot:
         return places
 
     def _touched_layers(self, number: int, sorted_hi: Words) -> Iterator[Layer]:
-        """Entries of the row groups whose range of keys holds one that was asked for."""
+        """Yield the entries of the row groups whose key range contains at least one of the keys."""
         shard = self._shards[number]
         least = np.array([group.least for group in shard.groups], np.uint64)
         greatest = np.array([group.greatest for group in shard.groups], np.uint64)
@@ -216,7 +219,7 @@ class Snapshot:
             yield Layer.of(shard.index_columns([group.index for group in groups]), number, rows)
 
     def _each(self, work: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
-        """work(number) for each, in order, several at a time."""
+        """Yield work(number) for each number, in order, computed by several threads."""
         if len(numbers) <= 1:
             yield from map(work, numbers)
             return
@@ -236,10 +239,10 @@ class Snapshot:
 
 
 class Found:
-    """n keys that were looked up in a snapshot.
+    """The result of looking n keys up in a snapshot.
 
     Attributes:
-        lengths: values that the snapshot holds for each key, int32 (n,); -1 for a miss.
+        lengths: number of values that the snapshot holds for each key, int32 (n,); -1 for a miss.
     """
 
     def __init__(self, snapshot: Snapshot, places: Places) -> None:
@@ -248,7 +251,10 @@ class Found:
         self._places = places
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
-        """Stored values of each key (or of some of them, by place), float32 arrays; None for a miss and for damaged values."""
+        """Return the stored values of each key as float32 arrays; None for a miss and for damaged values.
+
+        `some` limits the result to the keys at these positions.
+        """
         places = np.arange(len(self.lengths)) if some is None else some
         values: dict[int, npt.NDArray[np.float32]] = {}
         for rows, lists in self._values(places[self.lengths[places] != MISS]):
@@ -258,7 +264,10 @@ class Found:
         return [values.get(int(place)) for place in places]
 
     def token_lists(self) -> pa.ListArray:
-        """The same of all keys as one Arrow array of list<float32>; null for a miss and for damaged values."""
+        """Return the stored values of all keys as one Arrow array of list<float32>; null for a miss and for damaged values.
+
+        Raises UsageError if the values are too many for one array (32-bit offsets).
+        """
         lengths = np.maximum(self.lengths, 0).astype(np.int64)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -274,23 +283,24 @@ class Found:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), mask=pa.array(missing))
 
     def slice(self, start: int, stop: int) -> Found:
-        """Keys from `start` to before `stop`."""
+        """Return the results for keys `start` to `stop` (exclusive)."""
         return Found(self._snapshot, self._places.take(slice(start, stop)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this takes."""
+        """Bytes of memory that this object takes."""
         return _PLACE_BYTES * len(self.lengths)
 
     def values_bytes(self, count: int) -> int:
-        """Bytes of memory that reading and sending `count` bytes of token values at a time takes."""
+        """Return the bytes of memory needed to read and send token values, `count` bytes of values at a time."""
         group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
         return 2 * count + 2 * max(READ_BYTES, group)
 
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Sum of each key's first `lengths[i]` values, float64 (n,); NaN where the snapshot has fewer or they are damaged.
+        """Return the sum of each key's first `lengths[i]` values, float64 (n,).
 
-        Reads token values only for rows whose stored length differs from the one asked for.
+        NaN where the snapshot has fewer values or they are damaged. Token values are read only for rows whose stored length
+        differs from the requested length.
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -299,15 +309,16 @@ class Found:
         return sums
 
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
-        """How the values of some keys (by place) were made: one object for each set of rows that were made alike.
+        """Yield the provenances of the keys at the positions `some`: how their values were computed.
 
-        In no order; misses and damaged shards have none.
+        In no particular order, and each one at least once: rows with the same provenance are combined within a part of a shard,
+        not across parts. Misses and damaged shards have none.
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """(which keys, a column's values in that order), some row groups of one shard at a time."""
+        """Yield (positions of keys, a column's values in that order), for some row groups of one shard at a time."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):

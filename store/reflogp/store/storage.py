@@ -1,7 +1,6 @@
-"""Where a store lies: a local folder or an object store, behind one Arrow filesystem.
+"""Access a store's files, in a local folder or an object store, through one Arrow filesystem.
 
-Knows URIs and delta-rs' own object store client, so that data files, reference.json and the Delta log all go through
-one set of credentials. Does not know what the files mean. Called by the store and its tables.
+Uses delta-rs' own object store client, so that data files, reference.json and the Delta log share one set of credentials.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from deltalake.fs import DeltaStorageHandler
 
 from reflogp.store.errors import StoreUnavailableError, UsageError
 
-#: What delta-rs and Arrow raise when I/O fails.
+#: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: delta-rs' streams take bytes, which Arrow hands them from a buffered stream only, for writes that fit its buffer.
+#: delta-rs' streams take bytes. Arrow passes bytes only from a buffered stream, and for writes that fit its buffer.
 _WRITE_BUFFER = 1 << 20
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
-    """An absolute folder path, or the URI as it is (s3://, gs://, az://, file://) without a closing slash."""
+    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a closing slash. Drops file://."""
     text = os.fspath(uri)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -40,9 +39,9 @@ def normalize_uri(uri: str | os.PathLike[str]) -> str:
 
 
 def with_credentials(uri: str, options: dict[str, str] | None) -> dict[str, str] | None:
-    """delta-rs' storage options for a store.
+    """Return delta-rs' storage options for a store.
 
-    delta-rs reads profiles and credential files of AWS only where no endpoint is named, unless it is told to.
+    delta-rs reads AWS profiles and credential files only if no endpoint is given, or if AWS_FORCE_CREDENTIAL_LOAD is set.
     """
     named = {name.upper() for name in options or {}} | os.environ.keys()
     if uri.startswith("s3") and "AWS_PROFILE" in named and "AWS_ACCESS_KEY_ID" not in named:
@@ -55,32 +54,32 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """False for a local folder that is not there; object stores have no folders."""
+    """Return False for a local folder that does not exist. Always True for object stores, which have no folders."""
     return not is_local(uri) or Path(uri).is_dir()
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """An Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears whole or not at all.
+    """Return an Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears complete or not at all.
 
-    Raises UsageError for a scheme that delta-rs does not know, and what delta-rs raises.
+    Raises UsageError for a scheme that delta-rs does not support, and the errors of delta-rs.
     """
     try:
         return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
     except STORAGE_ERRORS as error:
-        if "Unknown scheme" in str(error):  # delta-rs names all of its own, some fifty
+        if "Unknown scheme" in str(error):  # delta-rs' own message lists some fifty schemes
             raise UsageError(f"store {uri}: no storage has that scheme; use a folder, or s3://, gs://, az://") from error
         raise
 
 
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """As `open_filesystem`, for reading only: a local folder is then read by Arrow itself, which is faster."""
+    """Return a filesystem for reading only: Arrow's own for a local folder, which is faster, else `open_filesystem`."""
     return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
 
 
 def make_folder(uri: str) -> None:
-    """Create a local store's folder; an object store has none to create.
+    """Create a local store's folder; does nothing for an object store.
 
-    Raises StoreUnavailableError when it cannot be.
+    Raises StoreUnavailableError if the folder cannot be created.
     """
     if is_local(uri):
         try:
@@ -90,7 +89,10 @@ def make_folder(uri: str) -> None:
 
 
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
-    """Write a file. It appears when it is closed (delta-rs' object store renames or puts); an interrupted one is deleted."""
+    """Write a file. An interrupted write is deleted.
+
+    The file appears when it is closed: delta-rs' object store then renames or puts it.
+    """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:
             view = memoryview(data)
@@ -103,12 +105,15 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 
 
 def unfinished_files(uri: str) -> list[Path]:
-    """What writes that failed or were killed left: locally, delta-rs writes `path#1` and renames it when it is whole."""
+    """Return the files left by writes that failed or were killed.
+
+    Locally, delta-rs writes `path#1` and renames it when it is complete. Empty for object stores.
+    """
     return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 
 
 def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
-    """A small file's bytes, or None when it is not there."""
+    """Return a small file's bytes, or None if it does not exist."""
     if filesystem.get_file_info(path).type == pafs.FileType.NotFound:
         return None
     with filesystem.open_input_stream(path) as source:
@@ -116,13 +121,13 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Path -> bytes of the files in a folder, not in those below it; empty when there is no such folder."""
+    """Return path -> bytes of the files in a folder, without its subfolders; empty if there is no such folder."""
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
 
 
 def sentence(error: BaseException) -> str:
-    """A storage error in one line: object stores answer with several, in colours, around an XML document."""
+    """Return a storage error in one line. Object stores send several lines, in colours, around an XML document."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if said:

@@ -1,7 +1,6 @@
-"""The store: a folder or object store prefix with one table per reference model.
+"""Open a store: a folder or object store prefix with one table per reference model.
 
-Knows the layout `<store>/<reference id>/{reference.json, logprobs/}`. Does not know what scores or who reads. Opened by
-the command line, the service and the trainer extension.
+The layout is `<store>/<reference id>/{reference.json, logprobs/}`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Store:
 
     Args:
         uri: a local folder, or s3://…, gs://…, az://…
-        options: delta-rs storage options; the usual environment variables are read without any.
+        options: delta-rs storage options; the usual environment variables are read in any case.
 
     Example:
         store = Store("./logps")
@@ -46,13 +45,15 @@ class Store:
         self._options = storage.with_credentials(self.uri, options)
 
     def references(self) -> list[Reference]:
-        """The reference models that the store holds, ordered by id; without those whose reference.json is damaged (a warning).
+        """Return the reference models in the store, ordered by id.
+
+        References with a damaged reference.json are left out with a StoreDamageWarning.
 
         Raises:
             StoreNotFoundError: there is no store at the URI.
-            UsageError: something else is there.
-            StoreUnavailableError: it cannot be read.
-            StoreFormatError: a newer reflogp wrote it.
+            UsageError: the URI holds something that is not a store.
+            StoreUnavailableError: the store cannot be read.
+            StoreFormatError: a newer reflogp wrote the store.
         """
         self._refuse_what_is_no_store()
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
@@ -65,7 +66,7 @@ class Store:
                 try:
                     if reference := self._read_reference(folder):
                         found.append(reference)
-                except DamagedStoreError as error:  # the others can be reached all the same
+                except DamagedStoreError as error:  # the other references can still be read
                     warnings.warn(str(error), StoreDamageWarning, stacklevel=2)
                     damaged += 1
         except storage.STORAGE_ERRORS as error:
@@ -77,11 +78,11 @@ class Store:
         return found
 
     def table(self, reference_id: str) -> LogprobTable:
-        """The table of a reference that the store knows.
+        """Return the table of a reference in the store.
 
         Raises:
-            ReferenceNotFoundError: nothing was ever scored with that reference; the message lists what there is.
-            StoreFormatError: a newer reflogp wrote it.
+            ReferenceNotFoundError: nothing was scored with that reference; the message lists the references of the store.
+            StoreFormatError: a newer reflogp wrote the store.
         """
         self._refuse_what_is_no_store()
         try:
@@ -94,7 +95,9 @@ class Store:
         return LogprobTable(self._table_uri(reference_id), reference, self._options)
 
     def table_of(self, reference: Reference) -> LogprobTable:
-        """As `table`, for a described reference: the error can then say what differs from what is there.
+        """Return the table of a described reference.
+
+        As `table`, but the error also names the dtypes in which the same weights were scored.
 
         Raises ReferenceNotFoundError, StoreFormatError.
         """
@@ -107,13 +110,13 @@ class Store:
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
-        """The table of `reference`, created where the store has none yet; checked to be writable.
+        """Return the table of `reference` after checking that it can be written. Creates the table if the store has none.
 
         Raises:
-            UsageError: something else than a store is at the URI.
-            DamagedStoreError: the table's log is damaged, or half of the table is gone.
+            UsageError: the URI holds something that is not a store.
+            DamagedStoreError: the table's log is damaged, or half of the table is missing.
             StoreUnavailableError: the store cannot be written.
-            StoreFormatError: a newer reflogp wrote it.
+            StoreFormatError: a newer reflogp wrote the store.
         """
         self._refuse_what_is_no_store()
         folder = f"{self.uri}/{reference.reference_id}"
@@ -127,7 +130,7 @@ class Store:
                 LogprobTable.create(uri, self._options)
                 table = LogprobTable(uri, known or reference, self._options)
             table.check_writable()
-            if known is None:  # written last: what has a reference.json has a table
+            if known is None:  # written last: a folder with a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
         except storage.STORAGE_ERRORS as error:
@@ -135,7 +138,7 @@ class Store:
         return table
 
     def _refuse_what_is_no_store(self) -> None:
-        """Raise UsageError for a file, and for a Delta table: a store is a folder of them."""
+        """Raise UsageError for a file, a model folder or a Delta table at the URI. A store is a folder of Delta tables."""
         if storage.is_local(self.uri):
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file; a store is a folder")

@@ -1,9 +1,9 @@
-"""One reference model's table in a store: numbered snapshots, appends, and the one way to commit.
+"""Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
 
-A Delta Lake table whose data files reflogp writes itself (so that pages carry checksums and log-probs a fitting encoding)
-and commits through delta-rs. A commit names the version that it read: when another writer came first it fails, what the
-other wrote is dropped from ours, and we try again. So the first commit wins for a key, and no key's value ever changes.
-Compaction, repair and the rest are in modules of their own, on top of `replace`.
+reflogp writes the table's data files itself, so that pages carry checksums and log-probs get a suitable encoding, and commits
+them through delta-rs. A commit names the version that it is based on. It fails if another writer has committed since then; the
+rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key, and the
+value of a key never changes. Compaction and repair are modules of their own, built on `LogprobTable.replace`.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from reflogp.store.snapshot import INDEX_ROWS, Snapshot
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Seconds for which a commit that other writers beat is tried again.
+#: Seconds for which a commit that loses to other writers is retried.
 _PATIENCE = 900.0
-#: Longest pause between two tries, in seconds, for the first so many of them.
+#: Longest pause before a retry, in seconds, and the number of retries after which it starts to shrink.
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
-#: The table's own settings. Every entry of the log is kept, since it is what a repair starts from; files that compaction
+#: Settings of the Delta table. Every entry of the log is kept, since a repair starts from the log; files that compaction
 #: replaced are kept until vacuum.
 _SETTINGS: dict[str, str | None] = {log.FORMAT_SETTING: str(FORMAT), "delta.enableExpiredLogCleanup": "false"}
 
 
 @dataclass(frozen=True)
 class Appended:
-    """What one append did.
+    """The result of one append.
 
     Attributes:
         snapshot: number of the first snapshot that has all the rows.
         written: rows committed.
-        already_there: rows left out because another commit had their keys for enough tokens.
+        already_there: rows left out because another commit already stored their keys for enough tokens.
     """
 
     snapshot: int
@@ -71,7 +71,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """A method of LogprobTable that one thread at a time may be in."""
+    """Let one thread at a time into a method of LogprobTable."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -82,18 +82,18 @@ def _in_turn(method: F) -> F:
 
 
 class LogprobTable:
-    """The log-probs of one reference model.
+    """The table with the log-probs of one reference model.
 
     Args:
         uri: folder or object store prefix of the Delta table.
-        reference: what the table holds.
+        reference: the reference model of the table.
         options: delta-rs storage options.
-        index_rows: rows up to which a snapshot keeps its index in memory.
+        index_rows: number of rows up to which a snapshot keeps its index in memory.
 
     Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
 
-    Where the newest part of the log is damaged, what its other entries say is served with a StoreDamageWarning, and nothing is
-    written.
+    If the newest part of the log is damaged, the table serves what the other entries say, with a StoreDamageWarning, and
+    refuses to write.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LogprobTable:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
-        """Create the Delta table unless it is there. Two creators at once are fine."""
+        """Create the Delta table unless it exists. Two processes may do so at the same time."""
         try:
             DeltaTable.create(
                 uri,
@@ -133,10 +133,10 @@ class LogprobTable:
 
     @_in_turn
     def snapshot(self, number: int | None = None) -> Snapshot:
-        """A snapshot: the latest, or the one of that number.
+        """Return the latest snapshot, or the snapshot with the given number.
 
         Raises:
-            SnapshotNotFoundError: no such number, or shards of it were vacuumed.
+            SnapshotNotFoundError: no such number, or some of its shards were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
         self._refresh()
@@ -162,18 +162,19 @@ class LogprobTable:
 
     @_in_turn
     def append(self, rows: pa.Table) -> Appended:
-        """Commit rows (schema.SCHEMA) as one shard. All become visible at once, or none.
+        """Commit rows (schema.SCHEMA) as one shard. Either all rows become visible at once, or none.
 
-        A key that the table has for as many tokens is left out. A key that it has for fewer is written with the stored
-        values first and the new ones after them, so that a value once read never changes.
+        A row is left out if the table already has as many tokens for its key. If the table has fewer tokens for the key, the
+        row is written with the stored values first and the new values after them, so that a value that was read once never
+        changes.
 
         Args:
             rows: as schema.shard_table makes them, keys in any order.
 
         Raises:
             UsageError: a value is not finite.
-            DamagedStoreError: a shard or the log is damaged; what it held could be stored a second time, differently.
-            StoreUnavailableError: the shard or the commit cannot be written. What was committed before stays.
+            DamagedStoreError: a shard or the log is damaged; its values could be stored a second time, with other numbers.
+            StoreUnavailableError: the shard or the commit cannot be written. Earlier commits stay.
         """
         if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
             raise UsageError("rows hold log-probs that are not finite; nothing was stored")
@@ -184,7 +185,7 @@ class LogprobTable:
                 latest = self._latest_snapshot()
                 fresh = without_stored(rows, latest)
                 self._require_whole(latest)
-                if fresh is not rows and written is not None:  # the file that was written no longer says what we would commit
+                if fresh is not rows and written is not None:  # the written file no longer matches the rows
                     self.filesystem.delete_file(written.path)
                     written = None
                 rows = fresh
@@ -196,24 +197,24 @@ class LogprobTable:
                 if self._commit([written], []):
                     self._refresh()
                     return Appended(before + 1, len(rows), asked - len(rows))
-                if self._arrived(written.path, before):  # it did; only the answer was lost
+                if self._arrived(written.path, before):  # the commit was made; only the response was lost
                     return Appended(self.snapshot_number(), len(rows), asked - len(rows))
                 self._require_there([written])
-        except storage.STORAGE_ERRORS as error:  # the shard stays: a commit whose answer was lost may have arrived
+        except storage.STORAGE_ERRORS as error:  # keep the shard: the commit may have been made
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise AssertionError("tries end with an error of their own")
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Commit shards in the place of others that hold the same rows, or of damaged ones.
+        """Commit shards in place of others: of shards that hold the same rows, or of damaged ones.
 
-        Appends of other writers do not matter. Where another process has removed one of `removed`, nothing is committed, the
-        added files are deleted and the answer is False.
+        Appends by other writers do not matter. If another process has removed one of `removed`, nothing is committed, the added
+        files are deleted, and False is returned.
 
-        Raises StoreUnavailableError when the commit cannot be written.
+        Raises StoreUnavailableError if the commit cannot be written.
         """
         try:
-            self._require_there(added)  # they can have taken long to write
+            self._require_there(added)  # writing them can take long enough for a vacuum
             for _ in self._tries():
                 self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():
@@ -225,12 +226,12 @@ class LogprobTable:
                     return True
                 if added and self._arrived(added[0].path, before):
                     return True
-        except storage.STORAGE_ERRORS as error:  # the shards stay: a commit whose answer was lost may have arrived
+        except storage.STORAGE_ERRORS as error:  # keep the shards: the commit may have been made
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
         raise AssertionError("tries end with an error of their own")
 
     def write(self, rows: pa.Table) -> Written:
-        """Write rows as a shard that is not yet committed. Raises one of storage.STORAGE_ERRORS."""
+        """Write rows as a shard without committing it. Raises one of storage.STORAGE_ERRORS."""
         path = f"shard-{uuid.uuid4()}.parquet"
         sink = pa.BufferOutputStream()
         write_shard(sorted_by_key(rows), sink)
@@ -245,7 +246,7 @@ class LogprobTable:
         return Written(path, data.size, len(rows), shard_digest(data))
 
     def discard(self, written: Sequence[Written]) -> None:
-        """Delete shards that will not be committed, as far as the storage lets us; vacuum finds the rest."""
+        """Delete shards that will not be committed. Shards that cannot be deleted are left to vacuum."""
         for shard in written:
             try:
                 self.filesystem.delete_file(shard.path)
@@ -253,9 +254,9 @@ class LogprobTable:
                 continue
 
     def check_writable(self) -> None:
-        """Write and remove a small file, so that a job fails before it computes and not after.
+        """Write and delete a small file, so that a job fails before it computes rather than after.
 
-        Raises StoreUnavailableError when that is not possible, DamagedStoreError when the log is damaged.
+        Raises StoreUnavailableError if that fails, and DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
         probe = f"probe-{uuid.uuid4()}"
@@ -267,17 +268,17 @@ class LogprobTable:
 
     @_in_turn
     def snapshot_number(self) -> int:
-        """Number of the latest snapshot."""
+        """Return the number of the latest snapshot."""
         self._refresh()
         return self._salvaged.version if self._salvaged else int(self._delta.version())
 
     def shards(self) -> dict[str, int]:
-        """Shard -> bytes, of the latest snapshot, from the Delta log alone."""
+        """Return shard -> bytes of the latest snapshot, from the Delta log alone."""
         return self.numbered_shards()[1]
 
     @_in_turn
     def numbered_shards(self) -> tuple[int, dict[str, int]]:
-        """The latest snapshot's number, and its shards as `shards` gives them."""
+        """Return (number of the latest snapshot, its shards as `shards` returns them)."""
         self._refresh()
         if self._salvaged:
             return self._salvaged.version, {path: shard.size for path, shard in self._salvaged.shards.items()}
@@ -287,36 +288,36 @@ class LogprobTable:
 
     @_in_turn
     def totals(self) -> tuple[int, int, int]:
-        """(shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
+        """Return (shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
         sizes = self.shards()
         return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
 
     def shard(self, path: str) -> Shard:
-        """One of its shards, for reading."""
+        """Return a shard of this table, for reading."""
         return Shard(self._reading, path)
 
     def committed_at(self) -> float:
-        """When the latest snapshot was committed by its writer's clock, seconds since 1970."""
+        """Return when the latest snapshot was committed, in seconds since 1970 by its writer's clock."""
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
-        """The same table, read anew."""
+        """Open the table again, and return it."""
         return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether this table is served from the log's whole entries. Opened anew, it is not once the log was mended."""
+        """Whether the log is damaged, so that only its undamaged entries are served. Reopen the table after a repair."""
         return self._salvaged is not None
 
     @_in_turn
     def require_whole_log(self) -> None:
-        """Raise DamagedStoreError when the log is damaged."""
+        """Raise DamagedStoreError if the log is damaged."""
         self._refresh()
         self._require_whole(None)
 
     @_in_turn
     def delta(self) -> DeltaTable:
-        """The Delta table, for what delta-rs does by itself. Raises DamagedStoreError when its log is damaged."""
+        """Return the Delta table, for operations of delta-rs. Raises DamagedStoreError if its log is damaged."""
         self.require_whole_log()
         return self._delta
 
@@ -353,7 +354,10 @@ class LogprobTable:
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
-        """What the log's whole entries say, after delta-rs refused it; raises where the storage does not answer."""
+        """Replay the log's readable entries, after delta-rs refused the log with `error`.
+
+        Raises StoreUnavailableError if the storage does not respond, or if the replay finds no damage.
+        """
         try:
             replayed = log.replay(self._reading)
         except storage.STORAGE_ERRORS:
@@ -402,11 +406,11 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """After a commit on top of version `before` failed: whether an entry of the log since then adds the shard all the same.
+        """Return True if a log entry after version `before` adds the shard, although our commit on top of `before` failed.
 
-        The shard may be gone from the newest state already, compacted by somebody else.
+        The log is searched, not the newest state: another process may have compacted the shard already.
 
-        Raises StoreUnavailableError when no other commit came, so that nothing explains the failure.
+        Raises StoreUnavailableError if there is no commit after `before`, so that nothing explains the failure.
         """
         self._refresh()
         self._require_whole(None)
@@ -416,12 +420,12 @@ class LogprobTable:
         return any(path in log.read_entry(self.filesystem, version).added for version in since)
 
     def _tries(self) -> Iterator[None]:
-        """Tries of a commit, each on the newest version, with a pause before all but the first.
+        """Yield once per attempt to commit, with the newest version loaded, and pause before every attempt but the first.
 
-        What a try does before it commits is time in which another writer can come first. So the pause comes before the look at
-        the log, and who has lost often waits less.
+        While an attempt prepares its commit, another writer can commit first. So the pause comes before the log is read, and a
+        writer that has lost often pauses for less time.
 
-        Raises StoreUnavailableError when the patience is at its end.
+        Raises StoreUnavailableError after _PATIENCE seconds.
         """
         end = time.monotonic() + _PATIENCE
         for attempt in count():
@@ -436,7 +440,7 @@ class LogprobTable:
         )
 
     def _require_there(self, written: Sequence[Written]) -> None:
-        """Raise StoreUnavailableError when a shard that awaits its commit is gone."""
+        """Raise StoreUnavailableError if a shard that waits for its commit was deleted."""
         for shard in written:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
@@ -444,7 +448,7 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit on top of the version that was read; False when another commit took its place."""
+        """Commit on top of the version that was read; return False if another commit took its place."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

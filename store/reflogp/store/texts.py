@@ -1,20 +1,20 @@
-"""Texts that come from rows, templates and files, made short enough to keep.
+"""Shorten texts from rows, templates and files before they are kept or printed.
 
 A dataset can put a text of any length into an error message: a column name, a template's own message, a value. Every place that
-keeps or prints such a text passes it through `shortened`.
+keeps or prints such a text must pass it through `shortened`.
 """
 
 from __future__ import annotations
 
-#: Characters of an error text that are kept.
+#: Characters to which an error text is shortened.
 MOST_CHARACTERS = 500
 _BETWEEN = " … "
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text with at most `most` characters; a longer one loses its middle, since its end often says what to do.
+    """Return the text with at most `most` characters; a longer text loses its middle, since its end often says what to do.
 
-    Half of a surrogate pair is written as an escape, so that the result can be encoded everywhere.
+    Half of a surrogate pair is written as an escape, so that the result can always be encoded.
     """
     if len(text) > most:
         tail = (most - len(_BETWEEN)) // 4
@@ -26,7 +26,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Names separated by commas, the first ones only where all would be longer than `most`."""
+    """Return names separated by commas: only the first names if the list would be longer than `most` characters."""
     shown: list[str] = []
     room = most
     for name in names:

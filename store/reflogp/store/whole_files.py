@@ -1,7 +1,4 @@
-"""Files that appear when they are complete: written under a temporary name beside them, then renamed.
-
-Knows paths. Does not know what is in a file. Called by whoever writes a file that others read.
-"""
+"""Write files that appear only when they are complete: under a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from reflogp.store.errors import UsageError
 
 @contextmanager
 def appears_whole(target: Path) -> Iterator[Path]:
-    """The temporary name to write; becomes `target` when the block ends well, and is removed when it does not.
+    """Yield a temporary path to write; it becomes `target` if the block succeeds, and is deleted if the block fails.
 
-    A block that writes nothing leaves `target` as it is. Folders above it are made.
+    A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
 
-    Raises UsageError where the file cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -29,8 +26,8 @@ def appears_whole(target: Path) -> Iterator[Path]:
             partial.replace(target)
     except OSError as error:
         if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
-            raise  # of another file, which the block read
+            raise  # about another file, one that the block read
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
-        with suppress(OSError):  # it is not there, or neither is its folder
+        with suppress(OSError):  # the file, or its folder, does not exist
             partial.unlink()

@@ -1,8 +1,7 @@
-"""Which tokens of an example a trainer looks at: truncation turned into sequences and lengths, on Arrow columns.
+"""Apply a trainer's truncation to tokenized rows: which sequence is keyed, and how many of its values are needed.
 
-Knows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference) and what causality
-makes of them. Does not know models or stores. Called by the scorer (what to score) and by joins (what to look up), so
-both always mean the same sequence.
+Follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and uses the fact that
+a causal model's values do not depend on later tokens. Scoring and joins both use it, so that they mean the same sequences.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Windows:
-    """n sequences as they are keyed, and how many of each completion's values are needed.
+    """n sequences as they are keyed, and how many values of each completion are needed.
 
     Attributes:
         prompt_ids: large_list<uint32>, n lists.
-        completion_ids: large_list<uint32>, n lists; whole, also where only its beginning is needed.
+        completion_ids: large_list<uint32>, n lists; whole, even where only the first tokens are needed.
         needed: values needed from the front of each completion, int64 (n,).
         dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
     """
@@ -48,17 +47,17 @@ def windows(
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
 ) -> Windows:
-    """The sequences that a trainer with these settings compares.
+    """Return the sequences that a trainer with these settings compares.
 
-    keep_start: the whole sequence is keyed, since a causal model's first values do not depend on what follows;
-    `needed` stops at `max_length`. keep_end: a longer sequence loses its beginning, which changes every value, so its
-    last `max_length` tokens are a sequence of their own. A window that starts inside the completion has no prompt: the
-    first token then serves as context and has no value, exactly as in TRL's shifted loss.
+    keep_start: the whole sequence is keyed, since a causal model's first values do not depend on later tokens; `needed` stops
+    at `max_length`. keep_end: a longer sequence loses its first tokens, which changes every value, so its last `max_length`
+    tokens are a sequence of their own. If the kept tokens start inside the completion, there is no prompt: the first token then
+    serves as context and has no value, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.
         completion_ids: n lists of token ids.
-        max_length: tokens of prompt and completion together; None for no limit.
+        max_length: maximum tokens of prompt and completion together; None for no limit.
         truncation_mode: "keep_start" or "keep_end".
 
     Raises:
@@ -88,7 +87,7 @@ def windows(
 
 
 def check_truncation(max_length: int | None, truncation_mode: str) -> None:
-    """Raise UsageError unless the two settings are ones that trainers know."""
+    """Raise UsageError unless trainers accept the two settings."""
     if truncation_mode not in get_args(TruncationMode):
         raise UsageError(f"truncation_mode {truncation_mode!r}: use keep_start or keep_end")
     if max_length is not None and max_length < 1:
@@ -96,10 +95,10 @@ def check_truncation(max_length: int | None, truncation_mode: str) -> None:
 
 
 def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
-    """Each list without its first `cut[i]` values.
+    """Remove the first `cut[i]` values of each list.
 
     Args:
-        lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` gives them.
+        lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` returns them.
         cut: at most each list's length, (n,).
     """
     if not cut.any():
@@ -120,7 +119,7 @@ def _first_token_as_prompt(
 
 
 def _gather(values: npt.NDArray[np.uint32], starts: Int64s, stops: Int64s) -> pa.LargeListArray:
-    """Lists values[starts[i]:stops[i]]."""
+    """Return the lists values[starts[i]:stops[i]]."""
     lengths = stops - starts
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])

@@ -1,6 +1,6 @@
-"""Gives stored reference log-probs to trainers: no training GPU holds a reference model.
+"""Provide stored reference log-probs to trainers, so that no training GPU holds a reference model.
 
-Needs datasets, accelerate and transformers; trl where one of its trainers is asked for, so not with OpenRLHF. Never imports an
+Needs datasets, accelerate and transformers. Only TRL's own trainers need trl, so OpenRLHF works without it. Never imports an
 engine or a server.
 """
 
@@ -46,8 +46,8 @@ __all__ = [
     "join_reference_logps",
 ]
 
-#: TRL's trainers: their parents take seconds to import, and are not in every TRL, nor is TRL everywhere. Imported when they are
-#: first asked for.
+#: Trainers that are imported on first access: their parent classes take seconds to import and do not exist in every version of
+#: TRL, and TRL need not be installed.
 _LATER = {
     "CachedDPOTrainer": "reflogp.trainer.dpo",
     "CachedKTOTrainer": "reflogp.trainer.kto",

@@ -1,8 +1,8 @@
-"""The mixin that makes a TRL trainer train on stored reference log-probs.
+"""Make a TRL trainer train on stored reference log-probs, with a mixin.
 
-Knows TRL's hook, `_precompute_ref_logps`: it is handed the dataset after TRL's own tokenisation and filtering, and answers with
-the columns that the loss reads and that TRL keeps through column pruning. Trainers from before that hook (DPO up to TRL 0.28)
-get their columns after construction. Everything else is TRL's.
+TRL's hook `_precompute_ref_logps` gets the dataset after TRL's own tokenisation and filtering. The mixin's version returns it
+with the columns that the loss reads and that TRL's column pruning keeps. Trainers without that hook (DPO up to TRL 0.28) get
+their columns after construction. Everything else is TRL's code.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag
 from reflogp.trainer.values import Settings, Where
 
-#: What the mixin is mixed into: for Python nothing, for a type checker any trainer.
+#: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object
 
 
 class CachedReferenceMixin(_AnyTrainer):
-    """Before a subclass of TRL's DPOTrainer or KTOTrainer: its reference log-probs come from a store.
+    """Mixin to put before a TRL DPOTrainer or KTOTrainer (or a subclass): its reference log-probs come from a store.
 
     class MyCachedTrainer(CachedReferenceMixin, MyDPOTrainer): ...
 
-    Takes what the trainer takes, and
+    Takes the trainer's own arguments, and
 
     Args:
         reference: where the reference log-probs are.
-        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch is then
-            checked against the joined values before the first step. Pass False when the policy starts elsewhere, say from a
-            later checkpoint.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
-            dtypes in use (reflogp.trainer.tolerances).
-        audit: what watches the run; None for a `ReferenceAudit` with its defaults, False for none.
+        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
+            against the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
+            checkpoint.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+            the dtypes in use (reflogp.trainer.tolerances).
+        audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 
     Raises:
-        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: as `join_reference_logps`, before anything trains.
-        StepZeroError, AuditError: while it trains, see ReferenceAudit.
+        MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
+        StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run has raised one of these.
         UsageError: arguments that contradict a stored reference.
 
     Attributes:
-        joins: dataset name ("train", "eval", …) -> what was joined from where. Also in `output_dir/reflogp_audit.json`.
-        audit: what watches the run; `audit.step_zero` is what the gate saw.
+        joins: dataset name ("train", "eval", …) -> what was joined and from where. Also in `output_dir/reflogp_audit.json`.
+        audit: the audit of the run; `audit.step_zero` is the result of the step-0 gate.
     """
 
     train_dataset: Any
@@ -103,7 +103,7 @@ class CachedReferenceMixin(_AnyTrainer):
         self.step_zero_tolerance = step_zero_tolerance
         self.joins: dict[str, JoinRecord] = {}
         self._misses: list[Misses] = []
-        self._joins_to_come: set[str] | None = None  # in the constructor: nobody knows before it has ended
+        self._joins_to_come: set[str] | None = None  # None: in the constructor, where the number of joins is unknown
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
@@ -114,7 +114,7 @@ class CachedReferenceMixin(_AnyTrainer):
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
             args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL writes into it
-        # TRL then reads the columns, and keeps no model to compute them. It refuses streams, which are joined below.
+        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses it for streams, joined below.
         args.precompute_ref_log_probs = not streams
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
@@ -131,11 +131,11 @@ class CachedReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL's hook: the tokenised, filtered dataset in, the same with reference columns out."""
+        """Implement TRL's hook: take a tokenised, filtered dataset, and return it with reference columns."""
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """For trainers without the hook, and for streams, which TRL's constructor refuses to precompute."""
+        """Join the datasets of trainers without the hook, and streams, for which TRL's constructor refuses to precompute."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
@@ -149,9 +149,10 @@ class CachedReferenceMixin(_AnyTrainer):
                 setattr(self, flag, True)
 
     def _join(self, dataset: Any, name: str) -> Any:
-        """The dataset with reference columns; on every process the same values of the same snapshot.
+        """Return the dataset with reference columns; every process gets the same values of the same snapshot.
 
-        Rows without values are told of when all datasets have been looked up; a dataset that has some stays as it is till then.
+        An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset with
+        such rows is returned unchanged.
         """
         refuse_media(dataset, name, raw=False)
         settings = self._reference_settings()
@@ -202,7 +203,7 @@ class CachedReferenceMixin(_AnyTrainer):
         return join_stream(dataset, self.reference, opened, settings, self, name)
 
     def _require_all(self) -> None:
-        """Raise for the rows without values of all datasets that were looked up since the last time."""
+        """Raise an error for the rows without values in all datasets looked up since the last call."""
         misses, self._misses = self._misses, []
         if misses:
             folder = Path(self.args.output_dir)
@@ -210,18 +211,27 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _dtype_to_score(self) -> str | None:
-        """What the reference has to be scored in: the policy's dtype, unless another one was asked for or nobody looks."""
+        """Dtype in which the reference has to be scored: the policy's, or None.
+
+        None if a tolerance was given or the audit is off, because then the dtypes may differ.
+        """
         if self.step_zero_tolerance is not None or not self._is_audited:
             return None
         return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
 
     def _reference_settings(self) -> Settings:
-        """What of this run's config changes the reference's values. TRL up to 0.28 has no ld_alpha in the reference."""
+        """Return the settings of this run's config that change the reference's values.
+
+        TRL up to 0.28 does not apply ld_alpha to the reference.
+        """
         ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
         return Settings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
 
     def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
-        """TRL up to 0.28 divides IPO's log-probs by their number before the loss, the reference's as well."""
+        """Return a join's sums in the form that the trainer's loss reads.
+
+        Before its IPO loss, TRL up to 0.28 divides all log-probs by their number of tokens, the reference's as well.
+        """
         if not self._is_legacy or "ipo" not in self.args.loss_type:
             return join.logps
         return {
@@ -231,11 +241,14 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @property
     def _is_legacy(self) -> bool:
-        """TRL before 0.29: columns are added after construction, and the policy's log-probs are not weighed alike."""
+        """Whether TRL is older than 0.29, which has no hook and does not apply ld_alpha to the reference."""
         return not hasattr(super(), HOOK)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a dataset that TRL would hand on as it is, untokenised (before 1.7), is prepared and joined here."""
+        """Evaluate as TRL does, after joining a given dataset.
+
+        TRL before 1.7 uses a given dataset as it is, untokenised; such a dataset is prepared and joined here.
+        """
         given = eval_dataset is not None and not isinstance(eval_dataset, str)
         self._joins_to_come = set(eval_dataset) if isinstance(eval_dataset, dict) else {"eval"} if given else set()
         try:
@@ -267,7 +280,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
 
 def _named_datasets(more: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """The datasets among a trainer's arguments, and what to call each."""
+    """Yield the datasets among a trainer's arguments, each with its name for messages."""
     for name, given in (*(("given", value) for value in more), *kwargs.items()):
         name = name.removesuffix("_dataset")
         if isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""What a trainer's constructor changes in the model and tokenizer that it is given, undone where it fails."""
+"""Undo what a trainer's constructor changes in its model and tokenizer, if the constructor fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 
 @contextmanager
 def unchanged_by_failure(*given: Any) -> Iterator[None]:
-    """While the block runs, remember what it was given, and put that back as it was if the block raises.
+    """Record the given objects, and restore them if the block raises an exception.
 
-    TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain one, replace its forward, switch dropout
-    off, freeze parameters, and set padding tokens. A second trainer made with the same objects would find all that.
+    TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain model, replace its forward, switch
+    dropout off, freeze parameters, and set padding tokens. A second trainer made with the same objects would get all these
+    changes.
 
     Args:
-        given: models and tokenizers; anything else is left alone. Devices are not put back.
+        given: models and tokenizers; anything else is ignored. Devices are not restored.
     """
     kept = [_Attributes(owner) for owner in _owners(given)]
     gradients = [
@@ -37,7 +38,7 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of one object, and the entries of those that are lists, dictionaries or sets."""
+    """The attributes of one object, and the entries of those attributes that are lists, dictionaries or sets."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -48,7 +49,7 @@ class _Attributes:
         attributes = vars(self._owner)
         attributes.clear()
         attributes.update(self._values)
-        for container, entries in self._entries:  # in place: others may hold the same one
+        for container, entries in self._entries:  # in place: other objects may hold the same container
             container.clear()
             if isinstance(container, list):
                 container.extend(entries)

@@ -1,7 +1,6 @@
-"""A join that the processes of a distributed run make together: one process of each node looks up, all map what it found.
+"""Join a dataset in all processes of a distributed run: one process of each node looks up, and all map its result into memory.
 
-Knows who looks up and what must agree. The lookup itself is join's. Called by the cached trainers; one process alone takes the
-same way.
+A run with a single process takes the same path.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from reflogp.trainer.values import Settings, Where
 
 @dataclass(frozen=True)
 class Found:
-    """What a join found.
+    """The result of a join.
 
     Attributes:
-        where: where, after what the service scored.
-        asked: what this process' rows ask.
-        columns: column -> float32 (n,), in nats; NaN for `missing`.
-        misses: rows without values; None where there are none.
-        scored: rows that the service scored now.
+        where: where the values come from, after the service has scored missing rows.
+        asked: the keys and lengths that this process' rows need.
+        columns: column -> float32 (n,), in nats; NaN for `misses`.
+        misses: rows without values; None if there are none.
+        scored: number of rows that were sent to the service to be scored during this join.
     """
 
     where: Where
@@ -44,17 +43,20 @@ class Found:
 
 @dataclass(frozen=True)
 class NothingScored:
-    """A store that is not there, or that has nothing of the reference: every row is missing.
+    """A store that does not exist, or that has no values of the reference: every row is missing.
 
     Attributes:
-        error: what a store's reader is told.
+        error: the error that the store raised when it was opened.
     """
 
     error: ReferenceNotFoundError | StoreNotFoundError
 
 
 def open_everywhere(source: ReferenceSource) -> Where | NothingScored:
-    """Which reference and snapshot the first process sees; all read that one, whatever is committed meanwhile."""
+    """Return the reference and snapshot that the first process sees.
+
+    All processes read that snapshot, even if others are committed meanwhile.
+    """
 
     def look() -> Where | NothingScored | None:
         if Rank.here().rank:
@@ -72,7 +74,7 @@ def open_everywhere(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: Settings) -> Misses | None:
-    """What is missing of a dataset where nothing was scored yet; None for one without completions."""
+    """Return the missing rows of a dataset for which nothing was scored yet; None for a dataset without completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -90,14 +92,19 @@ def raise_missing(
     output_dir: Path,
     dtype: str | None,
 ) -> None:
-    """Name all missing rows of all datasets on every process, and the one command that scores them.
+    """Raise an error that names all missing rows of all datasets, and the one command that scores them.
 
     Args:
-        output_dir: where their token ids are written.
-        dtype: what to score in where nothing was scored yet; None for the source's.
+        misses: the missing rows of each dataset.
+        source: where the values were looked up.
+        where: the snapshot in which they were looked up, or NothingScored.
+        settings: the settings of the sums.
+        output_dir: folder to which the rows' token ids are written.
+        dtype: dtype to score in if nothing was scored yet; None for the source's.
 
     Raises:
-        MissingLogpsError, or the store's own error where there is none; RankFailedError on processes that looked nothing up.
+        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that looked nothing
+        up.
     """
 
     def tell() -> None:
@@ -120,14 +127,19 @@ def join_everywhere(
     settings: Settings,
     read: Callable[[Join], Columns],
 ) -> Found:
-    """Look up a dataset's rows, which every process holds.
+    """Look up the rows of a dataset that every process holds.
 
     Args:
-        name: of the dataset, for errors.
-        read: a join's sums as the trainer's loss reads them.
+        dataset: the tokenised rows.
+        name: the dataset's name, for errors.
+        layout: the dataset's columns.
+        source: where the values are.
+        where: the snapshot in which to look them up.
+        settings: the settings of the sums.
+        read: turns a join's sums into the columns that the trainer's loss reads.
 
     Raises:
-        as `join_reference_logps`, on every process: RankFailedError where another one's words are told.
+        the errors of `join_reference_logps`, on every process: RankFailedError if the error was raised on another process.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)
@@ -153,7 +165,7 @@ def join_everywhere(
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a node's first process tells the others."""
+    """What a node's first process sends to the others."""
 
     where: Where
     columns: Columns | None

@@ -1,4 +1,4 @@
-"""CachedDPOTrainer: TRL's DPOTrainer on stored reference log-probs."""
+"""TRL's DPOTrainer on stored reference log-probs."""
 
 from __future__ import annotations
 
@@ -8,4 +8,7 @@ from reflogp.trainer.cached import CachedReferenceMixin
 
 
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
-    """DPO without a reference model: its log-probs come from a store. Arguments are `CachedReferenceMixin`'s and TRL's."""
+    """DPO without a reference model: its log-probs come from a store.
+
+    Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+    """

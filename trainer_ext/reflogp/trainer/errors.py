@@ -4,11 +4,11 @@ ReflogpError (reflogp.store.errors)
 └── ReferenceLogpsError          a training run cannot trust its reference log-probs
     ├── MissingLogpsError        rows whose sequences were never scored
     ├── UnusableLogpsError       rows whose values are damaged or not finite
-    ├── BroughtColumnsError      columns that a dataset brought along are not what the reference gives
-    ├── ReferenceChangedError    a service does not have the run's reference model any more
-    ├── RankFailedError          another process of a distributed run could not do its part
+    ├── BroughtColumnsError      a dataset's own reference columns differ from the reference's values
+    ├── ReferenceChangedError    a service no longer has the run's reference model
+    ├── RankFailedError          another process of a distributed run failed
     └── AuditError               a run does not do what its reference log-probs promise
-        └── StepZeroError        the policy does not begin where the joined reference says it does
+        └── StepZeroError        the policy does not start at the joined reference
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class MissingLogpsError(ReferenceLogpsError):
     """Rows whose sequences were never scored.
 
     Attributes:
-        rows: their numbers in the trainer's tokenised dataset; of the first one, where several datasets have such rows.
-        command: the command line that scores them, of all datasets; empty where the values come from a file.
+        rows: their numbers in the trainer's tokenised dataset; if several datasets have such rows, those of the first dataset.
+        command: the command line that scores the rows of all datasets; empty if the values come from a file.
         datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> their numbers.
     """
 
@@ -49,7 +49,7 @@ class UnusableLogpsError(ReferenceLogpsError):
 
 
 class BroughtColumnsError(ReferenceLogpsError):
-    """Reference columns that a dataset brought along are not what the reference gives, or cannot be verified.
+    """A dataset's own reference columns differ from the reference's values, or cannot be verified.
 
     Attributes:
         rows: rows that differ, in the trainer's tokenised dataset.
@@ -61,11 +61,11 @@ class BroughtColumnsError(ReferenceLogpsError):
 
 
 class ReferenceChangedError(ReferenceLogpsError):
-    """A service does not have the reference model any more that a run began with."""
+    """A service no longer has the reference model that a run began with."""
 
 
 class RankFailedError(ReferenceLogpsError):
-    """Another process of a distributed run could not do its part; its own error says why."""
+    """Another process of a distributed run failed; that process' own error says why."""
 
 
 class AuditError(ReferenceLogpsError):

@@ -1,7 +1,6 @@
-"""Joins reference log-probs into a tokenised dataset, by key.
+"""Join reference log-probs into a tokenised dataset, by key.
 
-Knows datasets and what to tell a person about rows without values. The arithmetic is reflogp.store.joins'. Called by the
-trainers, and by anyone who prepares a dataset for another trainer.
+The key lookup and the sums are in reflogp.store.joins. This module handles datasets and the messages about rows without values.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
-#: What is missing of a KTO dataset whose own completions were scored.
+#: Sentence for messages about missing rows that have sequences of KTO's KL term.
 _OF_KL = (
     ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always misses "
     "those"
 )
-#: Rows of a stream that are looked up at a time.
+#: Rows of a stream per lookup.
 _STREAM_ROWS = 256
-#: What a dataset without a name of its own is called in messages.
+#: Name in messages of a dataset that has no name.
 THE_DATASET = "the dataset"
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -55,11 +54,11 @@ class Misses:
     Attributes:
         dataset: its name.
         rows: their numbers, int64 (n,).
-        of: rows that the dataset has.
-        has_kl: the rows have sequences of KTO's KL term.
-        own_found: some rows' own completions have values.
-        tokens: their token ids, where this process looked them up.
-        why: why nobody computed them, where that was asked for.
+        of: number of rows in the dataset.
+        has_kl: True if the rows have sequences of KTO's KL term.
+        own_found: True if some rows' own completions have values.
+        tokens: the rows' token ids, if this process looked them up.
+        why: why on_miss="compute" did not compute them; empty otherwise.
     """
 
     dataset: str
@@ -77,14 +76,16 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """What was joined, from where and how; enough to join the same columns again.
+    """What was joined, from where and with which settings; enough to join the same columns again.
 
     Attributes:
-        rows: rows with values, which is every row: a miss is an error. None for a stream, whose end nobody knows.
-        coverage: rows with values over rows, 1.0 for a join that succeeded.
-        scored, computed: rows whose values the service scored now, and the trainer's own model computed; the others' were
-            there.
-        brought: columns that the dataset brought along, and that were verified.
+        where: where the values come from.
+        settings: the settings of the sums.
+        rows: rows with values. This is every row, because a miss is an error. None for a stream, whose length is unknown.
+        coverage: rows with values divided by all rows, 1.0 for a join that succeeded.
+        scored, computed: rows whose values were scored by the service, or computed by the trainer's own model, during this
+            join; all other rows already had values.
+        brought: reference columns that were already in the dataset, and that were verified.
     """
 
     where: Where
@@ -107,25 +108,25 @@ def join_reference_logps(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> AnyDataset:
-    """`dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
+    """Return `dataset` with ref_chosen_logps and ref_rejected_logps (KTO: ref_logps, ref_KL_logps).
 
     Args:
-        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream
-            (IterableDataset) is joined as it is read.
+        dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream (IterableDataset)
+            is joined while it is read.
         source: where the values are.
-        max_length, truncation_mode, ld_alpha: as in the trainer's config; the values are the sums that TRL's own
-            precomputation would give under them.
+        max_length, truncation_mode, ld_alpha: as in the trainer's config; the values are the sums that TRL's own precomputation
+            would give with these settings.
 
     Returns:
         The dataset with float32 columns, in nats, summed over each completion.
 
     Raises:
-        MissingLogpsError: rows that were never scored; names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        BroughtColumnsError: the dataset brings columns of these names that are not the reference's.
+        BroughtColumnsError: the dataset already has columns with these names, and their values are not the reference's.
         UsageError: on_miss="compute", which needs a trainer; rows with images, video or audio.
 
-        Of a stream, the first three come while it is read.
+        For a stream, the first three are raised while it is read.
     """
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
@@ -146,7 +147,7 @@ def join_reference_logps(
 
 
 def ask_dataset(dataset: Dataset, layout: Layout, settings: Settings) -> Asked:
-    """What a dataset's rows ask of a store."""
+    """Return the keys and lengths that a dataset's rows need from a store."""
     cut = Settings() if layout.cut else settings
     return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
 
@@ -154,10 +155,11 @@ def ask_dataset(dataset: Dataset, layout: Layout, settings: Settings) -> Asked:
 def answer_rows(
     dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: Settings
 ) -> tuple[Values, Join, int]:
-    """Look every row up, and have the service score those without values where the source says so.
+    """Look up every row, and have the service score the missing rows if the source says so.
 
     Returns:
-        the values as they are now, the join, and how many rows the service scored.
+        the values (of a newer snapshot if the service scored rows), the join, and the number of rows that were sent to the
+        service.
     """
     join = values.answer(asked, settings)
     missing = np.flatnonzero(join.missing)
@@ -176,11 +178,11 @@ def answer_rows(
 
 
 def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses | None:
-    """The rows of a dataset that a join has no values for; None where it has values for all."""
+    """Return the rows of a dataset that have no values in a join; None if every row has values."""
     missing = np.flatnonzero(join.missing)
     if not len(missing):
         return None
-    own = next(iter(join.logps.values()))  # NaN where the row's own completion is what is missing
+    own = next(iter(join.logps.values()))  # NaN if the row's own completion is missing
     return Misses(
         name,
         missing,
@@ -192,7 +194,7 @@ def misses_of(dataset: Dataset, name: str, layout: Layout, join: Join) -> Misses
 
 
 def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
-    """Write the token ids of all missing rows into one file that `reflogp score` reads; its path."""
+    """Write the token ids of all missing rows into one file that `reflogp score` reads; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "reflogp-missing.parquet"
     tables = [part.tokens for part in misses if part.tokens is not None]
@@ -202,7 +204,7 @@ def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
 
 
 def missing_error(misses: Sequence[Misses], where: Where, command: str) -> MissingLogpsError:
-    """The error that names all missing rows of all datasets, and one command that scores them."""
+    """Return the error that names all missing rows of all datasets, and one command that scores them."""
     place = f"in snapshot {where.snapshot} of reference {where.reference_id} in {where.store}"
     words = f"{' and '.join(map(str, misses))} have no reference log-probs {place}. "
     if why := "; ".join(dict.fromkeys(part.why for part in misses if part.why)):
@@ -224,7 +226,7 @@ def missing_error(misses: Sequence[Misses], where: Where, command: str) -> Missi
 
 
 def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
-    """Raise UnusableLogpsError where values of a dataset's rows are damaged or not finite."""
+    """Raise UnusableLogpsError if values of a dataset's rows are damaged or not finite."""
     unusable = np.flatnonzero(join.unusable)
     if len(unusable):
         raise UnusableLogpsError(
@@ -237,14 +239,14 @@ def require_usable(rows: int, name: str, join: Join, values: Values) -> None:
 def with_columns(
     dataset: Dataset, columns: Columns, tokens: Sequence[npt.NDArray[np.int64]], dtype: str
 ) -> tuple[Dataset, tuple[str, ...]]:
-    """The dataset with reference columns, and which of them it had brought along.
+    """Return the dataset with reference columns, and the names of those columns that it already had.
 
     Args:
         columns: name -> float32 (n,), in nats.
-        tokens: log-probs in each sum, int64 (n,), for each column.
-        dtype: what the reference computed in; brought columns may differ by as much as that explains.
+        tokens: number of log-probs in each sum, int64 (n,), for each column.
+        dtype: dtype in which the reference computed; existing columns may differ by the rounding of that dtype.
 
-    Raises BroughtColumnsError where a brought column's values are not the reference's.
+    Raises BroughtColumnsError if an existing column's values are not the reference's.
     """
     brought = []
     for (name, values), count in zip(columns.items(), tokens, strict=True):
@@ -264,18 +266,18 @@ def join_stream(
     trainer: Any = None,
     name: str = THE_DATASET,
 ) -> IterableDataset:
-    """A stream whose rows get their reference columns as they are read, some hundreds at a time.
+    """Return a stream whose rows get their reference columns while they are read, in batches of a few hundred rows.
 
     Args:
-        values: opened here, because Delta's library cannot be used in a data loader's worker, which is a forked process.
-        trainer: who will read the columns; None for TRL's newest names.
-        name: of the dataset, for errors.
+        values: already open, because Delta's library cannot be used in a data loader's worker, which is a forked process.
+        trainer: the trainer that reads the columns; None for TRL's newest column names.
+        name: the dataset's name, for errors.
     """
     return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)
 
 
 class _StreamJoin:
-    """Joins one batch of a stream, where it is read: in a data loader's worker too."""
+    """Joins one batch of a stream in the process that reads it, which may be a data loader's worker."""
 
     def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name
@@ -308,16 +310,16 @@ def _tables(dataset: Dataset, layout: Layout) -> Iterator[pa.Table]:
 
 
 def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.Table:
-    """Some rows' token ids under the names that the scorer knows."""
+    """Return some rows' token ids under the column names that the scorer reads."""
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
-#: A whole dataset that is missing is more often tokenised otherwise than never scored, and scoring it would hide that.
+#: If every row is missing, the dataset was probably tokenised differently, and scoring it would hide that.
 NONE_FOUND = "None was found: if they were scored before, compare the tokenizer and the chat template with those first. "
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:
-    """The first of these rows, for a message."""
+    """Return the first of these row numbers as text for a message."""
     return ", ".join(str(row) for row in rows[:_NAMED_ROWS]) + (", …" if len(rows) > _NAMED_ROWS else "")
 
 

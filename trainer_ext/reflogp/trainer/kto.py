@@ -1,6 +1,6 @@
-"""CachedKTOTrainer: TRL's KTOTrainer on stored reference log-probs.
+"""TRL's KTOTrainer on stored reference log-probs.
 
-TRL pairs each prompt with another row's completion to estimate its KL term, by batch size and order; those sequences have
+To estimate its KL term, TRL pairs each prompt with another row's completion, by batch size and order. Those sequences have
 values of their own, so they are looked up in the rows that TRL prepared.
 """
 
@@ -15,7 +15,11 @@ from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
 
 
 def _kto_trainer() -> Any:
-    """TRL's KTOTrainer with the hook: the one it exports since 1.8, from 1.2 on below one that only warns of its place."""
+    """Return the KTOTrainer with the hook, or None.
+
+    Since TRL 1.8 it is the exported class. Before that, from 1.2 on, it is a parent of the exported class, which only warns
+    that the trainer moves.
+    """
     return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
 
 
@@ -24,9 +28,11 @@ _Trainer: Any = _found or object
 
 
 class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
-    """KTO without a reference model: its log-probs come from a store. Arguments are `CachedReferenceMixin`'s and TRL's.
+    """KTO without a reference model: its log-probs come from a store.
 
-    Raises ImportError, when it is made, with a TRL whose KTOTrainer lacks the hook, as those before 1.2 do.
+    Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Raises ImportError, when it is made, with a TRL whose KTOTrainer lacks the hook, such as those before 1.2.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

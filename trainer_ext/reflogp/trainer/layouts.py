@@ -1,7 +1,6 @@
-"""What versions of TRL call the columns of their tokenised datasets, turned into one shape.
+"""Translate the column names of tokenised datasets between versions of TRL.
 
-Knows names, and which trainer reads which. Asks what is there, never for a version number. Does not know values. Called by the
-trainers' join.
+Versions are distinguished by the columns and functions that exist, never by a version number.
 
     DPO   TRL 0.29 and newer   prompt_ids, chosen_ids, rejected_ids                                ref_chosen_logps, …
     DPO   0.13 to 0.28         prompt_input_ids, chosen_input_ids, rejected_input_ids              the same; IPO reads means
@@ -23,7 +22,7 @@ from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS
 from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.windows import without_first
 
-#: How KTO trainers up to TRL 1.5 call the columns.
+#: Names of the columns in KTO trainers up to TRL 1.5.
 _EARLY_KTO_NAMES = {"ref_logps": "reference_logps", "ref_KL_logps": "reference_KL_logps"}
 KL_IDS = "KL_completion_ids"
 REFERENCE_COLUMNS = frozenset({*PAIR_COLUMNS.values(), *KTO_COLUMNS.values(), *_EARLY_KTO_NAMES.values()})
@@ -34,10 +33,11 @@ class Layout:
     """The columns of one tokenised dataset.
 
     Attributes:
-        columns: the ones that hold tokens.
-        canonical: a table of them -> prompt_ids with chosen_ids and rejected_ids, or with completion_ids (KL_completion_ids).
-        names: reference column -> what this trainer calls it.
-        cut: the rows are truncated already.
+        columns: the columns that hold tokens.
+        canonical: converts a table of them into prompt_ids with chosen_ids and rejected_ids, or with completion_ids
+            (KL_completion_ids).
+        names: reference column -> the trainer's name for it, if it differs.
+        cut: True if the rows are truncated already.
     """
 
     columns: list[str]
@@ -50,16 +50,16 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Which of these columns hold reference log-probs."""
+    """Return those of the names that are columns of reference log-probs."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
 def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
-    """The layout of a dataset with these columns.
+    """Return the layout of a dataset with these columns.
 
     Args:
-        column_names: of the tokenised dataset.
-        trainer: who will read the reference columns; None for TRL's newest names.
+        column_names: the columns of the tokenised dataset.
+        trainer: the trainer that reads the reference columns; None for TRL's newest names.
     """
     there = set(column_names)
     names = _EARLY_KTO_NAMES if hasattr(trainer, "compute_reference_log_probs") else {}
@@ -75,7 +75,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Columns that hold prompt and completion in one, cut where the prompt ends."""
+    """Split columns that hold prompt and completion together at the end of the prompt."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:

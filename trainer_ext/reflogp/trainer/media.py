@@ -1,6 +1,6 @@
-"""Refuse datasets with images, video or audio: stored log-probs are of tokens alone.
+"""Refuse datasets with images, video or audio, because stored log-probs are of tokens alone.
 
-Says what a dataset holds beside text before a trainer prepares it, so that no row is trained on values of another input.
+A dataset is checked before a trainer prepares it, so that no row is trained on with values of another input.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from datasets import Dataset, IterableDataset
 from reflogp.store import UsageError
 from reflogp.store.media import MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
 
-#: Columns by which TRL decides that all rows are images, whatever they hold.
+#: Columns from whose names TRL concludes that all rows are images, whatever they hold.
 _READ_BY_TRL = ("image", "images")
 _BATCH_ROWS = 1000
 
 
 def refuse_media(dataset: Any, name: str, raw: bool) -> None:
-    """Raise UsageError, with the first such row's number, where a dataset holds more than text and token ids.
+    """Raise UsageError, with the number of the first such row, if a dataset holds more than text and token ids.
 
     Args:
-        dataset: a Dataset, of which the rows are read that may hold media, or a stream, of which the first row is read;
-            anything else passes.
-        name: what to call it: train, eval, …
-        raw: TRL has not prepared it yet, and would take columns of images for its sign of a vision dataset.
+        dataset: a Dataset, all of whose rows are checked if columns may hold media; or a stream, whose first row is checked if
+            `raw`; anything else passes.
+        name: the dataset's name in messages: train, eval, …
+        raw: True if TRL has not prepared it yet, and would treat it as a vision dataset because it has columns for images.
     """
     if isinstance(dataset, IterableDataset):
         first = next(iter(dataset), None) if raw else None
@@ -50,7 +50,7 @@ def refuse_media(dataset: Any, name: str, raw: bool) -> None:
 
 
 def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
-    """Raise UsageError where a row holds more than text and token ids."""
+    """Raise UsageError if a row holds more than text and token ids."""
     media = media_of(row)
     if media is not None:
         raise UsageError(
@@ -66,7 +66,7 @@ def _may_hold_media(column: str, dataset: Dataset) -> bool:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether a column can hold nothing but text, or messages whose content is text."""
+    """Return True if a column can hold only text, or messages whose content is text."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         message = kind.value_type
         if not pa.types.is_struct(message) or message.get_field_index("content") < 0:

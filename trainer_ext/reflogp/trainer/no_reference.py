@@ -1,7 +1,4 @@
-"""Keeps TRL from loading, copying or hashing a reference model while a trainer is built, and proves that none is used after.
-
-Knows which names of a TRL trainer's module do that. Called by the cached and the remote trainers.
-"""
+"""Keep TRL from loading, copying or hashing a reference model in a trainer's constructor, and from using one afterwards."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from reflogp.store import UsageError
 
 
 class NoReferenceModel:
-    """Stands where TRL keeps its reference model, and refuses to be one.
+    """Takes the place of TRL's reference model, and refuses to be used as one.
 
-    Its presence tells TRL's `evaluate` that the reference does not depend on the trained policy; any attempt to run, move or
-    read it raises.
+    Its presence tells TRL's `evaluate` that the reference does not depend on the trained policy. Any attempt to run, move or
+    read it raises an error.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -33,22 +30,22 @@ class NoReferenceModel:
 
 
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:
-    """Raise UsageError where a trainer that takes values is given a model."""
+    """Raise UsageError if a reference model is given to a trainer that takes stored values."""
     if ref_model is not None:
         raise UsageError(f"{trainer} takes reference=, not ref_model=: no reference model is ever loaded")
 
 
 @contextmanager
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
-    """While the block runs, TRL's modules below `trainer_class` neither make a reference model nor hash the policy.
+    """Within the block, prevent the TRL modules of `trainer_class` from making a reference model and from hashing the policy.
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference under FSDP even when
-    it precomputes; TRL <= 1.1 always makes one (`create_model_from_path`, earlier `create_reference_model`). The names are
-    looked up in the modules of the class and of its parents, and left alone where they are not there.
+    it precomputes. TRL <= 1.1 always makes a reference (`create_model_from_path`, earlier `create_reference_model`). These
+    names are replaced in the modules of the class and of its parents, if they exist there.
 
     Args:
         trainer_class: a trainer.
-        policy_is_path: the policy is a path, so the first model that is created is the policy.
+        policy_is_path: True if the policy is given as a path, so that the first model that is created is the policy.
     """
     policies_left = 1 if policy_is_path else 0
 

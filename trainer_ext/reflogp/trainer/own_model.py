@@ -1,8 +1,4 @@
-"""Reference log-probs by the trainer's own model, with TRL's own function for them.
-
-Knows how TRL's trainers compute a batch's reference values, in each version's spelling. Called by the step-0 gate and spot
-checks (is the policy the reference?) and for `on_miss="compute"`.
-"""
+"""Compute reference log-probs with the trainer's own model and TRL's own function, in each TRL version's spelling."""
 
 from __future__ import annotations
 
@@ -25,22 +21,22 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: First rows of each weight that are compared: training moves some of nearly every one.
+#: Number of first rows of each weight that are compared: training changes some of them in nearly every weight.
 _WEIGHT_ROWS = 64
-#: Rows with stored values that a model has to give before its values of others are taken.
+#: Rows with stored values that a model has to reproduce before its values for other rows are accepted.
 _PROBES = 8
 
 
 def computes_references(trainer: Any) -> bool:
-    """Whether a trainer has TRL's function for reference log-probs."""
+    """Return True if a trainer has TRL's function for reference log-probs."""
     return hasattr(trainer, "compute_ref_log_probs") or hasattr(trainer, "compute_reference_log_probs")
 
 
 def no_own_reference(trainer: Any) -> str:
-    """Why the trainer's model does not give the reference's values; empty where it does.
+    """Return why the trainer's model does not give the reference's values; empty if it does.
 
-    It does with its adapter switched off, or where it starts at the reference, as long as the weights behind that are those
-    that the trainer was made with. Every process has to ask together.
+    The model gives them with its adapter switched off, or if the policy starts at the reference, as long as the underlying
+    weights are unchanged since the trainer was made. All processes have to call this together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
         return "the policy does not start at the reference (policy_starts_at_reference=False)"
@@ -48,10 +44,11 @@ def no_own_reference(trainer: Any) -> str:
 
 
 def reference_logps(trainer: Any, model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What TRL would take for a batch's reference log-probs, from the policy itself (with adapters off, where it has them).
+    """Return the values that TRL would use as a batch's reference log-probs, computed by the policy with any adapters off.
 
     Args:
-        model: as `training_step` gets it.
+        trainer: a trainer that `computes_references`.
+        model: the model that `training_step` gets.
         batch: collated, on the model's device.
 
     Returns:
@@ -77,19 +74,21 @@ def fill_in(
     tokens: Sequence[npt.NDArray[np.int64]],
     dtype: str,
 ) -> str:
-    """Compute reference log-probs of rows that have none, on all processes together, and write them into `columns`.
+    """Compute reference log-probs for rows without values, on all processes together, and write them into `columns`.
 
-    Some rows that have values are computed too: where the model does not give those, it is not the reference. Where no row has
-    values, its weights are compared with the reference's files.
+    Some rows with values are computed too: if the results differ, the model is not the reference. If no row has values, the
+    model's weights are compared with the reference's files instead.
 
     Args:
+        trainer: the trainer whose model computes them.
         dataset: tokenised rows as TRL prepared them.
+        missing: numbers of the rows without values, int64 (n,).
         columns: column -> float32 (n,), as the trainer's loss reads them.
-        tokens: log-probs in each sum, int64 (n,), for each column.
-        dtype: what the reference was scored in.
+        tokens: number of log-probs in each sum, int64 (n,), for each column.
+        dtype: dtype in which the reference was scored.
 
     Returns:
-        why the trainer's model cannot compute them, and then nothing was written; else an empty text.
+        why the trainer's model cannot compute them, in which case nothing was written; otherwise an empty string.
     """
     if why := no_own_reference(trainer):
         return why
@@ -116,7 +115,7 @@ def fill_in(
 
 
 def _is_not_the_checkpoint(trainer: Any) -> str:
-    """Why a trainer's model is not known to have the weights of its reference's files; empty where it has them."""
+    """Return why a trainer's model may not have the weights of its reference's files; empty if it has them."""
     unknown = "no row has stored values to compare this trainer's model with"
     if trainer.reference.model is None:
         return f"{unknown}, and ReferenceSource has no model="
@@ -138,12 +137,12 @@ def _is_not_the_checkpoint(trainer: Any) -> str:
 
 
 def _name_in_files(name: str) -> str:
-    """A parameter's name without what PEFT puts around it."""
+    """Return a parameter's name without the parts that PEFT adds."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]:
-    """Reference log-probs of rows by the trainer's model; every process gets them all."""
+    """Compute rows' reference log-probs with the trainer's model; every process gets all of them."""
     loader = trainer.accelerator.prepare(
         DataLoader(rows, batch_size=trainer.args.per_device_eval_batch_size, collate_fn=trainer.data_collator)
     )
@@ -156,8 +155,10 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """Put the policy where a cached trainer has a stand-in. TRL takes None for a policy with its adapter off, and from 0.29 to
-    1.1 for nothing else."""
+    """Put the policy in place of a cached trainer's stand-in for the reference model.
+
+    TRL accepts None for a policy with its adapter off. From 0.29 to 1.1 it accepts None for nothing else.
+    """
     stand_in = getattr(trainer, "ref_model", None)
     trainer.ref_model = None if is_peft_model(trainer.model) else trainer.model
     try:

@@ -1,7 +1,4 @@
-"""A trainer's padded batch as the sequences that a service scores, and the answers in the batch's shape again.
-
-Knows padding and what it does to positions. Does not know services or trainers. Used by `RemoteReference`.
-"""
+"""Convert a trainer's padded batch into sequences for a service to score, and the responses back into the batch's shape."""
 
 from __future__ import annotations
 
@@ -13,20 +10,21 @@ import numpy.typing as npt
 import torch
 
 Ids = npt.NDArray[np.int64]
-#: Embeddings of positions have as many rows as the config says, or a few more (OPT: 2).
+#: Position embeddings have as many rows as the config says, or a few more (OPT: 2).
 _SPARE_POSITIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Rows of prompt and completion, padded on both sides, and which of their log-probs are wanted.
+    """Rows of prompt and completion, padded on both sides, and the log-probs that are needed of them.
 
     Attributes:
         input_ids: (rows, width).
         attention_mask: 0 where a token is padding, (rows, width).
-        completion: tokens at the end of each row that are wanted; as many as the width for all that have a context.
+        completion: number of tokens at the end of each row whose log-probs are needed; the full width for all tokens that have
+            a context.
         temperature: logits are divided by it.
-        at_padding: want values at the completion's padding too, as the model computes them there.
+        at_padding: True if values are needed at the completion's padding too, as the model computes them there.
     """
 
     input_ids: Ids
@@ -37,7 +35,10 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
-        """From tensors on any device. They are copied to the host here, by the thread that may wait for a device."""
+        """Make a batch from tensors on any device.
+
+        They are copied to the host here, in the calling thread, which may wait for a device.
+        """
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 
     def same_as(self, other: PaddedBatch) -> bool:
@@ -48,11 +49,11 @@ class PaddedBatch:
         )
 
     def wanted(self, absolute_positions: bool) -> tuple[list[Wanted], list[Wanted]]:
-        """(sequences without padding, rows that keep theirs): what has to be scored.
+        """Return the sequences to score: (sequences without padding, rows that keep their padding).
 
-        A row's padding can be left out where it only moves all positions alike, and the model's attention sees none but
-        differences of positions. It is kept for a model with absolute positions, where it has holes, where it is all that a
-        completion has before it, and where values at the padding itself are wanted.
+        A row's padding can be left out if it only shifts all positions equally, and the model's attention depends only on
+        differences of positions. Padding is kept in these cases: the model has absolute positions, the padding has gaps,
+        padding is all the context that a completion has, or values at the padding itself are needed.
         """
         plain, padded = [], []
         prompt = self.input_ids.shape[1] - self.completion
@@ -76,7 +77,7 @@ class PaddedBatch:
         return plain, padded
 
     def filled(self, answers: list[tuple[Wanted, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
-        """Log-probs in the batch's shape, (rows, completion), zero where none is wanted."""
+        """Return log-probs in the batch's shape, (rows, completion), zero where none is needed."""
         values: npt.NDArray[np.float32] = np.zeros(self.input_ids.shape, np.float32)
         for wanted, logps in answers:
             values[wanted.row, wanted.start : wanted.start + len(logps)] = logps
@@ -90,9 +91,9 @@ class Wanted:
     """One row's sequence.
 
     Attributes:
-        row, start: where the completion's values go.
+        row, start: position in the batch of the completion's values.
         prompt_ids, completion_ids: its tokens, (n,) and (m,).
-        attention_mask: of both, (n + m,); None where no padding is among them.
+        attention_mask: mask of both, (n + m,); None if they contain no padding.
     """
 
     row: int
@@ -103,9 +104,10 @@ class Wanted:
 
 
 def has_absolute_positions(model: torch.nn.Module) -> bool:
-    """Whether a model looks up positions in a table, so that padding on the left gives a token another position.
+    """Return True if a model looks up positions in a table, so that padding on the left changes a token's position.
 
-    A static fact, read once from the unwrapped model: a wrapped one (DataParallel, FSDP) has no config, or parts of one.
+    This never changes, so it is read once, from the unwrapped model: a wrapped one (DataParallel, FSDP) has no config, or only
+    parts of one.
     """
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0

@@ -1,7 +1,7 @@
-"""Tells from the weights whether a policy is still what it was when its trainer was made.
+"""Detect whether a policy's weights have changed since its trainer was made.
 
-The number of steps does not tell: `train()` resets it, a checkpoint may be loaded without it, and a user may change the model.
-Version counters of tensors do not either: what is written through `.data` leaves them as they are. So the content is hashed.
+Step counts do not show that: `train()` resets them, a checkpoint may be loaded without them, and a user may change the model.
+Version counters of tensors do not either, because writes through `.data` do not change them. So the weights' content is hashed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from reflogp.trainer.ranks import Rank, gather
 
-#: Elements that are hashed at a time: what a CPU's cache holds, and what keeps a GPU busy in little memory.
+#: Elements hashed at a time: few enough for a CPU's cache; enough to keep a GPU busy without much memory.
 _AT_ONCE_ON_CPU, _AT_ONCE = 1 << 16, 1 << 26
 #: Odd multipliers of a mixing function (xxHash's primes, as signed 32-bit integers).
 _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
@@ -26,10 +26,10 @@ _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x85EBCA77 - (1 << 32)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one process holds of a model's weights.
+    """A digest of the weights that one process holds.
 
     Attributes:
-        layout: shapes and dtypes; another one after weights were split over processes or cast.
+        layout: digest of shapes and dtypes; it changes when weights are split over processes or cast.
         content: a hash of every value.
     """
 
@@ -38,12 +38,14 @@ class Fingerprint:
 
 
 def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerprint:
-    """Hash a model's parameters, where they are: 1.3 ns each on one core of a CPU.
+    """Hash a model's parameters on their device: 1.3 ns per parameter on one CPU core.
 
-    Weights that are split over processes (FSDP, ZeRO-3) are hashed as far as this process holds them.
+    Of weights that are split over processes (FSDP, ZeRO-3), each process hashes the part that it holds.
 
     Args:
-        with_adapters: False for a PEFT model's weights that count with its adapters off, and those of a "ref" adapter.
+        model: the unwrapped model.
+        with_adapters: False to hash only those weights of a PEFT model that are used with its adapters off, and those of a
+            "ref" adapter.
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -54,12 +56,12 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
 
 class PolicyWeights(TrainerCallback):
-    """Follows the weights of a trainer's policy from the moment that this is made.
+    """Tracks whether the weights of a trainer's policy change after this object is made.
 
     Args:
-        trainer: a transformers Trainer. Its `train` is wrapped, because weights are cast, split and loaded before callbacks
-            are called.
-        with_adapters: as for `fingerprint`.
+        trainer: a transformers Trainer. Its `train` is wrapped, because weights are cast, split and loaded before callbacks are
+            called.
+        with_adapters: see `fingerprint`.
     """
 
     def __init__(self, trainer: Any, with_adapters: bool = False) -> None:
@@ -78,19 +80,22 @@ class PolicyWeights(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Weights that were right before `train` split, cast or broadcast them are right in their new form."""
+        """Record the weights' new form.
+
+        Weights that were unchanged before `train` split, cast or broadcast them count as unchanged in their new form.
+        """
         if self._carries:
             self._known.append(self._now())
-        self._carries = False  # a loop that starts again within one `train` (auto_find_batch_size) begins elsewhere
+        self._carries = False  # a loop that restarts within one `train` (auto_find_batch_size) may begin with other weights
 
     @property
     def unchanged(self) -> bool:
-        """Whether the policy has the weights it had at first, on all processes. Every process has to ask together."""
+        """Whether the policy has its first weights on all processes. All processes have to read this together."""
         return all(gather(self._now() in self._known))
 
     @property
     def _is_split(self) -> bool:
-        """Whether `train` may change the form of the weights: it splits or casts them, or copies the first process'."""
+        """Whether `train` may change the form of the weights: split them, cast them, or replace them by the first process'."""
         split = any(getattr(self._trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed"))
         return split or Rank.here().count > 1
 
@@ -99,7 +104,7 @@ class PolicyWeights(TrainerCallback):
 
 
 def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
-    """What follows a trainer's policy; made at the first call, which counts as the beginning."""
+    """Return the PolicyWeights of a trainer; the first call makes it and records the initial weights."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     if found is None:
         found = trainer._reflogp_policy_weights = PolicyWeights(trainer, with_adapters)
@@ -107,7 +112,7 @@ def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
 
 
 def is_unchanged(trainer: Any) -> bool:
-    """Whether a trainer's policy has the weights that it was made with; True while it is being made."""
+    """Return True if a trainer's policy has the weights that it was made with, or is still being made."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     return found is None or found.unchanged
 
@@ -117,12 +122,12 @@ def _weights(model: Any, with_adapters: bool) -> Iterator[torch.Tensor]:
     adapters = {name for name in model.peft_config if name != "ref"} if skips else set()
     for name, parameter in model.named_parameters():
         if adapters.isdisjoint(name.split(".")):  # PEFT keeps each adapter's weights under its name
-            held = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of it
+            held = getattr(parameter, "ds_tensor", parameter)  # with ZeRO-3, this process' part
             yield held.to_local() if hasattr(held, "to_local") else held
 
 
 def _mixed_sum(tensor: torch.Tensor) -> int:
-    """The sum of a hash of each element's bits. A plain sum would miss two changes that cancel."""
+    """Return the sum of a hash of each element's bits. A plain sum would miss two changes that cancel."""
     if tensor.is_meta or not tensor.numel():
         return 0
     flat = tensor.detach().reshape(-1)

@@ -1,7 +1,6 @@
-"""Work that the processes of a distributed run do together: what fails on one fails on all, and nobody waits for the dead.
+"""Run work in all processes of a distributed run: if it fails in one, it fails in all, and no process waits forever.
 
-Knows torch.distributed's process group and accelerate's numbering of processes. Does not know what the work is. Called by the
-trainers' join and by the audit.
+Uses torch.distributed's process group and accelerate's numbering of processes.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from reflogp.trainer.errors import RankFailedError
 
 T = TypeVar("T")
 
-#: Seconds between two signs of life.
+#: Seconds between two signs of life that the processes exchange.
 _BEAT = 5.0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among all.
+    """The position of this process in a distributed run.
 
     Attributes:
         rank: its number.
-        count: processes in all.
-        local_rank: its number on its node; 0 does the node's lookups.
+        count: number of processes.
+        local_rank: its number on its node; process 0 of each node does the node's lookups.
     """
 
     rank: int
@@ -44,7 +43,7 @@ class Rank:
 
 
 def gather(value: T) -> list[T]:
-    """Every process' value, in the order of ranks, on every process."""
+    """Return every process' value, in the order of ranks, on every process."""
     rank = Rank.here()
     if rank.count == 1:
         return [value]
@@ -54,30 +53,31 @@ def gather(value: T) -> list[T]:
 
 
 def on_all_ranks(what: str, work: Callable[[], T]) -> T:
-    """Run `work` on every process, and give this one's result once all have succeeded.
+    """Run `work` on every process, and return this process' result after all have succeeded.
 
     Args:
-        what: what is done, for the error on the others.
+        what: description of the work, for the error on the other processes.
         work: may take part in collective operations itself.
 
     Raises:
-        what `work` raised, on the process where it did; RankFailedError, with its words, on all others.
+        the exception of `work` on the process where it was raised; RankFailedError with its text on all others.
     """
     if Rank.here().count == 1:
         return work()
     future: Future[T] = Future()
     try:
         future.set_result(work())
-    except Exception as error:  # told to the others, and raised again
+    except Exception as error:  # sent to the other processes, and raised again
         future.set_exception(error)
     return _agreed(what, future)
 
 
 def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
-    """As `on_all_ranks`, for work that may outlast the process group's timeout (10 minutes with NCCL).
+    """Run work as `on_all_ranks` does, even if it takes longer than the process group's timeout (10 minutes with NCCL).
 
     Args:
-        work: takes no part in collective operations: it runs in a thread, while the processes tell each other that they live.
+        what: description of the work, for the error on the other processes.
+        work: must not take part in collective operations: it runs in a thread, while the processes exchange signs of life.
     """
     if Rank.here().count == 1:
         return work()
@@ -86,7 +86,13 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
 
 def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], None] | None = None) -> T:
-    """As `on_all_ranks_for_long`, for work that is under way on every process; `on_wait` is called while this one's is slow."""
+    """Wait for work that is under way on every process, then return or raise as `on_all_ranks_for_long` does.
+
+    Args:
+        what: description of the work, for the error on the other processes.
+        future: this process' work.
+        on_wait: called repeatedly while this process' work is not done.
+    """
     while True:
         wait([future], timeout=_BEAT)
         if on_wait is not None and not future.done():
@@ -105,6 +111,6 @@ def _agreed(what: str, future: Future[T]) -> T:
 
 
 def of_my_node(values: list[T]) -> T:
-    """Of values in the order of ranks, the one that this node's first process gave."""
+    """Return, from values in the order of ranks, the value of this node's first process."""
     rank = Rank.here()
     return values[rank.rank - rank.local_rank]

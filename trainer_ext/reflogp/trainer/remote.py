@@ -1,7 +1,6 @@
-"""RemoteReference: asks a service for reference log-probs, and stands where a trainer keeps its reference model.
+"""Get reference log-probs from a service, through an object that takes the place of a trainer's reference model.
 
-Knows the service's client, deadlines, and that all processes of a run succeed or fail together. Does not know trainers. Used by
-the remote trainers, and by loops of one's own.
+All processes of a distributed run succeed or fail together.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ logger = logging.getLogger(__name__)
 
 Logps = npt.NDArray[np.float32]
 
-#: Seconds between two warnings that a step waits.
+#: Seconds between two warnings that a step is waiting.
 _WORDS_SECONDS = 30.0
-#: Sequences of one request; a service's own bound is 4,096 unless its settings say otherwise.
+#: Sequences per request; a service's own limit is 4,096 unless its settings say otherwise.
 _SEQUENCES_AT_ONCE = 1024
 
 
 @dataclass
 class Traffic:
-    """What was asked, and what it cost.
+    """What was requested from the service, and how long it took.
 
     Attributes:
-        batches: batches asked for.
-        sequences, tokens: in them.
-        seconds: from each request's leaving to its values, added up.
-        waited_seconds: of these, how long the trainer stood still.
+        batches: number of batches requested.
+        sequences, tokens: numbers of sequences and tokens in the requests.
+        seconds: time from sending each batch's requests to receiving its values, added up.
+        waited_seconds: the part of that time in which the trainer waited.
     """
 
     batches: int = 0
@@ -68,20 +67,20 @@ class Traffic:
 
 
 class RemoteReference(NoReferenceModel):
-    """A reference model that is somewhere else: a service has it, and this asks for its log-probs.
+    """A reference model that runs in a service; this object requests its log-probs.
 
-    It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and one of
-    each row is needed. `per_token_logps` gives those.
+    It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and only
+    one number of each row is needed. `per_token_logps` returns those.
 
     Args:
         source: a running service and the reference model's name, path or id.
-        deadline: seconds that one batch's values may take, tries and pauses between them included: so long a service may be
-            slow, away or restarting.
-        absolute_positions: the reference looks up positions in a table (GPT-2), so padding is part of what it sees.
+        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. A service may
+            be slow, unreachable or restarting for that time.
+        absolute_positions: True if the reference looks up positions in a table (GPT-2), so that padding changes its input.
 
     Raises:
         UsageError: the source is no service.
-        ReferenceNotFoundError, ServiceError: no such reference, or no service.
+        ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
         RankFailedError: another process could not reach it.
 
     Example:
@@ -90,7 +89,7 @@ class RemoteReference(NoReferenceModel):
 
     Attributes:
         where: the service, the reference id and its dtype.
-        traffic: what was asked so far.
+        traffic: what was requested so far.
     """
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
@@ -120,24 +119,24 @@ class RemoteReference(NoReferenceModel):
         completion_tokens: int | None = None,
         temperature: float = 1.0,
     ) -> torch.Tensor:
-        """log p of each token given those before it.
+        """Return log p of each token given the tokens before it.
 
         Args:
             input_ids: (rows, width), padded on either side.
-            attention_mask: 0 where a token is padding, (rows, width); None for none.
-            completion_tokens: how many at the end of each row; None for all but the first.
+            attention_mask: 0 where a token is padding, (rows, width); None if there is no padding.
+            completion_tokens: number of tokens at the end of each row; None for all but the first.
             temperature: logits are divided by it.
 
         Returns:
-            float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and for a
-            row's first token where all are asked for.
+            float32 (rows, completion_tokens), or (rows, width - 1), on the device of `input_ids`; zero at padding, and zero for
+            a row's first token if completion_tokens is None.
 
         Raises:
-            UsageError: shapes that do not fit, or a temperature that is none.
+            UsageError: shapes that do not fit, or a temperature that is not above 0.
             UnusableLogpsError: rows that the service cannot score.
             ReferenceChangedError: the service has another reference now.
-            ServiceError: no answer before the deadline.
-            RankFailedError: one of these on another process: all processes ask together.
+            ServiceError: no response before the deadline.
+            RankFailedError: another process has raised one of these; all processes must call this together.
         """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
@@ -154,11 +153,11 @@ class RemoteReference(NoReferenceModel):
         return torch.from_numpy(values[:, 1:] if completion_tokens is None else values).to(input_ids.device)
 
     def require_numerics(self, dtype: str, float32_head: bool) -> None:
-        """Raises UsageError unless the service computes as the policy does.
+        """Raise UsageError unless the service computes in the same dtypes as the policy.
 
         Args:
-            dtype: what the policy computes in, of `computes_in`.
-            float32_head: the policy's logits are computed in float32.
+            dtype: dtype in which the policy computes, from `computes_in`.
+            float32_head: True if the policy's logits are computed in float32.
         """
         has = self._values.reference
         head = "float32" if float32_head else dtype
@@ -173,11 +172,14 @@ class RemoteReference(NoReferenceModel):
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Ask for a batch's values while something else is computed; `collect` gives them."""
+        """Request a batch's values in a thread, while something else is computed; `collect` returns them."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:
-        """A batch's values, (rows, completion): those that `begin` asked for, or asked for now. Raises as `per_token_logps`."""
+        """Return a batch's values, (rows, completion): those requested by `begin`, otherwise requested now.
+
+        Raises the errors of `per_token_logps`.
+        """
         pending, self._pending = self._pending, None
         if pending is None or not pending.batch.same_as(batch):
             pending = _Pending(batch, lambda: self._ask(batch))
@@ -220,7 +222,7 @@ class RemoteReference(NoReferenceModel):
                 [wanted.prompt_ids for wanted in part],
                 [wanted.completion_ids for wanted in part],
                 temperature=temperature,
-                cache_read=False,  # nobody scored what was just generated
+                cache_read=False,  # text that was just generated is not in the store
                 deadline=max(seconds, 0.001),
                 attention_masks=masks or None,
             )
@@ -248,20 +250,20 @@ class RemoteReference(NoReferenceModel):
 
 
 class _Pending:
-    """A batch whose values are on their way."""
+    """A batch whose values have been requested."""
 
     def __init__(self, batch: PaddedBatch, ask: Callable[[], Logps]) -> None:
         self.batch = batch
         self.began = self.ended = time.monotonic()
         self.future: Future[Logps] = Future()
         self._ask = ask
-        # A daemon: a run that is interrupted does not wait for an answer that nobody wants any more.
+        # A daemon thread, so that an interrupted run does not wait for a response that is no longer needed.
         threading.Thread(target=self._run, name="reflogp-remote", daemon=True).start()
 
     def _run(self) -> None:
         try:
             values = self._ask()
-        except BaseException as error:  # raised where the values are collected
+        except BaseException as error:  # raised by `collect`
             self.ended = time.monotonic()
             self.future.set_exception(error)
         else:
@@ -270,7 +272,7 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """The service's reference; raises where it knows values of it but has no model to compute new ones."""
+    """Return the service's reference; raise if the service has stored values of it but no model to compute new ones."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

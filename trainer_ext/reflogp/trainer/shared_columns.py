@@ -1,7 +1,4 @@
-"""Reference columns in a file that all processes of a node map into memory.
-
-Knows Arrow files and reflogp's cache folder. Called by the trainers' join: one process writes, all read.
-"""
+"""Share reference columns among the processes of a node: one writes an Arrow file, and all map it into memory."""
 
 from __future__ import annotations
 
@@ -22,23 +19,23 @@ Columns = dict[str, npt.NDArray[np.float32]]
 
 
 def save_columns(columns: Columns) -> Path:
-    """Write columns of equal length, each float32 (n,), and give the file's path.
+    """Write columns of equal length, each float32 (n,), and return the file's path.
 
     The file is named by its content, so runs that join the same values share it. It may be deleted when no run uses it.
 
-    Raises UsageError when the cache folder cannot be written.
+    Raises UsageError if the cache folder cannot be written.
     """
     return save_table(pa.table({name: pa.array(values, pa.float32()) for name, values in columns.items()}))
 
 
 def load_columns(file: Path) -> Columns:
-    """The columns of such a file, mapped into memory: arrays that share the file's pages with other processes."""
+    """Return the columns of such a file as arrays that share the file's memory pages with other processes."""
     table = load_table(file)
     return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
 
 
 def save_table(table: pa.Table) -> Path:
-    """Write a table and give the file's path; as `save_columns`."""
+    """Write a table and return the file's path; see `save_columns`."""
     content = stream_buffer(table)
     folder = cache_dir() / "joined"
     file = folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.arrow"
@@ -56,5 +53,5 @@ def save_table(table: pa.Table) -> Path:
 
 
 def load_table(file: Path) -> pa.Table:
-    """The table of such a file, mapped into memory."""
+    """Return the table of such a file, mapped into memory."""
     return Dataset.from_file(str(file)).data.table

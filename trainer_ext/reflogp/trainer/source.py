@@ -1,6 +1,6 @@
-"""Where a trainer's reference values come from: a store, a service or a file, and which reference model of it.
+"""Describe where a trainer's reference values are: a store, a service or a file, and which reference model of it.
 
-Knows reference ids and what a user writes. Loads no model. Used by every trainer and by `join_reference_logps`.
+No model is loaded.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ OnMiss = Literal["error", "score", "compute"]
 
 
 class ReferenceSource:
-    """Reference log-probs for trainers.
+    """The location of reference log-probs for trainers.
 
     Args:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file of `reflogp join`
             (….parquet).
-        model: the reference model: a folder or hub id. Only its files' digests are needed, which are remembered; weights are
-            never loaded. Leave it out where `reference_id` or `reference` is given, or the source is a file.
-        dtype: what it was scored in, as `--dtype`. Part of the reference id. None: what the run computes in, which
-            CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision; bfloat16 for everything else.
+        model: the reference model: a folder or hub id. Only its files' digests are needed, and they are cached; weights are
+            never loaded. Omit it if `reference_id` or `reference` is given, or if the source is a file.
+        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. None: the dtype in which the run
+            computes, which CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision; bfloat16 for
+            everything else.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
-        on_miss: what becomes of rows without values. "error": the run stops before it trains, with the command that scores
-            them. "score": the service scores them, into its store, before training begins. "compute": this trainer's own
-            model computes them, where it still is the reference: before the first step, or by switching its adapter off.
-        lm_head_dtype: "float32" where it was scored with `--lm-head-dtype float32`.
+        on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
+            that scores them. "score": the service scores them into its store before training begins. "compute": the trainer's
+            own model computes them while it still is the reference: before the first step, or with its adapter switched off.
+        lm_head_dtype: "float32" if it was scored with `--lm-head-dtype float32`.
         reference: a service's name for the reference model, instead of `model` or `reference_id`.
         token: a service's bearer token. Default: $REFLOGP_TOKEN.
-        score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is away for ten
-            minutes.
+        score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is unreachable for
+            ten minutes.
 
     Raises:
         UsageError: arguments that name no reference, or contradict each other.
@@ -86,7 +87,7 @@ class ReferenceSource:
         self.token = token
 
     def in_dtype_of_run(self, dtype: str) -> ReferenceSource:
-        """The source for a run that computes in `dtype`: this one, unless it was given no dtype of its own."""
+        """Return the source for a run that computes in `dtype`: this source, unless its own dtype was left open."""
         if not self._takes_the_runs_dtype or self.model is None or (self.described and self.described.dtype == dtype):
             return self
         found = copy.copy(self)
@@ -95,14 +96,14 @@ class ReferenceSource:
         return found
 
     def open(self, snapshot: int | None = None) -> Values:
-        """The values, as they are now or at a snapshot.
+        """Return the values at the latest snapshot or at a given one.
 
         Args:
-            snapshot: number; None for the source's own, else the latest.
+            snapshot: number; None for the source's own, otherwise the latest.
 
         Raises:
             ReferenceNotFoundError: nothing was ever scored with this reference.
-            SnapshotNotFoundError, UsageError, StoreError, ServiceError: it cannot be opened.
+            SnapshotNotFoundError, UsageError, StoreError, ServiceError: the source cannot be opened.
         """
         number = self.snapshot if snapshot is None else snapshot
         if self.is_service:
@@ -126,12 +127,13 @@ class ReferenceSource:
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: Settings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """A store's error that nothing was scored yet, with the whole command that scores.
+        """Return a store's error that nothing was scored yet, with the complete command that scores the data.
 
         Args:
-            error: as the store raised it, or as `open` has.
+            error: as the store or `open` raised it.
             data: file that the command reads.
-            dtype: what the run computes in, where that is known; None for this source's.
+            settings: the trainer's settings; None for the defaults.
+            dtype: dtype in which the run computes, if known; None for this source's.
         """
         assert self.described is not None
         command = self.score_command(dtype or self.described.dtype, data, settings)
@@ -141,7 +143,7 @@ class ReferenceSource:
         return type(error)(f"{words}. Score the data: {command}{hint}")
 
     def score_command(self, dtype: str, data: str = "DATA", settings: Settings | None = None) -> str:
-        """The command that scores data in a dtype."""
+        """Return the command that scores data in a dtype."""
         if self.described is None:
             return score_command("MODEL", data, self.location, dtype)
         reference = replace(self.described, dtype=dtype)
@@ -150,7 +152,7 @@ class ReferenceSource:
         return command_to_score(str(self.model), reference, data, self.location, settings or Settings())
 
     def how_to_score_in(self, dtype: str) -> str:
-        """What to do to have this reference's values in another dtype, as a sentence without its end."""
+        """Return advice on how to get this reference's values in another dtype, as a sentence without its full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"
             return f'Give the service dtype = "{dtype}" for it ([references.{name}] in its settings) and score there'

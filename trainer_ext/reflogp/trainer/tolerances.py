@@ -1,7 +1,4 @@
-"""How far two computations of the same log-probs may lie apart: measured, by dtype and kind of model.
-
-Knows numbers only. Used by the step-0 gate, by spot checks, and to verify columns that a dataset brought along.
-"""
+"""Define how far two computations of the same log-probs may differ: measured, by dtype and kind of model."""
 
 from __future__ import annotations
 
@@ -11,39 +8,40 @@ import torch
 
 from reflogp.store.reference import autocast_dtype
 
-#: Allowed difference of a sum over n tokens, in nats, is this times sqrt(n): rounding errors of single tokens are independent,
-#: so they grow with the root. (dense, mixture of experts); measured by tests/trainer_ext/gate_trials.py, with room above the
-#: largest seen (docs/trainer.md).
-#: Another checkpoint of the same model differs by 0.1 a token and more, and by one sign, so it grows with n.
+#: The allowed difference of a sum over n tokens, in nats, is this times sqrt(n). Rounding errors of single tokens are
+#: independent, so their sum grows with the root. Values are (dense, mixture of experts), measured by
+#: tests/trainer_ext/gate_trials.py, with a margin above the largest difference seen (docs/trainer.md).
+#: Another checkpoint of the same model differs by 0.1 per token or more, with one sign, so its difference grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Allowed difference in nats per root token, where both sides computed in `dtype` (an unknown one counts as bfloat16).
+    """Return the allowed difference in nats per root token if both sides computed in `dtype`; unknown dtypes count as bfloat16.
 
-    Under autocast it is that of the products' dtype: their rounding is most of the difference.
+    Under autocast it is the tolerance of the products' dtype, whose rounding is most of the difference.
     """
     dense, experts = _allowed(dtype)
     return experts if is_moe else dense
 
 
 def coarser(first: str, second: str) -> str:
-    """Of two dtypes the one with the larger tolerance."""
+    """Return the dtype with the larger tolerance."""
     return max(first, second, key=_allowed)
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """What a policy computes in, as a reference names it: found from its weights and from how accelerate runs it.
+    """Return the dtype in which a policy computes, as a reference names it, from its weights and from how accelerate runs it.
 
     Args:
         model: the policy, unwrapped.
         accelerator: the trainer's, which knows bf16=, fp16=, `accelerate launch --mixed_precision` and DeepSpeed's config; None
-            where the weights' dtype is all there is.
+            if only the weights' dtype counts.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default). The weights'
-        dtype where there is no mixed precision. "bfloat16" for weights that are in bfloat16 when they are used: those of a
-        bfloat16 policy, autocast or not, of DeepSpeed with bf16, of FSDP with its own mixed precision.
+        dtype without mixed precision. "bfloat16" for weights that are in bfloat16 when they are used: those of a bfloat16
+        policy, with or without autocast, of DeepSpeed with bf16, and of FSDP with its own mixed precision. The same with
+        float16.
     """
     weights = _name(getattr(model, "dtype", torch.float32))
     if accelerator is None:
@@ -62,7 +60,7 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
 
 def explained(dtype: str) -> str:
-    """What stands behind a dtype in a message: nothing where its name says it all."""
+    """Return an explanation to put after a dtype in a message; empty if its name says enough."""
     products = autocast_dtype(dtype)
     if products is None:
         return ""
@@ -71,7 +69,7 @@ def explained(dtype: str) -> str:
 
 
 def how_to_compute_in(dtype: str) -> str:
-    """What to do so that a policy computes in `dtype`, as part of a sentence."""
+    """Return what to do so that a policy computes in `dtype`, as part of a sentence."""
     products = autocast_dtype(dtype)
     if products is not None:
         return f'load the policy with dtype="float32" and set {"fp16" if products == "float16" else "bf16"}=True'
@@ -79,7 +77,7 @@ def how_to_compute_in(dtype: str) -> str:
 
 
 def _deepspeed_computes_in(weights: str, accelerator: Any) -> str:
-    """DeepSpeed casts the weights (bf16, fp16), or runs its own autocast over float32 ones (torch_autocast)."""
+    """Return DeepSpeed's dtype: it casts the weights (bf16, fp16), or autocasts float32 ones (torch_autocast)."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     own = config.get("torch_autocast") or {}
     if own.get("enabled") and weights == "float32":
@@ -96,7 +94,7 @@ def _allowed(dtype: str) -> tuple[float, float]:
 
 
 def is_moe(config: Any) -> bool:
-    """Whether a model's config names experts among which a router chooses."""
+    """Return True if a model's config names experts among which a router chooses."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((getattr(text, name, None) or 0) > 1 for name in names)

@@ -1,4 +1,4 @@
-"""What differs between versions of TRL: whether the hook is there, and what a trainer without a config is given."""
+"""Handle differences between versions of TRL: whether the hook exists, and the default config of a trainer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from packaging.version import Version
 
 from reflogp.store import UsageError
 
-#: TRL calls this with each tokenised dataset and takes back one with reference columns.
+#: TRL calls this with each tokenised dataset, and uses the returned dataset with reference columns.
 HOOK = "_precompute_ref_logps"
-#: The first TRL whose DPOTrainer has it. Before, columns are added after construction.
+#: The first TRL whose DPOTrainer has the hook. With older ones, columns are added after construction.
 _FIRST_WITH_HOOK = Version("0.29.0.dev0")
 TESTED = (
     "reflogp's trainers are tested with TRL 1.2, 1.8, 1.12 and 1.16, and DPO with 0.24 and 1.1 too: install one of these "
@@ -25,19 +25,19 @@ def trl_version() -> str:
 
 
 def require_hook(trainer_class: type) -> None:
-    """Raise ImportError where TRL is new enough to have the hook, and the trainer has it not.
+    """Raise ImportError if TRL is new enough to have the hook but the trainer lacks it.
 
-    It would otherwise be taken for an older one, whose columns and losses are others.
+    The trainer would otherwise be treated like one of an older TRL, whose columns and losses differ.
     """
-    has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp_"))
+    has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
         raise ImportError(f"{trainer_class.__name__}: its trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
 
 
 def default_config(trainer_class: type, model: Any) -> Any:
-    """The config that TRL makes for a trainer without one: DPOConfig("<model>-DPO") for a DPOTrainer.
+    """Return the config that TRL makes for a trainer without one: DPOConfig("<model>-DPO") for a DPOTrainer.
 
-    Raises UsageError where TRL has none of that name.
+    Raises UsageError if TRL has no config of that name.
     """
     for parent in trainer_class.__mro__:
         module = sys.modules[parent.__module__]
@@ -49,5 +49,5 @@ def default_config(trainer_class: type, model: Any) -> Any:
 
 
 def with_own_tag(trainer_class: type) -> list[str]:
-    """A trainer class's tags for models and model cards, and reflogp's beside them."""
+    """Return a trainer class's tags for models and model cards, with reflogp's tag added."""
     return list(dict.fromkeys([*getattr(trainer_class, "_tag_names", ()), "reflogp"]))

@@ -1,8 +1,4 @@
-"""The values themselves: what a store's snapshot, a service or a joined file answers to what a dataset's rows ask.
-
-Knows stores, services' clients and the file that `reflogp join` writes. Does not know datasets or trainers. Opened by
-`ReferenceSource`.
-"""
+"""Look up reference log-probs in a store's snapshot, in a service, or in a file that `reflogp join` wrote."""
 
 from __future__ import annotations
 
@@ -38,20 +34,20 @@ from reflogp.store import (
 from reflogp.store.commands import score_command
 from reflogp.store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
 
-#: Keys of one lookup over HTTP; an answer is 12 bytes a key.
+#: Keys per lookup over HTTP; a response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
-#: Sequences whose token values cross at a time: 2,000 tokens each are 80 MB.
+#: Sequences whose token values one response carries: with 2,000 tokens each they are 80 MB.
 _VALUES_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where values come from; enough to ask for the same ones again.
+    """Where values come from; enough to request the same values again.
 
     Attributes:
         store: the store's URI, the service's URL, or the file.
         reference_id: the reference model's id.
-        reference_dtype: what it was scored in.
+        reference_dtype: dtype in which it was scored.
         snapshot: number of the snapshot.
     """
 
@@ -67,21 +63,21 @@ class Values(Protocol):
     where: Where
 
     def answer(self, asked: Asked, settings: Settings) -> Join:
-        """Look up what rows ask."""
+        """Look up the log-probs that rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        """Token values of n keys, list<float32>; null for a miss and for damaged values.
+        """Return the token values of n keys, list<float32>; null for a miss and for damaged values.
 
-        Raises UsageError where the values are sums.
+        Raises UsageError if only sums are available.
         """
 
     def command(self, model: str | None, data: str, settings: Settings) -> str:
-        """The command line that scores `data` into where these values are; empty for a file."""
+        """Return the command line that scores `data` into the source of these values; empty for a file."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of a trainer's config changes which log-probs a row has."""
+    """The settings of a trainer's config that change a row's log-probs."""
 
     max_length: int | None = None
     truncation_mode: str = "keep_start"
@@ -89,14 +85,18 @@ class Settings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """What scoring has to know of them: keep_start is served by whole sequences, and ld_alpha by values of tokens."""
+        """The settings that scoring needs too: max_length and truncation_mode, if truncation does not keep the start.
+
+        keep_start needs none, because prefixes of whole sequences serve it. ld_alpha needs none, because per-token values serve
+        it.
+        """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
         return {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: Settings) -> str:
-    """`reflogp score` of some data with a reference model, with every option that its values depend on."""
+    """Return the `reflogp score` command for some data, with every option that the reference's values depend on."""
     return score_command(
         model,
         data,
@@ -109,12 +109,12 @@ def command_to_score(model: str, reference: Reference, data: str, store: str, se
 
 
 def needs_remote_code(model: str) -> bool:
-    """Whether transformers loads a model, or its tokenizer, only with code that the checkpoint brings."""
+    """Return True if transformers can load a model or its tokenizer only with code from the checkpoint."""
     try:
         folder = resolve_model(model)
         if not (folder / "config.json").is_file():
             folder = read_checkpoint(folder).folder
-    except ReflogpError:  # not at hand: nobody can say
+    except ReflogpError:  # the checkpoint is not on this machine, so this is unknown
         return False
     config, tokenizer = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
     brings_model = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
@@ -131,7 +131,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 class StoreValues:
-    """Values of a store's table."""
+    """Values from a store's table."""
 
     def __init__(self, store: str, reference: Reference, snapshot: Snapshot) -> None:
         self.where = Where(store, snapshot.reference_id, reference.dtype, snapshot.number)
@@ -154,7 +154,7 @@ class StoreValues:
 
 
 class ServiceValues:
-    """Values that a running service has, and can add to."""
+    """Values from a running service, which can score more."""
 
     def __init__(self, url: str, token: str | None, reference: ReferenceInfo, snapshot: int) -> None:
         self.where = Where(url, reference.reference_id, reference.dtype, snapshot)
@@ -164,7 +164,7 @@ class ServiceValues:
 
     @property
     def client(self) -> Client:
-        """This process' client: a data loader's worker is a fork, and connections do not survive that."""
+        """This process' client. A data loader's worker is a fork, and connections do not survive a fork."""
         if os.getpid() not in self._clients:
             self._clients = {os.getpid(): Client(self.where.store, self._token)}
         return self._clients[os.getpid()]
@@ -197,7 +197,7 @@ class ServiceValues:
         sums = np.full(len(keys), np.nan)
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             part = slice(start, start + _KEYS_AT_ONCE)
-            if self.where.snapshot:  # 0: nothing was scored yet
+            if self.where.snapshot:  # 0: nothing has been scored yet
                 found = self.look_up(keys[part])
                 lengths[part], sums[part] = found.lengths, found.sums
         return _FoundByService(self, keys, lengths, sums)
@@ -222,17 +222,17 @@ class ServiceValues:
     def score(
         self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
-        """Have the service score tokenised rows as a job; the values as they are then.
+        """Have the service score tokenised rows in a job, and return the values of the snapshot after that job.
 
         Args:
             rows: prompt_ids and completion columns of token ids.
-            on_change: called with the job as it goes on.
-            timeout: seconds; None for as long as it takes.
+            on_change: called with the job whenever it changes.
+            timeout: seconds; None for no limit.
 
         Raises:
-            DeadlineExceededError: not done in time; the job goes on.
+            DeadlineExceededError: not done in time; the job continues in the service.
             JobFailedError: the job failed or was cancelled.
-            ServiceUnreachableError: the service went away, for longer than its client waits.
+            ServiceUnreachableError: the service was unreachable for longer than its client waits.
         """
         with tempfile.TemporaryDirectory(prefix="reflogp-") as folder:
             file = Path(folder) / "missing.parquet"
@@ -250,7 +250,7 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """Keys that a service looked up. Token values are asked for only where a prefix is needed."""
+    """Keys that a service looked up. Token values are requested only where the sum of a prefix is needed."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]
@@ -272,7 +272,7 @@ class _FoundByService:
 
 
 class FileValues:
-    """Sums out of a Parquet file of `reflogp join` or of a job. They hold for the settings that it was written under."""
+    """Sums from a Parquet file of `reflogp join` or of a job's result. They are valid only for the settings of that join."""
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
@@ -324,7 +324,7 @@ class FileValues:
         return [name for column, ref in asked.columns.items() for name in (_key_column(column), ref)]
 
     def _of_pairs(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Both keys of a pair name its row: with ld_alpha, a sum depends on the other completion too."""
+        """Find each row's sums by both keys of its pair: with ld_alpha, a sum depends on the other completion too."""
         places = _places(
             _joined([asked.keys[column] for column in asked.columns]),
             _joined([_keys(self._table, _key_column(column)) for column in asked.columns]),
@@ -332,7 +332,7 @@ class FileValues:
         return {ref: (places, _at(self._table[ref], places)) for ref in asked.columns.values()}
 
     def _of_sequences(self, asked: Asked) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
-        """Each key for itself: a KTO run pairs prompts with other rows' completions."""
+        """Find each sum by its own key: a KTO run pairs prompts with other rows' completions."""
         stored = [(c, r) for c, r in asked.columns.items() if _key_column(c) in self._table.column_names]
         keys = pa.concat_arrays([_keys(self._table, _key_column(column)) for column, _ in stored])
         values = pa.chunked_array([chunk for _, ref in stored for chunk in self._table[ref].chunks], pa.float32())
@@ -341,7 +341,7 @@ class FileValues:
 
 
 def _with_values(rows: pa.Table) -> pa.Array:
-    """Rows that have values: those that could not be scored are null in a job's result."""
+    """Return a mask of the rows that have values; in a job's result, rows that could not be scored are null."""
     masks = [pc.is_valid(rows[name]) for name in rows.column_names]
     return functools.reduce(pc.and_, masks) if masks else pa.array([], pa.bool_())
 
@@ -355,14 +355,14 @@ def _keys(table: pa.Table, name: str) -> pa.FixedSizeBinaryArray:
 
 
 def _joined(keys: list[pa.Array]) -> pa.Array:
-    """The keys of each row one behind the other, binary(16 * columns)."""
+    """Concatenate the keys of each row, binary(16 * columns)."""
     parts = [np.frombuffer(part.buffers()[1], np.uint8)[part.offset * 16 :][: len(part) * 16].reshape(-1, 16) for part in keys]
     whole = np.ascontiguousarray(np.concatenate(parts, axis=1))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(16 * len(keys)), len(whole), [None, pa.py_buffer(whole)])
 
 
 def _places(wanted: pa.Array, stored: pa.Array) -> npt.NDArray[np.int64]:
-    """Where each wanted key stands, -1 where it does not."""
+    """Return the position of each wanted key in `stored`, -1 for a key that is missing."""
     places = pc.index_in(wanted, value_set=stored)
     return np.asarray(places.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
 

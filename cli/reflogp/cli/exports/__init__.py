@@ -1,4 +1,4 @@
-"""Joined preference pairs as the files that other training stacks read: one module for each stack."""
+"""Write joined preference pairs as the files that other training stacks read: one module for each stack."""
 
 from reflogp.cli.exports.fairseq2 import write_fairseq2
 from reflogp.cli.exports.joined import JoinedPairs, read_pairs

@@ -1,7 +1,6 @@
-"""fairseq2's preference datasets: JSON lines that bring reference scores, so that `reference_model: null` trains.
+"""Write fairseq2's preference datasets: JSON lines with reference scores, for training with `reference_model: null`.
 
-Knows the lines (facebookresearch/fairseq2, pull request 958; src/fairseq2/datasets/preference.py). Does not know its
-tokenizers. Called by `reflogp export`.
+The format is that of facebookresearch/fairseq2, pull request 958; src/fairseq2/datasets/preference.py.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
 from reflogp.store.whole_files import appears_whole
 
-#: What the reader takes from every line (GenericPreferenceDataset.create_reader).
+#: Fields that fairseq2 reads from every line (GenericPreferenceDataset.create_reader).
 _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 
 
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     """Write each row's own fields with reference_score_chosen and reference_score_rejected: sums in nats.
 
-    Raises UsageError for a name that fairseq2 does not read, rows without its fields, sums that end before their completions,
-    or sums of 0: its reader takes 0 for a score that is not there (`all(scores)` of a batch).
+    Raises UsageError for an output name that does not end in .jsonl, rows without the fields that fairseq2 reads, sums that end
+    before their completions, or sums of 0: fairseq2's reader takes a score of 0 for a missing one (`all(scores)` of a batch).
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")

@@ -1,7 +1,6 @@
-"""Preference pairs with reference log-probs, out of a file of `reflogp join` or of a job's result.
+"""Read preference pairs with reference log-probs from a file of `reflogp join` or of a job's result.
 
-Knows those two files and what every export demands: a finite value for every row of the dataset, in its order. Does not know
-what is written of it. Called by `reflogp export`.
+Every export needs a finite value for every row of the dataset, in the dataset's order; this module checks that.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _SETTINGS = ("reference_id", "reference_dtype", "snapshot", "max_length", "trunc
 
 @dataclass(frozen=True)
 class JoinedPairs:
-    """A dataset's n pairs, every row with values, in the dataset's order.
+    """A dataset's n pairs, all with values, in the dataset's order.
 
     Attributes:
-        file: where they were read from.
-        reference_id, reference_dtype, snapshot: what the values are of.
-        max_length, truncation_mode: what the sums were joined under.
+        file: the file that they were read from.
+        reference_id, reference_dtype, snapshot: the reference and snapshot of the values.
+        max_length, truncation_mode: the settings of the join.
         chosen_logps, rejected_logps: sums over the completion's tokens in nats, float32 (n,), finite.
-        chosen_tokens, rejected_tokens: log-probs in each sum, int64 (n,).
-        own_columns: the columns that the dataset itself has; none in a job's result.
+        chosen_tokens, rejected_tokens: number of log-probs in each sum, int64 (n,).
+        own_columns: the columns of the dataset itself; none in a job's result.
     """
 
     file: Path
@@ -57,13 +56,13 @@ class JoinedPairs:
         return len(self.chosen_logps)
 
     def own_rows(self) -> Iterator[dict[str, Any]]:
-        """The dataset's own columns, row by row, read as they are asked for."""
+        """Yield the rows of the dataset's own columns, reading the file in batches."""
         with _said_as_usage_error(self.file):
             for batch in pq.ParquetFile(self.file).iter_batches(columns=list(self.own_columns)):
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError where sums may end before their completions do."""
+        """Raise UsageError if sums may end before their completions do."""
         if self.max_length is not None:
             raise UsageError(
                 f"{self.file} was joined under max_length {self.max_length}, and {stack} {why}: join it without --max-length"
@@ -74,8 +73,9 @@ def read_pairs(file: Path) -> JoinedPairs:
     """Read a joined file, or a job's result.
 
     Raises:
-        RowsWithoutValuesError: rows of the dataset that have no values; names them.
-        UsageError: no such file, or one that holds no values of pairs, or not plain sums, or values that are no numbers.
+        RowsWithoutValuesError: rows of the dataset have no values; the error names them.
+        UsageError: no such file, or one without values of pairs, with values that are not plain sums or not finite, or with
+            rows out of order.
     """
     try:
         opened = pq.ParquetFile(file)

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's artifact of offline reference log-probs: a folder of ref_logprobs.jsonl and scoring_metadata.json.
+"""Write Megatron-Bridge's artifact of offline reference log-probs: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
-Knows the two files (NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
-data/datasets/preference.py). Does not know a training run's config: its fingerprint is given. Called by `reflogp export`.
+The files are those of NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
+data/datasets/preference.py. The training run's fingerprint is given by the caller, because its config is not read here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reflogp.store.whole_files import appears_whole
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
-#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The others are null where not given.
+#: Fields of preference.py's ScoringFingerprint (at commit 0eca073e) that are never null. The others are null if not given.
 _REQUIRED = (
     "dataset",
     "tokenizer",
@@ -29,16 +29,20 @@ _REQUIRED = (
 
 
 def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping[str, Any]) -> list[Path]:
-    """Write an artifact that holds pair_id 0 to n-1: sums in nats and token counts of both sides.
+    """Write an artifact with pair_id 0 to n-1: sums in nats and token counts of both sides.
 
-    The metadata is the fingerprint, num_pairs, and under `reflogp` what the values are of; the trainer compares the fields of
-    the fingerprint and ignores the rest. It refuses a folder without metadata, so the old metadata goes first and the new comes
-    last: a folder that an interrupted export leaves is refused, never half believed.
+    The metadata is the fingerprint, num_pairs, and under `reflogp` the reference and snapshot of the values. The trainer
+    compares the fingerprint's fields and ignores the rest. It refuses a folder without metadata, so the old metadata is deleted
+    first and the new metadata is written last: the folder of an interrupted export is refused.
 
     Args:
-        fingerprint: what the training run expects: the fields of `expected_scoring_metadata(config)` (training/dpo_train.py).
+        pairs: the pairs to write.
+        folder: the artifact's folder.
+        fingerprint: the fields that the training run expects: those of `expected_scoring_metadata(config)`
+            (training/dpo_train.py).
 
-    Raises UsageError for a fingerprint that lacks fields or counts other pairs, and for sums that end before their completions.
+    Raises UsageError for a fingerprint that lacks fields or has another number of pairs, and for sums that end before their
+    completions.
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:

@@ -1,7 +1,7 @@
-"""open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of computing it.
+"""Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of computing it.
 
-Knows the file (allenai/open-instruct, open_instruct/model_utils.py TensorCache, dpo_utils.py build_reference_logprobs_cache).
-Does not know open-instruct's config, of which the file's name is a hash. Called by `reflogp export`.
+The file is that of allenai/open-instruct, open_instruct/model_utils.py TensorCache, dpo_utils.py
+build_reference_logprobs_cache. Its name is a hash of open-instruct's config, which is not read here.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from reflogp.store.whole_files import appears_whole
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]
 
-#: dpo_utils.py, compute_reference_cache_hash: the beginning of a sha256.
+#: A hash of dpo_utils.py, compute_reference_cache_hash: the first digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
 def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_type: LossType) -> Path:
     """Write `<folder>/<cache_hash>.pt`: {"chosen_logps", "rejected_logps"}, float32 (n,), in the order of the dataset's index.
 
-    Sums for dpo and wpo, means over the completion's tokens for dpo_norm, as DPOLossType.is_average_loss has it.
+    The values are sums for dpo and wpo, and means over the completion's tokens for dpo_norm; see DPOLossType.is_average_loss.
 
     Args:
+        pairs: the pairs to write.
         folder: open-instruct's REFERENCE_LOGPROBS_CACHE_PATH.
-        cache_hash: what open-instruct's own log calls this run's cache.
+        cache_hash: the name of this run's cache in open-instruct's own log.
+        loss_type: the run's loss.
 
     Raises:
-        UsageError: a hash that is none, values of other windows than open-instruct's, or a mean over no tokens.
+        UsageError: an invalid hash, values that were truncated in another way than open-instruct's, or a mean over no tokens.
         ImportError: torch is not installed.
     """
     import torch

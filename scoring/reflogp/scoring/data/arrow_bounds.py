@@ -1,6 +1,6 @@
-"""Arrow IPC files and streams in bounded memory: what their messages claim is read before a batch is decoded.
+"""Read Arrow IPC files and streams in bounded memory.
 
-Knows Arrow's messages. Called by `read`.
+The sizes that their messages claim are checked before a batch is decoded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _HEADER, _BUFFERS, _COMPRESSION, _DATA_OF_DICTIONARY = 2, 2, 3, 1
 
 
 def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Record batches of an Arrow IPC file or stream, checked to be whole.
+    """Yield validated record batches of an Arrow IPC file or stream.
 
-    Both are read as streams: a file is one behind its first eight bytes, and its footer could point anywhere.
+    Both are read as streams: a file is a stream after its first eight bytes, and its footer could point anywhere.
 
-    Raises DatasetError for a batch that is longer than a group may be, as it lies there or decompressed.
+    Raises DatasetError when a batch, or all dictionaries together, are larger than `group_bytes` after decompression, and for
+    a message that is damaged or of an unsupported type.
     """
     with pa.memory_map(str(file)) as source:
         start = 8 if source.read(6) == b"ARROW1" else 0
@@ -37,12 +38,12 @@ def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
                 raise group_too_large(file, max(size, dictionaries), meter.bounds)
         source.seek(start)
         for batch in pa.ipc.open_stream(source):
-            batch.validate(full=True)  # else offsets that lie would show other memory of this process
+            batch.validate(full=True)  # otherwise wrong offsets could expose other memory of this process
             yield batch
 
 
 def _message_bytes(message: pa.ipc.Message) -> tuple[int, bool]:
-    """(bytes of a message's body when it is decompressed, whether it is a dictionary)."""
+    """Return (bytes of a message's decompressed body, True if it is a dictionary)."""
     of_dictionary = message.type == "dictionary"
     if message.type == "schema":
         return 0, False

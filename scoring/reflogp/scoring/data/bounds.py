@@ -1,17 +1,16 @@
-"""Bounds on what reading a dataset costs: files of a few kilobytes can stand for terabytes.
+"""Limit the cost of reading a dataset: a file of a few kilobytes can expand to terabytes.
 
-Knows compressed text, Parquet pages and Arrow messages, and what they claim before they are decoded. Does not know what rows
-mean. Called by `read`, with bounds where a service reads what others sent, and without on the command line.
+A service reads uploads with bounds; the command line reads without them. Three sizes are bounded: a row, a group that is read
+at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. All three count decoded bytes, as data and not as
+Python objects.
 
-What is bounded: a row, a group that is read at once (a JSON array, a Parquet row group, an Arrow batch), the dataset. All three
-count decoded bytes, as data and not as Python objects.
-
-What is not bounded here, so that a memory limit on the process is the backstop:
+Some costs are not bounded here, so a memory limit on the process is the backstop:
 - Python objects: JSON and lists take up to about thirty times the bytes of their text, a string up to four times.
 - A JSON array or a Parquet page is held twice while it is decoded: the peak is about twice `group_bytes`, without its objects.
-- A decompressor's window: up to 128 MiB for zstd. A Parquet footer: decoded it takes up to some hundred times its bytes, so one
-  longer than a 256th of `group_bytes` is refused.
-- Time: a file of many tiny pages, or of many tiny rows, is read for as long as `dataset_bytes` lasts.
+- A decompressor's window: up to 128 MiB for zstd.
+- A decoded Parquet footer: it takes up to some hundred times its bytes, so a footer longer than a 256th of `group_bytes` (and
+  than 1 MiB) is refused.
+- Time: a file of many tiny pages, or of many tiny rows, is read until `dataset_bytes` are spent.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.errors import DatasetError
 
-#: Rows that are decoded at once.
+#: Maximum number of rows that are decoded at once.
 BATCH_ROWS = 1024
 _CHUNK = 1 << 20
-#: What a Python reference, a list or a struct counts for, beside what it holds.
+#: Bytes that are counted for a reference, and for a list or struct, in addition to its content.
 VALUE_BYTES, _NESTED_BYTES = 8, 64
 
 
 @dataclass(frozen=True)
 class ReadBounds:
-    """How much may be read, in decoded bytes.
+    """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: of a row; a longer one is a bad row, or an error where the format cannot go on behind it.
-        dataset_bytes: of all files of a dataset together.
-        group_bytes: of what is read at once: a JSON array, a Parquet row group, an Arrow batch.
+        row_bytes: maximum size of a row; a longer row is a bad row, or an error if the format cannot be read on after it.
+        dataset_bytes: maximum size of all files of a dataset together.
+        group_bytes: maximum size of data that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
 
     row_bytes: int
@@ -52,7 +51,7 @@ class ReadBounds:
     group_bytes: int
 
     def too_long(self) -> str:
-        """What is said of a row."""
+        """Return the error message for a row that is too long."""
         return f"the row is longer than {self.row_bytes:,} bytes"
 
 
@@ -60,12 +59,12 @@ _NO_BOUNDS = ReadBounds(sys.maxsize, sys.maxsize, sys.maxsize)
 
 
 class Meter:
-    """What one pass over a dataset has read so far.
+    """A counter of the bytes that one pass over a dataset has read.
 
     Args:
-        bounds: None: everything may be read.
-        name: of the dataset, for messages.
-        check: called whenever bytes are counted; raises to stop.
+        bounds: limits on reading; None for no limits.
+        name: the dataset's name, for messages.
+        check: called whenever bytes are counted; may raise to stop.
     """
 
     def __init__(self, bounds: ReadBounds | None, name: str, check: Callable[[], None] | None = None) -> None:
@@ -76,7 +75,7 @@ class Meter:
         self._spent = 0
 
     def spend(self, size: int) -> None:
-        """Count bytes. Raises DatasetError when the dataset is longer than it may be."""
+        """Count bytes. Raises DatasetError when the dataset exceeds `dataset_bytes`."""
         if self._check is not None:
             self._check()
         self._spent += size
@@ -86,13 +85,13 @@ class Meter:
 
 @contextmanager
 def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
-    """A text file, decompressed as its name says; what is read of it is counted."""
+    """Open a text file, decompress it according to its suffix, and count the bytes that are read."""
     with pa.input_stream(str(file), compression="detect") as stream:
         yield io.BufferedReader(_Counted(stream, meter), _CHUNK)
 
 
 def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
-    """Lines with their ends; None for one that is longer than `row_bytes`, of which no more than that was held."""
+    """Yield lines with their line ends; None for a line longer than `row_bytes`, which is skipped in small pieces."""
     most = min(row_bytes + 1, sys.maxsize)
     while line := reader.readline(most):
         if len(line) <= row_bytes:
@@ -104,7 +103,7 @@ def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
 
 
 def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray:
-    """All of a text file. Raises DatasetError when it is longer than a group may be."""
+    """Read a whole text file. Raises DatasetError when it is longer than `group_bytes`."""
     text = bytearray()
     while chunk := reader.read(_CHUNK):
         text += chunk
@@ -114,9 +113,10 @@ def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray
 
 
 class RecordLines(Iterator[str]):
-    """Lines of a CSV file for `csv.reader`, which takes several for a record with quoted line ends.
+    """Lines of a CSV file for `csv.reader`, which takes several lines for a record with quoted line ends.
 
-    Call `next_record` after each record: what the reader took since then is bounded by `row_bytes` (characters).
+    Call `next_record` after each record. The characters that the reader takes for one record are limited to `row_bytes`;
+    `__next__` raises DatasetError beyond.
     """
 
     def __init__(self, reader: io.BufferedReader, row_bytes: int, file: Path) -> None:
@@ -124,7 +124,7 @@ class RecordLines(Iterator[str]):
         self._most, self._taken, self._file = row_bytes, 0, file
 
     def next_record(self) -> int:
-        """Characters that the last record took."""
+        """Start a new record and return the number of characters of the last one."""
         taken, self._taken = self._taken, 0
         return taken
 
@@ -139,16 +139,16 @@ class RecordLines(Iterator[str]):
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """(columns, decoded bytes) of each row of a batch; (None, 0) for a row that is longer than it may be.
+    """Yield (columns, decoded bytes) of each row of a batch; (None, 0) for a row that is longer than `row_bytes`.
 
-    Dictionaries, runs of nulls and views make a batch small that is huge as rows. So rows are measured before they are decoded.
+    With dictionaries, runs of nulls or views, a small batch can be huge as rows. So rows are measured before they are decoded.
     """
     for start in range(0, batch.num_rows, BATCH_ROWS):
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
 
 
 class _Counted(io.RawIOBase):
-    """A stream whose bytes are counted while they are read."""
+    """A stream that counts its bytes while they are read."""
 
     def __init__(self, stream: pa.NativeFile, meter: Meter) -> None:
         self._stream, self._meter = stream, meter
@@ -186,7 +186,7 @@ def _measured(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, A
 
 
 def _decoded_bytes(array: pa.Array) -> int:
-    """About what an array takes as separate values. Raises DatasetError for a type that no dataset has."""
+    """Estimate an array's bytes as separate values. Raises DatasetError for an unsupported type."""
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
         return _decoded_bytes(array.storage)
@@ -228,9 +228,9 @@ def _is_view(kind: pa.DataType) -> bool:
 
 
 def _lengths(array: pa.Array) -> pa.Array:
-    """int64 bytes of each string; null where it is null."""
+    """Return the bytes of each string, int64; null for a null."""
     if not _is_view(array.type):
         return pc.binary_length(array).cast(pa.int64())
-    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # 16 bytes a view, its length first
+    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view has 16 bytes, its length first
     lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     return pa.array(lengths, mask=np.asarray(array.is_null().to_numpy(zero_copy_only=False)))

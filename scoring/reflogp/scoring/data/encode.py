@@ -1,9 +1,9 @@
-"""Examples as token ids, by TRL's rule.
+"""Encode examples as token ids, by TRL's rule.
 
-TRL 1.16's rule (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`): EOS is added to plain completions only;
-prompt and prompt+completion are tokenized apart; the completion begins where they first differ, for a pair at the earlier of
-the two places. Does not import trl. Runs a template and a tokenizer in this process; `row_process` does it in one that can be
-killed.
+The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). EOS is added to plain
+completions only. Prompt and prompt+completion are tokenised separately, and the completion begins where they first differ; for
+a pair, at the earlier of the two places. trl is not imported. Templates and tokenizers run in this process; `row_process` runs
+this code in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from reflogp.scoring.data.shape import Example, RowError
 from reflogp.scoring.errors import TokenizerError
 
-#: What is said of a row that reached the limit of memory.
+#: Error message for a row that reached the limit of memory.
 TOO_MUCH_MEMORY = "tokenising it takes too much memory"
 #: A prompt and its completions as token ids.
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """(prompt_ids, completions) of each example by TRL's rule, or what is wrong with it."""
+    """Return (prompt_ids, completions) of each example by TRL's rule, or its error."""
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
@@ -34,7 +34,7 @@ def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBas
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Token ids of what `render` gave; problems pass through."""
+    """Return the token ids of examples that `render` rendered; errors are passed through."""
     flat = [text for parts in rendered if not isinstance(parts, RowError) for text in parts]
     encoded = iter(_encode(flat, tokenizer))
     outcome: list[Tokens | RowError] = []
@@ -50,7 +50,7 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """Number of leading tokens that two lists share."""
+    """Return the number of leading tokens that two lists share."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -59,7 +59,7 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode, and whether the tokenizer's own special tokens go around it."""
+    """A text to encode, with or without the tokenizer's own special tokens around it."""
 
     text: str
     special_tokens: bool
@@ -69,9 +69,14 @@ class _Text:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Prompt, then prompt+completion for each completion: texts, or token ids where only the tokenizer can render.
+    """Render the prompt, then prompt+completion for each completion.
 
-    Raises RowError for what the chat template refuses, TokenizerError for a tokenizer without a template or an EOS token.
+    Returns:
+        Texts to encode; or token ids, if the tokenizer has its own `apply_chat_template`.
+
+    Raises:
+        RowError: the chat template refuses the example, or rendering takes too much memory.
+        TokenizerError: the tokenizer lacks the chat template or the EOS token that the example needs.
     """
     if not example.conversational:
         eos = tokenizer.eos_token
@@ -92,12 +97,12 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ]
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program; whatever it raises is about this row
+    except Exception as error:  # a template is a program; any exception of it is this row's error
         raise RowError(f"the chat template refuses it: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether rendering is transformers' own: then text can be rendered first and encoded in bulk, with equal results."""
+    """Return True if rendering is transformers' own: text can then be rendered first and encoded in bulk, with equal ids."""
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 
 

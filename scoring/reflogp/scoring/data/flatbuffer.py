@@ -1,6 +1,6 @@
-"""Fields of flatbuffers (github.com/google/flatbuffers, internals), read before anything is decoded.
+"""Read fields of flatbuffers (github.com/google/flatbuffers, internals) without decoding the whole buffer.
 
-Knows bytes and offsets. Raises struct.error or IndexError for data that is damaged. Called by what bounds Arrow messages.
+Functions raise struct.error or IndexError for damaged data.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import struct
 
 
 def place(data: bytes, at: int) -> int:
-    """Where a flatbuffer's forward reference leads."""
+    """Return the target offset of a flatbuffer's forward reference."""
     return at + int(struct.unpack_from("<I", data, at)[0])
 
 
 def table_at(data: bytes, table: int, number: int) -> int:
-    """Where the table or vector that a flatbuffer table's field refers to begins."""
+    """Return the offset of the table or vector that a table's field refers to. Raises IndexError for an absent field."""
     at = field_at(data, table, number)
     if at is None:
         raise IndexError
@@ -22,7 +22,7 @@ def table_at(data: bytes, table: int, number: int) -> int:
 
 
 def field_at(data: bytes, table: int, number: int) -> int | None:
-    """Where a flatbuffer table's field lies; None when it is left out."""
+    """Return the offset of a table's field; None for an absent field."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     entry = 4 + 2 * number
     if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:

@@ -1,27 +1,24 @@
-"""How numbers and times are written for people.
-
-Knows formats only. Called by the pages, the report and their charts.
-"""
+"""Format numbers, sizes and times for pages and reports."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
 
-#: (size, suffix), the largest first.
+#: (size, suffix), largest size first.
 _DECIMAL = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")]
 _BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
 
 
 def number(value: float) -> str:
-    """12,345 or, below a hundred and with a fraction, 12.3."""
+    """Format a number: 12,345, or 12.3 for a value below a hundred with a fraction."""
     if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
         return f"{value:.3g}".replace("-", "−")
     return f"{round(value):,}".replace("-", "−")
 
 
 def short_number(value: float) -> str:
-    """12.3k, for a chart's axis."""
+    """Format a number for a chart's axis: 12.3k."""
     for size, suffix in _DECIMAL:
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}".replace("-", "−")
@@ -29,7 +26,7 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """31.4%, rounded down so that only all is 100%; a dash where there is no whole."""
+    """Format a share: 31.4%, rounded down so that only the whole is 100%; a dash if the whole is 0."""
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
@@ -38,7 +35,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def byte_count(value: int) -> str:
-    """12.3 MiB."""
+    """Format a size: 12.3 MiB."""
     for size, suffix in _BINARY:
         if value >= size:
             return f"{value / size:.1f} {suffix}"
@@ -46,7 +43,7 @@ def byte_count(value: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    """Format a duration: 0.4 s, 12 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
     if seconds < 10:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     whole = round(seconds)
@@ -60,10 +57,10 @@ def duration(seconds: float) -> str:
 
 
 def moment(when: datetime) -> str:
-    """2026-11-20 21:55:13 UTC."""
+    """Format a time: 2026-11-20 21:55:13 UTC."""
     return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def machine_moment(when: datetime) -> str:
-    """The same for <time datetime>."""
+    """Format a time for HTML's <time datetime>: 2026-11-20T21:55:13Z."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

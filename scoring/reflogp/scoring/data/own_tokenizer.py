@@ -1,4 +1,4 @@
-"""The tokenizer that a command is told to use: the model's, or another one, with its chat template or one of the user's own."""
+"""Load the tokenizer that a command's options choose: the model's or another, with its own chat template or the user's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def chosen_tokenizer(
 
     Args:
         model: the reference model's folder.
-        tokenizer: a folder or hub id to take instead; None for the model's own.
-        chat_template: a file with a Jinja template that replaces the tokenizer's; None keeps that.
+        tokenizer: folder or hub id of another tokenizer; None for the model's own.
+        chat_template: a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's.
 
     Raises:
         TokenizerError: there is no tokenizer.
-        UsageError: a folder or a template that cannot be read.
+        UsageError: a folder or a template cannot be read, or the template is empty.
     """
     folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
     template = None if chat_template is None else _text_of(chat_template)

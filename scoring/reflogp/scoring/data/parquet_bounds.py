@@ -1,6 +1,6 @@
-"""Parquet files in bounded memory: what footer and pages claim is read before Arrow decodes anything.
+"""Read Parquet files in bounded memory.
 
-Knows Parquet's metadata (parquet-format, parquet.thrift). Called by `read`.
+The sizes that the footer and the page headers claim (parquet-format, parquet.thrift) are checked before Arrow decodes anything.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from reflogp.scoring.errors import DatasetError
 
 _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
-#: Arrow takes no longer page header either.
+#: Maximum bytes of a page header, the same as Arrow's limit.
 _MOST_HEADER = 16 << 20
-#: Old writers' chunks may be longer by this than they say (PARQUET-816).
+#: Column chunks of old writers may be longer than their metadata says by this many bytes (PARQUET-816).
 _PADDING = 100
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
-#: A value is then the beginning of the one before and some bytes: a page can stand for its size times its values.
+#: In this encoding a value is a prefix of the previous value and some bytes, so a page can expand to its size times its values.
 _DELTA_BYTE_ARRAY = 7
 
 
 def open_parquet(file: Path, bounds: ReadBounds | None) -> pq.ParquetFile:
-    """A Parquet file, after what its footer claims was compared with the bounds.
+    """Open a Parquet file and compare the sizes that its footer claims with the bounds.
 
-    Raises DatasetError when it claims too much.
+    Raises DatasetError when the footer is damaged or claims too much.
     """
     return pq.ParquetFile(file) if bounds is None else _open_bounded(file, bounds)[0]
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
-    """Record batches of a Parquet file, so few rows each that no dictionary makes them longer than a group may be.
+    """Yield record batches of a Parquet file.
 
-    Every page's header is read before its row group is: what pages claim is what Arrow allocates, whatever the footer says.
+    A batch has so few rows that even repeated dictionary values keep it within `group_bytes`. All page headers of a row group
+    are read before its data: Arrow allocates the sizes in page headers, whatever the footer says.
+
+    Raises DatasetError when the file is damaged, has decimals of any length, or exceeds the bounds.
     """
     bounds = meter.bounds
     opened, groups = _open_bounded(file, bounds)
@@ -61,7 +64,7 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What a footer says of a column of a row group."""
+    """A footer's metadata of one column chunk: offsets of its data and dictionary pages, compressed bytes, values."""
 
     data: int
     dictionary: int | None
@@ -71,7 +74,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Group:
-    """What a footer says of a row group."""
+    """A footer's metadata of a row group: rows, uncompressed bytes, column chunks."""
 
     rows: int
     size: int
@@ -79,9 +82,9 @@ class _Group:
 
 
 def _open_bounded(file: Path, bounds: ReadBounds) -> tuple[pq.ParquetFile, list[_Group]]:
-    """A Parquet file and what its footer claims, none of it more than the bounds allow.
+    """Open a Parquet file and return it with its row groups, checked against the bounds.
 
-    Row groups are read here and not by pyarrow, which ends the process where their metadata contradicts itself.
+    Row groups are parsed here and not by pyarrow, which ends the process when their metadata contradicts itself.
     """
     footer = _footer(file, max(bounds.group_bytes // 256, 1 << 20))
     opened = _arrow_reader(file, bounds)
@@ -116,7 +119,7 @@ def _arrow_reader(file: Path, bounds: ReadBounds, **options: Any) -> pq.ParquetF
 
 
 def _footer(file: Path, most: int) -> bytes:
-    """The bytes of a footer. Raises DatasetError for one of more than `most`."""
+    """Return a footer's bytes. Raises DatasetError for a footer of more than `most` bytes, and for a file without a footer."""
     with file.open("rb") as raw:
         end = raw.seek(0, io.SEEK_END) - 8
         raw.seek(max(0, end))
@@ -131,7 +134,7 @@ def _footer(file: Path, most: int) -> bytes:
 
 
 def _groups(footer: bytes) -> list[_Group]:
-    """The row groups of a footer (FileMetaData). Raises IndexError or ValueError for one that is damaged."""
+    """Parse the row groups of a footer (FileMetaData). Raises IndexError or ValueError for a damaged footer."""
     groups = []
     for group in get(read_struct(footer, 0, 0)[0], 4, LIST):
         chunks = []
@@ -144,19 +147,19 @@ def _groups(footer: bytes) -> list[_Group]:
 
 
 def _width(leaf: Any) -> int:
-    """Bytes of a value of a Parquet column; of a string: of its place in the dictionary."""
+    """Return the bytes of a value of a Parquet column; for a string, the bytes of its index in the dictionary."""
     return int(_WIDTHS.get(leaf.physical_type, leaf.length))
 
 
 def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBounds) -> tuple[int, list[str]]:
-    """What dictionaries can make of a row group, from its pages' headers.
+    """Bound the size that dictionaries can give a row group, from its page headers.
 
     Returns:
-        (the most bytes that a row's single strings can have, columns of lists whose strings must stay dictionary-encoded,
+        (the maximum bytes of a row's strings outside of lists, columns of lists whose strings must stay dictionary-encoded,
         because a row could otherwise be longer than a group)
 
     Raises:
-        DatasetError: pages claim more than a row group may hold.
+        DatasetError: pages are damaged, claim more than `group_bytes`, or are encoded as DELTA_BYTE_ARRAY.
     """
     size = values = most_bytes = listed = 0
     kept_encoded = []
@@ -176,7 +179,7 @@ def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBound
                             f"{file}: column {leaf.path} is encoded as DELTA_BYTE_ARRAY, which is not read here; write it plain"
                         )
                     size += unpacked
-                    if leaf.max_repetition_level and page is not None:  # a single row may hold all of them
+                    if leaf.max_repetition_level and page is not None:  # a single row may hold all values
                         values += page[0] * _width(leaf)
                     if max(size, values) > bounds.group_bytes:
                         raise group_too_large(file, max(size, values), bounds)
@@ -193,7 +196,7 @@ def _check_pages(file: Path, group: _Group, leaves: list[Any], bounds: ReadBound
 
 
 def _page_headers(raw: BinaryIO, chunk: _Chunk) -> Iterator[Struct]:
-    """The headers of a column chunk's pages, as far as Arrow would read them. Raises IndexError or ValueError for damage."""
+    """Yield the headers of the pages that Arrow would read of a column chunk. Raises IndexError or ValueError for damage."""
     at, seen = chunk.data, 0
     if chunk.dictionary is not None and 0 < chunk.dictionary < at:
         at = chunk.dictionary
@@ -213,7 +216,7 @@ def _page_headers(raw: BinaryIO, chunk: _Chunk) -> Iterator[Struct]:
 
 
 def _data_page(header: Struct) -> tuple[int, int] | None:
-    """(values, encoding) of a page of data; None for another page."""
+    """Return (values, encoding) of a data page; None for another kind of page."""
     for version, encoding in ((5, 2), (8, 4)):
         if version in header:
             about = get(header, version, STRUCT)
@@ -222,7 +225,7 @@ def _data_page(header: Struct) -> tuple[int, int] | None:
 
 
 def _page_header(raw: BinaryIO, at: int) -> tuple[Struct, int]:
-    """(a page's header, its bytes). Raises IndexError or ValueError when there is none."""
+    """Return (page header, its size in bytes). Raises IndexError or ValueError when there is no valid header."""
     take = 512
     while True:
         raw.seek(at)

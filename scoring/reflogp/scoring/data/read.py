@@ -1,8 +1,7 @@
-"""Rows out of dataset files: JSON lines, JSON, CSV, Parquet, Arrow, a `datasets` folder, a hub name.
+"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from a `datasets` folder, or from a hub dataset.
 
-Knows file formats. Does not know prompts, tokens or keys. A row that cannot be read is an item of its own in the stream,
-with its number and what is wrong, so that one bad line never hides the good ones. What reading may cost is `bounds`'.
-Called by `tokenize`.
+A row that cannot be read is an item of its own in the stream, with its number and an error message, so that one bad line never
+hides the good ones. The limits on memory and on decoded bytes are in `bounds`.
 """
 
 from __future__ import annotations
@@ -40,25 +39,32 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-#: What `dataset_suffix` takes, in words, behind "ends in" or "end in".
+#: Suffixes that `dataset_suffix` accepts, for messages, after "ends in" or "end in".
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
-#: A list of rows ends where they have so many bytes together.
+#: A batch of rows ends when its rows have more than this many bytes.
 _BATCH_BYTES = 256 << 20
-#: A saved dataset's description of itself is no longer.
+#: Bytes that are read of a saved dataset's state.json or dataset_dict.json.
 _STATE_BYTES = 16 << 20
-#: An escape that may be half of a surrogate pair.
+#: A JSON escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-#: A row's columns or None, what is wrong with it or None, its bytes as they were read (0 where that is not known).
+#: (a row's columns or None, its error or None, its size in bytes as read, 0 if unknown).
 _Read = tuple[dict[str, Any] | None, str | None, int]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a dataset: its number (from 0), and its columns or what made it unreadable; its bytes where they are known."""
+    """One row of a dataset.
+
+    Attributes:
+        number: its number in the dataset, from 0.
+        columns: its columns; None for an unreadable row.
+        problem: the reason why it is unreadable; None for a readable row.
+        size: its bytes; 0 if unknown.
+    """
 
     number: int
     columns: dict[str, Any] | None
@@ -71,13 +77,13 @@ class RowSource:
 
     Args:
         data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, or a hub name.
-        split: of a hub dataset or a saved DatasetDict.
-        bounds: for data that others sent: what is longer is refused, what a saved dataset names outside its folder too, and
-            there is no hub.
-        check: called at every step of reading; raises to stop.
+        split: the split of a hub dataset or a saved DatasetDict.
+        bounds: limits for untrusted data; None for no limits. With limits, longer data is refused, files that a saved dataset
+            names outside its folder are refused too, and hub names are not accepted.
+        check: called at every step of reading; may raise to stop.
 
     Raises:
-        DatasetError: nothing of that name can be opened.
+        DatasetError: the dataset cannot be opened.
     """
 
     def __init__(
@@ -116,7 +122,10 @@ class RowSource:
                 yield Row(number, columns, problem, size)
 
     def only(self, numbers: Iterable[int]) -> RowSource:
-        """The same dataset, of which these rows alone are given, with their numbers; `count` and `schema` stay the whole's."""
+        """Return a view of the dataset that iterates over these rows only.
+
+        Row numbers stay the same. `count` still counts the whole dataset; `schema` reads only these rows where it reads rows.
+        """
         some = copy(self)
         some._numbers = frozenset(numbers)
         return some
@@ -124,7 +133,7 @@ class RowSource:
     def check_unchanged(self) -> None:
         """Raise FileChangedError when a local file was replaced or written to since the dataset was opened.
 
-        Whoever reads a dataset more than once calls it before it hands on what it made.
+        Code that reads a dataset more than once must call this before it publishes its result.
         """
         for file, identity in self._identities.items():
             try:
@@ -135,7 +144,10 @@ class RowSource:
                 raise FileChangedError(f"{file} was changed or replaced while it was read; run again")
 
     def count(self) -> int:
-        """Rows in all, readable or not. Lines of text are counted by reading them, everything else by its metadata."""
+        """Return the number of rows, readable or not.
+
+        Parquet files, saved datasets and hub datasets are counted from metadata, all other formats by reading them.
+        """
         if self._dataset is not None:
             return len(self._dataset)
         if self.format == "jsonl":
@@ -145,10 +157,15 @@ class RowSource:
         return sum(1 for _ in self._rows())
 
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
-        """Arrow schema of the readable rows' columns (for text formats: found by reading them all once).
+        """Return the Arrow schema of the readable rows' columns.
+
+        It comes from metadata, except for text and Arrow files, whose rows are all read once.
 
         Args:
-            usable: which rows count; a row that is left out anyway must not decide what type a column has.
+            usable: returns True for the rows that count; a row that is left out anyway must not decide the type of a column.
+
+        Raises:
+            DatasetError: the rows give one column types that cannot be combined.
         """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
@@ -182,7 +199,7 @@ class RowSource:
                 yield from read(file, meter)
 
     def _lines(self) -> Iterator[bytes | None]:
-        """Lines of text that are not blank; None for one that is too long."""
+        """Yield the lines that are not blank; None for a line that is too long."""
         meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
             with _said_as_dataset_error(file, self.format), open_text(file, meter) as reader:
@@ -190,7 +207,7 @@ class RowSource:
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
-    """Lists of up to `count` rows; of fewer where rows are so long that a list would not be bounded in memory."""
+    """Yield lists of up to `count` rows; lists of long rows are shorter, so that each list is bounded in memory."""
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -204,7 +221,7 @@ def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
 
 
 def dataset_suffix(name: str) -> str | None:
-    """How a dataset file's name ends, in small letters: `.jsonl`, `.csv.gz`, …; None for a name that no reader knows."""
+    """Return the suffix of a dataset file's name in lower case (`.jsonl`, `.csv.gz`, …); None if no reader supports it."""
     path = PurePosixPath(name)
     packed = path.suffix.lower() if path.suffix.lower() in _COMPRESSED else ""
     suffix = PurePosixPath(path.stem).suffix.lower() if packed else path.suffix.lower()
@@ -246,7 +263,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
     try:
         loaded = datasets.load_from_disk(data) if form == "folder" else datasets.load_dataset(data, split=split)
-    except Exception as error:  # the hub client raises dozens of kinds, all meaning "cannot be had"
+    except Exception as error:  # the hub client raises dozens of types, all of which mean that the dataset is not available
         raise DatasetError(
             f"dataset {data!r} is neither a local file nor a hub dataset that can be reached ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''})"
@@ -259,7 +276,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
 
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """The Arrow files of a saved dataset, as its state.json lists them; none that lies elsewhere."""
+    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError for a file outside its folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
@@ -271,7 +288,7 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    """A JSON object of a saved dataset, whose lists are lists."""
+    """Return the JSON object in a saved dataset's file, with `splits` and `_data_files` checked to be lists if present."""
     try:
         with file.open("rb") as raw:
             state = json.loads(raw.read(_STATE_BYTES))
@@ -304,7 +321,7 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """A row from a line of JSON. Bytes that are not valid text make a bad row, as an escape of half a character does."""
+    """Return the row in a line of JSON. Invalid text and an escape of half a surrogate pair make it a bad row."""
     try:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)
@@ -314,7 +331,7 @@ def _json_row(line: bytes) -> _Read:
 
 
 def _object(value: Any, size: int, text: str) -> _Read:
-    """A row from a JSON value and the text that it was written as."""
+    """Return the row for a JSON value and its source text."""
     if not isinstance(value, dict):
         return None, f"not a JSON object but a {type(value).__name__}", 0
     problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
@@ -322,7 +339,10 @@ def _object(value: Any, size: int, text: str) -> _Read:
 
 
 def _surrogate_problem(value: Any) -> str | None:
-    """Look through keys and values; a pair that was written as two escapes is one character by now."""
+    """Return a message for half of a surrogate pair in keys or values, or for too deep nesting; None for valid text.
+
+    Two escapes that form a pair are one character after decoding, and are valid.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -333,7 +353,7 @@ def _surrogate_problem(value: Any) -> str | None:
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """One array of objects, decoded one after the other, or JSON lines under the wrong name."""
+    """Read an array of objects, decoded one at a time, or JSON lines in a file with the wrong suffix."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))
@@ -350,7 +370,7 @@ def _json(file: Path, meter: Meter) -> Iterator[_Read]:
 
 
 def _json_array(text: str) -> Iterator[_Read]:
-    """The rows of a JSON array. Raises ValueError where the text is not one."""
+    """Yield the rows of a JSON array. Raises ValueError if the text is not a JSON array."""
     decode = json.JSONDecoder().raw_decode
 
     def skip(at: int) -> int:
@@ -374,7 +394,7 @@ def _json_array(text: str) -> Iterator[_Read]:
 
 
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Every column as text; an empty cell is null, as it is to `datasets`. A line with another number of cells is a bad row."""
+    """Read every column as text. An empty cell is null, as in `datasets`. A record with too few or many cells is a bad row."""
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:
         records = RecordLines(reader, meter.bounds.row_bytes, file)

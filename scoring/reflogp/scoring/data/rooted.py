@@ -1,9 +1,9 @@
-"""Dataset files below a root, opened once: what was found, what is hashed and what is read are the same open files.
+"""Open dataset files below a root once, and hash and read the same open files.
 
-Every part of a path is opened relative to the folder before it, and links are followed by hand. So nobody who may write below
-the root can lead a reader out of it, at no moment. Content is read through the open files, and compared with its digest before
-and with the files' identity after. A copy would be as safe, but costs the dataset's size on the disk and the time to write it;
-hashing what is read is not possible for formats that are read in places, like Parquet.
+Every part of a path is opened relative to the folder before it, and links are followed by hand. So somebody who may write below
+the root cannot lead a reader out of it at any moment. Content is read through the open files. It is compared with its digest
+before reading, and the files' identities are compared after reading. A copy would be as safe, but it costs the dataset's size
+on the disk and the time to write it. Hashing while reading is not possible for formats with random access, like Parquet.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError, OtherContentError
 from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, let_clocks_pass
 
-#: A dataset folder with more entries is refused.
+#: Maximum entries of a dataset folder; a folder with more is refused.
 MOST_ENTRIES = 10_000
-#: Links in one path, as the kernel has it.
+#: Maximum links in one path, the same as the kernel's limit.
 _MOST_LINKS = 40
-#: Files that are open at a time where they are only hashed.
+#: Number of files that are open at the same time while files are only hashed.
 _TOGETHER = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class PathError(DatasetError):
-    """A path that cannot be a dataset.
+    """A path that is not a usable dataset.
 
     Attributes:
-        kind: it leads outside the root, there is nothing that can be read, or what is there is no dataset.
-        next_step: what the caller can do.
+        kind: "outside": it leads outside the root; "hidden": a part of it begins with a dot; "missing": it does not exist or
+            cannot be read; "unusable": it exists and is not a dataset.
+        next_step: advice for the caller.
     """
 
     def __init__(self, kind: Literal["outside", "hidden", "missing", "unusable"], text: str, next_step: str) -> None:
@@ -53,8 +54,8 @@ class Found:
     """A file or folder below a root.
 
     Attributes:
-        descriptor: of the open file or folder.
-        path: where it lies, without links.
+        descriptor: descriptor of the open file or folder.
+        path: its path without links.
     """
 
     descriptor: int
@@ -65,14 +66,14 @@ class Found:
 
 
 def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTRIES) -> tuple[Path, str]:
-    """(path without links, digest of the content) of a dataset below a root.
+    """Return (path without links, digest of the content) of a dataset below a root.
 
-    A file's digest is its sha256. A folder's is over the relative names and sha256 of its dataset files. Hidden ones and those
-    of other suffixes are left out: no reader takes them.
+    A file's digest is its sha256. A folder's digest is the blake2b of the relative names and sha256 of its dataset files.
+    Hidden files and files with other suffixes are left out, because no reader takes them.
 
     Raises:
-        PathError: it leaves the root, is not there, or is no dataset.
-        FileChangedError: it is being written to.
+        PathError: the path leaves the root, does not exist, or is not a dataset.
+        FileChangedError: a file is being written to.
     """
     with _opened(root, parts) as found:
         digests: dict[str, str] = {}
@@ -89,18 +90,19 @@ class OpenDataset:
     """A dataset's files, open and checked against a digest. Use it as a context manager.
 
     Args:
-        root: folder that must not be left.
-        parts: of the dataset's path below it.
-        digest: what the content must be.
-        may_change: others may write below the root. Files of a service's own folder are only replaced by equal ones.
+        root: folder that the path must not leave.
+        parts: parts of the dataset's path below the root.
+        digest: expected digest of the content.
+        may_change: True if others may write below the root. False for a service's own folder, where files are only replaced by
+            files of equal content.
 
     Attributes:
-        path: where the dataset lies, without links.
+        path: the dataset's path without links.
 
     Raises:
-        PathError: as `digest_below`.
-        OtherContentError: the content is another one.
-        FileChangedError: it is being written to.
+        PathError: see `digest_below`.
+        OtherContentError: the content has a different digest.
+        FileChangedError: a file is being written to.
     """
 
     def __init__(self, root: Path, parts: Sequence[str], digest: str, may_change: bool) -> None:
@@ -111,7 +113,7 @@ class OpenDataset:
             self.path = found.path
             _allow_many_files()
             self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # A service's own file gets new times whenever it is sent or named again; its content is all that counts.
+            # A service's own file gets new times whenever it is uploaded or named again, so only its content is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
                 raise OtherContentError(f"{self.path} has changed since the job was submitted; submit it again")
@@ -119,7 +121,7 @@ class OpenDataset:
             place = self._close.enter_context(folder_of_open_files(self._files, "dataset"))
             self._by_path = place is None
             only = None if found.is_folder() else next(iter(self._files))
-            #: The path to read it by.
+            #: The path to read the dataset from.
             self.readable = self.path if place is None else place if only is None else place / only
         except BaseException:
             self._close.close()
@@ -132,7 +134,10 @@ class OpenDataset:
         self._close.close()
 
     def check(self) -> None:
-        """Raise FileChangedError when a file was written to since it was hashed."""
+        """Raise FileChangedError when a file was written to since it was hashed.
+
+        With `may_change` False only the files' sizes are compared.
+        """
         for file in self._files.values():
             if self._may_change:
                 file.check(by_path=self._by_path)
@@ -149,7 +154,7 @@ def _digests(files: dict[str, OpenFile]) -> dict[str, str]:
 
 
 def _content_digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    """sha256 of files as they are read now, whatever their times are."""
+    """Return the sha256 of each file's current content, without a check of modification times."""
     found = {}
     for name, file in files.items():
         with os.fdopen(os.dup(file.descriptor), "rb") as opened:
@@ -184,7 +189,7 @@ def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
 
 
 def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open what a path leads to from the folder `start` below `root`. Raises PathError."""
+    """Open the file or folder at a path from the folder `start` below `root`. Raises PathError."""
     try:
         opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except OSError as error:
@@ -194,7 +199,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
     try:
         while pending:
             part = pending.popleft()
-            if part == "..":  # of a link; what was requested has none
+            if part == "..":  # from a link's target; requested paths have no ".."
                 if not names:
                     raise _outside()
                 names.pop()
@@ -237,9 +242,10 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 
 
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
-    """(relative name, open file) of every dataset file; of a single one its name. Whoever takes a file closes it.
+    """Yield (relative name, open file) of every dataset file; for a single file, its own name. The caller closes the files.
 
-    Raises PathError when anything in a folder leads out of the root or is neither file nor folder, and for too many entries.
+    Raises PathError when an entry of a folder leads out of the root or is neither a file nor a folder, when there are too many
+    entries, and for a single file with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:
@@ -278,7 +284,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
 
 
 def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
-    """An entry of a folder; None for a hidden one that is a plain file or folder, which no reader takes."""
+    """Open an entry of a folder; return None for a hidden plain file or folder, which no reader takes."""
     at = _walk(root, folder, ())
     try:
         mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode
@@ -310,7 +316,7 @@ def _missing() -> PathError:
 
 
 def _allow_many_files() -> None:
-    """Let this process open as many files as it may: a dataset's files are all open at a time."""
+    """Raise the soft limit of open files to the hard limit: all files of a dataset are open at the same time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

@@ -1,12 +1,13 @@
 """Tokenise rows in child processes that can be killed.
 
-A chat template is a program and a row is its input: together they may run for ever, or build a string of terabytes, and neither
+A chat template is a program and a row is its input. The two may run for ever or build a string of terabytes, and neither
 Python nor a tokenizer can be interrupted in the middle of one operation. So rows are rendered and encoded in forked children of
-this process, which hold the tokenizer as it was loaded here. Each row has a deadline of processor time, which the kernel
-enforces (ITIMER_PROF), and a limit of memory (RLIMIT_AS). A row that ends its child is a bad row; a new child goes on with the
-others. The caller is asked many times a second whether to go on.
+this process, which inherit the loaded tokenizer. Each row has a deadline of processor time, which the kernel enforces
+(ITIMER_PROF), and on Linux a limit of memory (RLIMIT_AS). A row that ends its child is a bad row; a new child continues with
+the other rows. A callback of the caller runs many times a second and can stop the work.
 
-What goes over the pipes is JSON and raw token ids. A child closes every file that it inherits, and reads and writes no other.
+The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except that socket and
+standard error. It opens only /dev/null and, on Linux, two files of /proc/self that concern its limits.
 """
 
 from __future__ import annotations
@@ -38,40 +39,40 @@ from reflogp.scoring.data.shape import TEXT_COLUMNS, Format, RowError, RowLimitE
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.store.texts import shortened
 
-#: Processor time that tokenising one row may take.
+#: Processor time limit for one row, in seconds.
 ROW_SECONDS = 10.0
-#: Rows of one pass over a dataset that may reach their deadline. Beyond, it is the template or the dataset that does not end.
+#: Timed-out rows that end a pass over a dataset: the cause is then the template or the whole dataset, not single rows.
 SLOW_ROWS = 20
-#: Memory that a child may take beside what it inherits, where the machine has twice as much.
+#: Bytes that a child may take in addition to the memory that it inherits; half of the machine's memory if that is less.
 _MEMORY = 8 << 30
-#: Children of one pass, where there are as many cores.
+#: Maximum number of children of one pass; fewer on a machine with fewer cores.
 _CHILDREN = 4
-#: Rows, or bytes of JSON, that a child gets at a time.
+#: Maximum rows and bytes of JSON in one chunk for a child.
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
-#: Characters of a row as the template renders it that are encoded together with other rows', which is faster.
+#: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
-#: How often the caller is asked whether to go on.
+#: Longest wait for children between two calls of the caller's `check`.
 _POLL_SECONDS = 0.1
-#: A row that takes no processor time for this many times its deadline is given up too (a lock, a network).
+#: A row that uses no processor time for this many times its deadline is given up too (it may wait for a lock or a network).
 _STILL = 6
 _LENGTHS = struct.Struct("<QQ")
 _MARK = struct.Struct("<q")
-#: In place of a row: none yet, or several together.
+#: Marks in place of a row's index: no row has begun, or several rows are encoded together.
 _NO_ROW, _SEVERAL = -1, -2
 
 Ids = npt.NDArray[np.int64]
-#: A prompt and its completions.
+#: A prompt and its completions as token ids.
 TokenArrays = tuple[Ids, tuple[Ids, ...]]
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What tokenising one row may take.
+    """Resource limits for tokenising one row.
 
     Attributes:
-        seconds: of processor time.
-        memory: bytes beside what the process takes anyway.
-        children: processes at a time.
+        seconds: processor time, in seconds.
+        memory: bytes in addition to the memory that the process already takes.
+        children: number of parallel processes.
     """
 
     seconds: float = ROW_SECONDS
@@ -80,18 +81,18 @@ class RowLimits:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class RowTokenizer:
-    """Tokenises rows of one dataset; a context manager, which ends its children.
+    """A tokeniser of one dataset's rows; a context manager that ends its child processes on exit.
 
     Args:
-        tokenizer: as it was loaded; children inherit it.
+        tokenizer: the loaded tokenizer; children inherit it.
         form: "preference" or "kto".
-        limits: of each row.
-        check: called about ten times a second while rows are tokenised; raises to stop.
+        limits: limits of each row; None for the defaults.
+        check: called about ten times a second while rows are tokenised; may raise to stop.
     """
 
     def __init__(
@@ -114,11 +115,15 @@ class RowTokenizer:
         self._selector.close()
 
     def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[list[TokenArrays | RowError]]:
-        """The examples of each row, in order: token ids, or what is wrong. A row that cannot be used at all has one entry.
+        """Tokenise rows.
+
+        Returns:
+            For each row, in order, a list with one entry per example: its token ids, or the error. A row that cannot be used at
+            all has one entry.
 
         Raises:
-            TokenizerError: the tokenizer lacks what the rows need.
-            DatasetError: many rows reached their deadline.
+            TokenizerError: the tokenizer lacks something that the rows need.
+            DatasetError: SLOW_ROWS rows reached their deadline.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
         waiting = deque(self._chunks(rows, found))
@@ -128,7 +133,7 @@ class RowTokenizer:
             for key, events in self._selector.select(_POLL_SECONDS):
                 child: _Child = key.data
                 if child.chunk is None:
-                    self._end(child)  # killed from outside while it had nothing to do
+                    self._end(child)  # killed from outside while it was idle
                     continue
                 if child.pump(events):
                     self._selector.modify(child.socket, child.events(), child)
@@ -186,13 +191,13 @@ class RowTokenizer:
             found[at] = examples
 
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
-        """A child has ended: the row it was at is bad, or has a second try where it need not be that row's fault."""
+        """Handle the end of a child: report its current row as bad, or retry the row alone if another cause is possible."""
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
         assert chunk is not None
         timed_out = status == -signal.SIGPROF or still
         if place in (_NO_ROW, _SEVERAL):
-            if len(chunk.rows) > 1:  # which of them it was shows when each is alone
+            if len(chunk.rows) > 1:  # each row is retried alone, which shows the one that ends its child
                 pairs = zip(reversed(chunk.rows), reversed(chunk.texts), strict=True)
                 waiting.extendleft(_Chunk([at], [text], alone=True) for at, text in pairs)
                 return
@@ -225,12 +230,12 @@ class RowTokenizer:
 
 @dataclass
 class _Chunk:
-    """Some rows for a child.
+    """A batch of rows for one child.
 
     Attributes:
-        rows: places in the call.
+        rows: indices of the rows in the call of `tokenize`.
         texts: the rows as JSON.
-        alone: a second try.
+        alone: True for a retry of a single row.
     """
 
     rows: list[int]
@@ -239,13 +244,13 @@ class _Chunk:
 
 
 class _Child:
-    """A forked process and what is under way to it and from it.
+    """A forked process and the data in flight to and from it.
 
     Attributes:
-        chunk: what it works at.
-        answer: the answer when it is complete: its head, and token ids.
-        ended: its end of the socket is closed.
-        still: it was killed because it used no processor time and did not get on.
+        chunk: the chunk that it processes; None for an idle child.
+        answer: the complete answer (head, token ids); None until it has arrived.
+        ended: True if the child's end of the socket is closed.
+        still: True if the child was killed because it used no processor time and made no progress.
     """
 
     def __init__(self, tokenizer: Any, form: Format, limits: RowLimits) -> None:
@@ -267,7 +272,7 @@ class _Child:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
 
     def give(self, chunk: _Chunk) -> None:
-        """Begin to send a chunk."""
+        """Start to send a chunk."""
         body = b"[" + b",".join(chunk.texts) + b"]"
         self.chunk = chunk
         self._stood = 0.0
@@ -275,7 +280,7 @@ class _Child:
         self._to_send = memoryview(_LENGTHS.pack(len(body), 0) + body)
 
     def pump(self, events: int) -> bool:
-        """Send and receive what is possible now; return True where what to wait for has changed."""
+        """Send and receive without blocking; return True if the events to wait for have changed."""
         waited_for = self.events()
         try:
             if events & selectors.EVENT_WRITE:
@@ -299,11 +304,11 @@ class _Child:
         return self.events() != waited_for
 
     def mark(self) -> int:
-        """Which row of its chunk it is at."""
+        """Return the index in the chunk of the row that the child processes, or _NO_ROW, or _SEVERAL."""
         return int(_MARK.unpack_from(self._place)[0])
 
     def watch(self, seconds: float) -> None:
-        """Kill it when it has been at one row for so long without using the processor.
+        """Kill the child if it has spent `seconds` on one row without using the processor.
 
         Time in which this process did not run (a suspended machine) does not count.
         """
@@ -322,10 +327,10 @@ class _Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill it; its exit status, negative for a signal."""
+        """Kill the child and return its exit status, negative for a signal."""
         self.socket.close()
         try:
-            # A child that has ended by itself keeps the status that it ended with.
+            # A child that has already ended keeps its own exit status.
             os.kill(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)
         except (ProcessLookupError, ChildProcessError):
@@ -343,7 +348,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _as_json(columns: dict[str, Any]) -> bytes:
-    """What tokens are made of in a row. Raises RowError for what no JSON text can hold."""
+    """Return the columns that tokens are made from, as JSON. Raises RowError for values that JSON text cannot hold."""
     require_text(columns)
     used = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
     for name, value in used.items():
@@ -358,12 +363,12 @@ def _as_json(columns: dict[str, Any]) -> bytes:
 
 
 def _placeholder(value: Any) -> str:
-    """What transformers shows a chat template in place of a value that is not of JSON (chat_template_utils)."""
+    """Return the text that transformers gives a chat template in place of a value without JSON form (chat_template_utils)."""
     return f"<{type(value).__name__}>"
 
 
 def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
-    """Each row's examples out of lengths and one array of token ids."""
+    """Yield each row's examples, rebuilt from lengths and one array of token ids."""
     start = 0
     for examples in rows:
         found: list[TokenArrays | RowError] = []
@@ -383,7 +388,7 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 
 
 def _run(tokenizer: Any, form: Format, limits: RowLimits, theirs: socket.socket, place: mmap.mmap) -> NoReturn:
-    """Answer chunks until the other side closes the socket. Never returns: this is a fork of a process that has other work."""
+    """Answer chunks until the parent closes the socket, then exit. Never returns: the code after the fork is the parent's."""
     try:
         _confine(limits, theirs)
         with os.fdopen(_SOCKET, "rb", closefd=False) as reader:
@@ -396,22 +401,22 @@ def _run(tokenizer: Any, form: Format, limits: RowLimits, theirs: socket.socket,
         os._exit(1)
 
 
-#: Where a child finds its socket.
+#: File descriptor of a child's socket.
 _SOCKET = 3
 
 
 def _confine(limits: RowLimits, theirs: socket.socket) -> None:
-    """Close what was inherited, take no signals but deadly ones, limit memory, keep to one thread."""
+    """Close inherited files, restore default signal handlers, ignore SIGINT, limit memory and use one thread."""
     for number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
-    gc.freeze()  # a collection would copy every page that is shared with the parent
+    gc.freeze()  # a garbage collection would copy every page that is shared with the parent
     os.dup2(theirs.fileno(), _SOCKET)
     os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads are not here; there are several children instead
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; several children run instead
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:  # noqa: PTH123
             taken = int(file.read().split()[0]) * mmap.PAGESIZE
@@ -435,31 +440,29 @@ def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
 def _answer(
     rows: list[dict[str, Any]], tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap
 ) -> tuple[dict[str, Any], array[int]]:
-    """Tokenise the rows of a chunk: render them one by one, encode them together."""
+    """Tokenise the rows of a chunk: render each row alone, then encode all of them in one batch."""
 
     def begin(row: int) -> None:
         _MARK.pack_into(place, 0, row)
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
 
-    #: For each row, its examples: rendered, encoded, or what is wrong.
+    #: For each row, its examples: rendered texts, token ids or errors.
     found: list[list[Any]] = []
-    on_all_ranks: list[tuple[int, int]] = []
+    rendered: list[tuple[int, int]] = []
     try:
         for at, columns in enumerate(rows):
             begin(at)
             examples = _of_row(partial(_rendered, columns, form, tokenizer))
             if not tokenizer.is_fast or sum(len(t) for e in examples if isinstance(e, list) for t in e) > _TOGETHER:
                 examples = _of_row(partial(encode, examples, tokenizer))
-            on_all_ranks += [(at, number) for number, example in enumerate(examples) if isinstance(example, list)]
+            rendered += [(at, number) for number, example in enumerate(examples) if isinstance(example, list)]
             found.append(examples)
         begin(_SEVERAL)
         try:
-            for (at, number), tokens in zip(
-                on_all_ranks, encode([found[at][n] for at, n in on_all_ranks], tokenizer), strict=True
-            ):
+            for (at, number), tokens in zip(rendered, encode([found[at][n] for at, n in rendered], tokenizer), strict=True):
                 found[at][number] = tokens
-        except Exception:  # one of them cannot be encoded
-            for at in dict.fromkeys(at for at, _ in on_all_ranks):
+        except Exception:  # at least one row cannot be encoded; encode each row alone
+            for at in dict.fromkeys(at for at, _ in rendered):
                 begin(at)
                 found[at] = _of_row(partial(encode, found[at], tokenizer))
     except TokenizerError as error:
@@ -471,7 +474,7 @@ def _answer(
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """What comes of a row; whatever a row makes Python, a template or a tokenizer raise is a problem of that row."""
+    """Return the result of `work`, or its exception as that row's error. Only TokenizerError is raised."""
     try:
         return work()
     except TokenizerError:
@@ -495,7 +498,7 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 
 
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
-    """Lengths of an example's prompt and completions, whose token ids are added to `ids`; or what is wrong, in words."""
+    """Append an example's token ids to `ids` and return the lengths of its prompt and completions, or its error as text."""
     if isinstance(example, RowError):
         return shortened(str(example))
     prompt, completions = example

@@ -1,7 +1,6 @@
-"""What a row's columns mean: preference pair, KTO row or tokens, plain or conversational, explicit or implicit prompt.
+"""Interpret a row's columns: preference pair, KTO row or tokens, plain or conversational, explicit or implicit prompt.
 
-Follows TRL 1.16's reading of the same columns (trl/data_utils.py: is_conversational, extract_prompt,
-unpair_preference_dataset). Does not know tokenizers. Called by `tokenize`.
+Columns are read as TRL 1.16 reads them (trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from reflogp.store.texts import shortened_names
 Format = Literal["preference", "kto", "tokens"]
 FORMATS = get_args(Format)
 
-#: Columns that a row's tokens are made from.
+#: Columns from which a row's tokens are made.
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
 #: Parameters of apply_chat_template that are data for the template, as TRL passes `tools`.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 
 
 class RowError(ValueError):
-    """A row that cannot be used. The message says why; the caller knows its number."""
+    """A row cannot be used. The message says why, without the row's number."""
 
 
 class RowLimitError(RowError):
-    """A row that takes more time or memory than it may; with more of either it might be usable."""
+    """A row exceeds its limit of time or memory; with a higher limit it might be usable."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Example:
     Attributes:
         prompt: text, or a list of messages.
         completions: one per output column: (chosen, rejected), or (completion,).
-        template_kwargs: what a chat template gets beside the messages: `tools` and the row's chat_template_kwargs, none of
-            which is a parameter that changes the template, the encoding or what is rendered.
+        template_kwargs: variables of the chat template in addition to the messages: `tools` and the row's chat_template_kwargs.
+            They exclude parameters of apply_chat_template that change the template, the encoding or the rendered messages.
     """
 
     prompt: Any
@@ -57,9 +56,9 @@ class Example:
 
 
 def detect_format(columns: dict[str, Any]) -> Format:
-    """The format of a dataset whose first readable row has these columns.
+    """Return the format of a dataset whose first readable row has these columns.
 
-    Raises DatasetError, listing the columns, when they fit none.
+    Raises DatasetError, which lists the columns, when no format fits them.
     """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -76,7 +75,12 @@ def detect_format(columns: dict[str, Any]) -> Format:
 
 
 def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the completion columns that a dataset of this format yields."""
+    """Return the names of the completion columns that a dataset of this format yields.
+
+    Args:
+        form: the dataset's format.
+        first: columns of its first readable row.
+    """
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
     if form == "tokens" and first.get("KL_completion_ids") is not None:
@@ -85,10 +89,12 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
-    """Read one row: one example, or two when a pair is asked for as KTO rows (as TRL unpairs them).
+    """Return a row's examples: one, or two for a pair that is read as KTO rows (unpaired as TRL does).
 
-    Raises RowError when a column is missing, null, empty or of the wrong type, when the row holds images, video or audio, and
-    when its chat_template_kwargs hold more than variables of the template.
+    Raises:
+        RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
+            and chosen or rejected is empty; the row holds images, video or audio; `tools` is not JSON; or chat_template_kwargs
+            holds more than variables of the template.
     """
     require_text(columns)
     pair = form == "preference" or "completion" not in columns
@@ -115,11 +121,11 @@ def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """(prompt, chosen, rejected) of a pair whose prompt is what both begin with; text or messages.
+    """Return (prompt, chosen, rejected) of a pair whose prompt is the common start of both sides; text or messages.
 
-    The same cut as TRL's extract_prompt, its edges included, because another cut would be another key: a space before
-    the first difference belongs to the completions, and of two that never differ the shorter's last element does.
-    Raises RowError when a side is empty.
+    The cut is the same as in TRL's extract_prompt, edge cases included, because another cut would give other keys. A space
+    before the first difference belongs to the completions. If one side is a prefix of the other, the last element of the
+    shorter side belongs to the completions. Raises RowError when a side is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -132,14 +138,14 @@ def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 
 def is_conversational(*values: Any) -> bool:
-    """Whether any of a row's values is a list of messages (an empty list says nothing either way)."""
+    """Return True if any of a row's values is a non-empty list of messages."""
     return any(isinstance(v, list) and v and isinstance(v[0], dict) and "role" in v[0] for v in values)
 
 
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
-    """(prompt_ids, completions) of a row that holds tokens already.
+    """Return (prompt_ids, completions) of a row that already holds token ids.
 
-    Raises RowError when one is not a list of integers in [0, 2**32), and when the row holds images, video or audio.
+    Raises RowError when a column is not a list of integers in [0, 2**32), and when the row holds images, video or audio.
     """
     require_text(columns)
     found = []
@@ -152,7 +158,7 @@ def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[i
 
 
 def require_text(columns: dict[str, Any]) -> None:
-    """Raise RowError for a row with images, video or audio: scored as text, it would get values of another input."""
+    """Raise RowError for a row with images, video or audio: scored as text, it would get the values of a different input."""
     media = media_of(columns)
     if media is not None:
         raise RowError(f"it holds more than text ({media}), and only text is scored; remove what is not text, or the row")
@@ -191,11 +197,11 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def reserved_kwargs() -> frozenset[str]:
-    """Names that mean something to apply_chat_template itself, and so may not come from a row.
+    """Return the names of apply_chat_template's own parameters, which a row must not set.
 
-    Found from the signatures of transformers' functions: whatever is no parameter there becomes a variable of the template.
+    They are read from the signatures of transformers' functions: every other name becomes a variable of the template.
     """
-    parameters: set[str] = {"messages"}  # what the template calls the conversation
+    parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is not parameter.VAR_KEYWORD:

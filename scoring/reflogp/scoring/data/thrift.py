@@ -1,6 +1,6 @@
-"""Thrift's compact protocol, as much as Parquet's footers and page headers need: what a struct holds, nothing allocated for it.
+"""Read structs in Thrift's compact protocol, as far as Parquet's footers and page headers need it.
 
-Knows bytes. Raises IndexError where the data ends and ValueError for what no struct has. Called by `parquet_bounds`.
+No memory is allocated for claimed sizes. Functions raise IndexError where the data ends and ValueError for invalid data.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 #: Types of Thrift's compact protocol.
 _TRUE, _FALSE, _I8, _I16, I32, I64, _DOUBLE, BYTES, LIST, _SET, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
 
-#: Field number -> (type, value); no value for byte strings.
+#: Field number -> (type, value); the value is None for types whose content is skipped, such as byte strings.
 Struct = dict[int, tuple[int, Any]]
 
 
 def get(fields: Struct, number: int, kind: int) -> Any:
-    """A field. Raises ValueError when it is not there, or of another type: other readers pass over such a field."""
+    """Return a field. Raises ValueError when it is missing or of another type, because other readers skip such a field."""
     found = fields.get(number)
     if found is None or found[0] != kind:
         raise ValueError
@@ -29,7 +29,7 @@ def as_struct(value: Any) -> Struct:
 
 
 def read_struct(data: bytes, at: int, depth: int) -> tuple[Struct, int]:
-    """(fields, where it ends) of a struct. Raises IndexError where the data ends, ValueError for what no struct has."""
+    """Return (fields, end offset) of the struct at `at`. Raises IndexError where the data ends, ValueError for invalid data."""
     if depth > 16:
         raise ValueError
     fields: Struct = {}
@@ -68,7 +68,7 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     elif kind == BYTES:
         length, at = _varint(data, at)
         at += length
-    elif kind in (_TRUE, _FALSE, _I8, _DOUBLE):  # true and false have a byte of their own in lists only
+    elif kind in (_TRUE, _FALSE, _I8, _DOUBLE):  # only in lists do true and false take a byte
         at += 8 if kind == _DOUBLE else 1
     else:
         raise ValueError

@@ -1,7 +1,6 @@
-"""Datasets as token sequences exactly as TRL makes them, so that a key here is the key of what a trainer trains on.
+"""Tokenise datasets exactly as TRL does, so that keys are the same as for the sequences that a trainer trains on.
 
-Text is rendered and encoded by `encode`, in processes that `row_process` may kill. Does not import trl. Called by scoring, by
-`reflogp join` and by reports.
+Text is rendered and encoded by `encode`, in child processes that `row_process` may kill. trl is not imported.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class TokenizedRows:
     Attributes:
         table: columns row (int64: the row's number in the dataset), prompt_ids and one column per completion
             (list<int64>): chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        rows: the same rows as they were read, in the table's order.
-        problems: row number -> why it is not in the table.
+        rows: columns of the same rows as read from the dataset, in the table's order.
+        problems: row number -> the reason why an example of the row is not in the table.
         last_row: number of the last row that was read, usable or not.
-        limited: some problems are limits of time or memory, so that another run might end otherwise.
+        limited: True if some problems are limits of time or memory, so that another run might have another result.
     """
 
     table: pa.Table
@@ -44,9 +43,9 @@ class TokenizedRows:
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; an adapter's folder without one has its base model's.
+    """Load the tokenizer of a model folder; for an adapter's folder without a tokenizer, that of its base model.
 
-    Raises TokenizerError when there is none, FileChangedError when its files are being written.
+    Raises TokenizerError when there is no tokenizer, FileChangedError when its files are being written.
     """
     with open_tokenizer(model) as files:
         return files.load(trust_remote_code)
@@ -65,15 +64,19 @@ def tokenize_dataset(
 
     Args:
         source: the rows.
-        tokenizer: the reference model's; None is enough for the tokens format.
-        form: "preference", "kto" or "tokens"; None finds it from the first row whose columns fit one.
-        window: rows per item.
-        limits: what tokenising a row may take; a row that takes more is a bad row. None for the defaults.
-        check: called about ten times a second, and for each row of tokens; raises to stop.
+        tokenizer: the reference model's tokenizer; may be None for the tokens format.
+        form: "preference", "kto" or "tokens"; None detects it from the first row whose columns fit a format.
+        window: maximum rows per item.
+        limits: limits for tokenising a row, beyond which it is a bad row; None for the defaults.
+        check: called about ten times a second, and for each row of tokens; may raise to stop.
+
+    Yields:
+        The rows of one window, in the dataset's order.
 
     Raises:
-        DatasetError: no row is readable, no row at the beginning has columns that fit a format, or many rows took too long.
-        TokenizerError: the tokenizer lacks a chat template or an EOS token that the rows need.
+        DatasetError: no row is readable, no row in the first window with a readable row has columns that fit the format, or
+            many rows took too long.
+        TokenizerError: there is no tokenizer for text rows, or it lacks a chat template or an EOS token that the rows need.
     """
     outputs: tuple[str, ...] | None = None
     why = "it is empty"
@@ -98,9 +101,9 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """The format of the first row that has one, and the columns of its completions; the rows before it are bad rows.
+    """Return the format of the first row whose columns fit one, and the names of its completion columns.
 
-    Raises DatasetError, about the first row, where none has one.
+    Raises DatasetError, with the first row's problem, when no row fits.
     """
     error: DatasetError | None = None
     for columns in rows:
@@ -118,7 +121,7 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
 def _tokenize_window(
     rows: list[Row], children: RowTokenizer | None, outputs: tuple[str, ...], check: Callable[[], None] | None
 ) -> TokenizedRows:
-    """Tokenise some rows; `children` is None for rows that hold tokens."""
+    """Tokenise one window of rows; `children` is None for the tokens format."""
     problems: dict[int, str] = {}
     readable: list[Row] = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""A dataset as token ids, window by window; tokenised once and kept, where a folder for that is given.
+"""Tokenise a dataset window by window, and optionally keep the token ids in a file for later passes.
 
-Knows when two tokenisations are the same: by the dataset's content, the tokenizer's files and the format, never by names.
-Called by the command line (nothing kept) and by the service's workers (kept, so that a second job or a restarted one tokenises
-nothing).
+Two tokenisations are the same if the dataset's content, the tokenizer's files, the format, the split and the versions of the
+libraries are the same; names do not matter. A second or a restarted job of the service reads kept token ids and tokenises
+nothing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from reflogp.scoring.data.tokenize import TokenizedRows, tokenize_dataset
 
 
 class StoppedError(Exception):
-    """Nobody wants the rows any more."""
+    """The iteration was stopped by TokenizedDataset.stop."""
 
 
 class TokenizedDataset:
-    """Rows of a dataset as token ids, any number of times.
+    """Rows of a dataset as token ids, which can be iterated over any number of times.
 
     Args:
         source: the rows.
-        load: gives the tokenizer; called when something must be tokenised.
-        form: the dataset's format; None finds it.
-        kept: a file that holds the token ids when it is there, and is written on the first complete pass when it is not.
-            Name it by `kept_name`, so that it cannot be another dataset's. Rows as they were read are not kept. Nothing is
+        load: returns the tokenizer; called when something must be tokenised.
+        form: the dataset's format; None detects it.
+        kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
+            Name it by `kept_name`, so that it cannot be another dataset's. The rows' original columns are not kept. Nothing is
             kept when a row reached a limit of time or memory, because the row may be usable under another limit.
-        unchanged: called behind each pass over `source`, before its tokens are kept; raises when what was read may be something
-            else than what `kept` is named by.
-        limits: what tokenising a row may take; None for the defaults.
-        check: called many times a second while rows are read and tokenised; raises to stop.
+        unchanged: called after each pass over `source`, before its tokens are kept; raises if the content that was read may
+            differ from the content that `kept` is named after.
+        limits: limits for tokenising a row; None for the defaults.
+        check: called many times a second while rows are read and tokenised; may raise to stop.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TokenizedDataset:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """End iterations, of other threads, with StoppedError: at once where they tokenise."""
+        """Make iterations in other threads raise StoppedError while they tokenise; reading kept token ids goes on."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -78,7 +78,7 @@ class TokenizedDataset:
             self._check_given()
 
     def count(self) -> int:
-        """Rows in all, readable or not."""
+        """Return the number of rows, readable or not."""
         if self._kept is not None and self._kept.is_file():
             with pa.memory_map(str(self._kept)) as file:
                 return int(pa.ipc.open_file(file).schema.metadata[b"rows"])
@@ -127,7 +127,7 @@ class TokenizedDataset:
 
 
 def kept_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
-    """The file name of a tokenisation: a digest of all that it depends on."""
+    """Return the file name of a tokenisation: a digest of everything that the token ids depend on."""
     content = {
         "dataset": dataset_digest,
         "tokenizer": tokenizer_digest,
@@ -140,7 +140,7 @@ def kept_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, s
 
 
 def forget_oldest(folder: Path, max_bytes: int) -> None:
-    """Delete the tokenisations that were least recently used until the rest is within a size."""
+    """Delete the least recently used tokenisations until the rest takes at most `max_bytes`."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
     kept = 0
     for file in files:
@@ -150,9 +150,9 @@ def forget_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def forget_abandoned(folder: Path) -> None:
-    """Delete what killed processes left half written. A process holds a lock on the file that it writes, until it ends."""
+    """Delete partial files of killed processes. A process holds a lock on the file that it writes, until it ends."""
     for partial in folder.glob(".*.partial"):
-        with suppress(OSError):  # it is locked, or became whole just now
+        with suppress(OSError):  # the file is locked, or has just been renamed
             descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,13 +163,16 @@ def forget_abandoned(folder: Path) -> None:
 
 @contextmanager
 def _partial(kept: Path) -> Iterator[Path]:
-    """A new file beside `kept`, locked while the block writes it, and deleted at its end unless it was renamed."""
+    """Yield the path of a new file next to `kept`.
+
+    The file is locked while the block writes it, and deleted afterwards unless it was renamed.
+    """
     while True:
         partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not partial.exists():  # taken for an abandoned one before it was locked
+            if not partial.exists():  # another process deleted it as abandoned before it was locked
                 continue
             yield partial
             return

@@ -1,4 +1,4 @@
-"""A tokenizer's files: opened together, named by their content, loaded as they were opened."""
+"""Open a tokenizer's files together, identify them by their content, and load the tokenizer from the open files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from reflogp.store.digests import OpenFiles, folder_of_open_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: No tokenizer is read from these: weights, their indexes, and texts for people.
+#: Suffixes of files that no tokenizer is read from: weights, their indexes, and documentation.
 _NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".md")
-#: Folder of named chat templates, beside the tokenizer's own files (transformers.utils.CHAT_TEMPLATE_DIR).
+#: Folder of named chat templates in the tokenizer's folder (transformers.utils.CHAT_TEMPLATE_DIR).
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -28,9 +28,9 @@ class TokenizerFiles:
     """Open files of a tokenizer.
 
     Attributes:
-        folder: where they lie.
-        files: the open files: all that a tokenizer may be read from.
-        digest: of their names and content.
+        folder: the folder that contains the files.
+        files: the open files; they include every file that a tokenizer may be read from.
+        digest: digest of the files' names and content.
     """
 
     folder: Path
@@ -38,13 +38,13 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """The tokenizer that these files are, whatever lies at their paths meanwhile.
+        """Load the tokenizer from the open files, even if other files lie at their paths now.
 
         Raises:
-            TokenizerError: there is none, or it cannot be loaded.
+            TokenizerError: there is no tokenizer, or it cannot be loaded.
             FileChangedError: a file was written to while it was loaded.
         """
-        from transformers import AutoTokenizer  # whoever only names a tokenizer does not need it
+        from transformers import AutoTokenizer  # not needed to compute a digest only
 
         opened = {str(path.relative_to(self.folder)): file for path, file in self.files.files.items()}
         with folder_of_open_files(opened, f"tokenizer_{self.digest}") as folder:
@@ -61,9 +61,9 @@ class TokenizerFiles:
 
 @contextmanager
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
-    """Open the tokenizer's files of a model folder for the time of a block; an adapter without a tokenizer has its base's.
+    """Open the tokenizer's files of a model folder; close them when the block ends.
 
-    Raises TokenizerError when they cannot be read.
+    An adapter's folder without a tokenizer uses its base model's. Raises TokenizerError when the files cannot be read.
     """
     folder = resolve_model(model)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
@@ -86,10 +86,10 @@ def _paths(folder: Path) -> list[Path]:
 
 
 class TokenizerCache:
-    """Loaded tokenizers by what their files contain, the least recently used out.
+    """A least-recently-used cache of loaded tokenizers, keyed by the content of their files.
 
     Args:
-        most: tokenizers that are kept.
+        most: maximum number of tokenizers in the cache.
     """
 
     def __init__(self, most: int) -> None:
@@ -97,7 +97,7 @@ class TokenizerCache:
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
     def find(self, model: str, trust_remote_code: bool) -> NamedTokenizer:
-        """The tokenizer that a model folder has now. Loads nothing; raises as `open_tokenizer`."""
+        """Identify the current tokenizer of a model folder without loading it. Raises the errors of `open_tokenizer`."""
         with open_tokenizer(model) as opened:
             return NamedTokenizer(model, trust_remote_code, opened.digest, self)
 
@@ -116,11 +116,11 @@ class TokenizerCache:
 
 @dataclass(frozen=True)
 class NamedTokenizer:
-    """A tokenizer by its content: `load` gives that one or fails, also when its files have changed since.
+    """A tokenizer identified by its content: `load` returns exactly this tokenizer, or fails if its files have changed.
 
     Attributes:
         model: its folder.
-        digest: of its files.
+        digest: digest of its files.
     """
 
     model: str
@@ -129,5 +129,8 @@ class NamedTokenizer:
     cache: TokenizerCache
 
     def load(self) -> PreTrainedTokenizerBase:
-        """Raises TokenizerError, or FileChangedError when its files are others now and it is no longer kept."""
+        """Return the tokenizer.
+
+        Raises TokenizerError when it cannot be loaded, FileChangedError when its files have changed and it is no longer cached.
+        """
         return self.cache.get(self)

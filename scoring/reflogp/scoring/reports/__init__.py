@@ -1,1 +1,1 @@
-"""`reflogp report`: a page about a scored dataset, from its tokens and stored values alone. Loads no model."""
+"""Make the page of `reflogp report` about a scored dataset, from its tokens and stored values alone; no model is loaded."""

@@ -1,7 +1,7 @@
-"""`reflogp report`: what a scored dataset looks like, as a page that needs nothing else, and its charts as PNG.
+"""Write the report of `reflogp report`: a self-contained page about a scored dataset, and its charts as PNG.
 
-Reads top to bottom in `write_report`: one pass for numbers, a second one for the few examples that are shown. Loads no model,
-writes nothing into the store. Called by the command line.
+`write_report` reads the dataset twice: first for numbers, then for the few examples that are shown. It loads no model and
+writes nothing into the store.
 """
 
 from __future__ import annotations
@@ -18,43 +18,50 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.report import findings
-from reflogp.scoring.report.charts import write_pngs
-from reflogp.scoring.report.collect import ALIKE, Collected, collect
-from reflogp.scoring.report.duplicates import find_duplicates
-from reflogp.scoring.report.figures import make_figures
-from reflogp.scoring.report.folder import PAGE_NAME, check_folder, forget_other_charts
-from reflogp.scoring.report.outliers import find_outliers
-from reflogp.scoring.report.page import Content, Setting, render_page
-from reflogp.scoring.report.preference import label_preference, pair_preference
-from reflogp.scoring.report.shown import read_shown
-from reflogp.scoring.report.truncation import TRL_MAX_LENGTH, cut, cuts, enough_for
-from reflogp.scoring.report.visible import visible
+from reflogp.scoring.reports import findings
+from reflogp.scoring.reports.charts import write_pngs
+from reflogp.scoring.reports.collect import ALIKE, Collected, collect
+from reflogp.scoring.reports.duplicates import find_duplicates
+from reflogp.scoring.reports.figures import make_figures
+from reflogp.scoring.reports.folder import PAGE_NAME, check_folder, forget_other_charts
+from reflogp.scoring.reports.outliers import find_outliers
+from reflogp.scoring.reports.page import Content, Setting, render_page
+from reflogp.scoring.reports.preference import label_preference, pair_preference
+from reflogp.scoring.reports.shown import read_shown
+from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, enough_for
+from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.score import ProgressCallbacks
 from reflogp.store import Reference, Snapshot, UsageError
 from reflogp.store.whole_files import appears_whole
 from reflogp.store.windows import check_truncation
 
-#: Examples that are shown of each kind of outlier, of pairs that hardly differ, of near repeats.
+#: Number of examples shown for each kind of outlier, for pairs that hardly differ, and for near repeats.
 _SHOWN = 4
-#: The share that `enough_for` leaves whole.
+#: Share of examples that the suggested max_length (`enough_for`) leaves whole.
 _MOST = 0.99
 
 
 @dataclass
 class ReportSummary:
-    """What a report found. `examples` are rows, or twice as many where pairs are unpaired for KTO.
+    """The results of a report.
 
     Attributes:
-        with_values, missing, bad_rows, dropped_rows: as in `joining.JoinSummary`; the first hundred rows are named.
-        coverage: with_values over what a trainer keeps.
-        accuracy, accuracy_per_token: share of pairs whose chosen is above rejected, by sums and by means; None for KTO.
-        exact_duplicates, contrary, identical, near_duplicates: as in `duplicates.Duplicates`.
-        alike: pairs whose completions hardly differ.
-        outliers: rule -> examples.
-        truncation: one entry for each max_length, as in `truncation.Cut`.
-        findings: what the page says first.
-        files: names in `output`.
+        rows: rows read.
+        examples: tokenised examples: one per row, or two where pairs are unpaired for KTO.
+        with_values, missing, missing_row_numbers, bad_rows: see `collect.Coverage`.
+        bad_row_numbers: the first hundred bad rows.
+        dropped_rows: examples that TRL drops under max_length.
+        coverage: with_values / (with_values + missing + bad_rows).
+        accuracy, accuracy_per_token: share of pairs whose chosen is above rejected, by sums and by means; None for KTO and when
+            no pair has values.
+        exact_duplicates, contrary, identical, near_duplicates: `exact`, `contrary`, `identical` and `near` of
+            `duplicates.Duplicates`.
+        alike: pairs whose completions hardly differ, without identical ones.
+        outliers: name of the rule -> number of examples.
+        truncation: one entry for each max_length; see `truncation.Cut`.
+        findings: the findings at the top of the page.
+        output: path of the page.
+        files: file names in the report's folder.
     """
 
     rows: int = 0
@@ -106,12 +113,12 @@ def write_report(
     """Write `output`/index.html and the charts.
 
     Args:
-        score: the command line that scores what is missing, for the page to quote.
-        model: what the user calls the model; the folder where it is left out.
-        tokenizer: None for the model folder's.
+        score: the command line that scores the missing rows, which the page quotes.
+        model: the user's name for the model; empty for the folder's path.
+        tokenizer: None for the tokenizer in the model folder.
 
     Raises:
-        UsageError: bad settings, a dataset that cannot be used, or a folder that holds something else.
+        UsageError: bad settings, a dataset that cannot be used, or an output folder with other content than a report.
     """
     started = time.monotonic()
     check_truncation(max_length, truncation_mode)
@@ -179,7 +186,7 @@ def write_report(
         shown,
         time.monotonic() - started,
     )
-    source.check_unchanged()  # it was read twice: numbers first, then the texts that are shown
+    source.check_unchanged()  # the dataset was read twice: for numbers, then for the shown texts
     with appears_whole(folder / PAGE_NAME) as partial:
         partial.write_text(render_page(content), encoding="utf-8", errors="replace")
     charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)
@@ -214,7 +221,7 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Places of pairs that hardly differ, but do, the most alike first."""
+    """Return (place, similarity) of the pairs that hardly differ but are not identical, most similar first."""
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

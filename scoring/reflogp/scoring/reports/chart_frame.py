@@ -1,7 +1,6 @@
-"""The parts of a chart as SVG: a frame with title and description, grid, axes with round numbers, places in the plot.
+"""Draw the common parts of SVG charts: frame with title and description, grid, axes with round numbers, coordinates.
 
-Knows numbers and SVG; colours and fonts are the stylesheet's, by class. Does not know what is shown. Called by the charts of
-the pages and of the report.
+The stylesheet sets colours and fonts, by class.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ from markupsafe import Markup
 
 from reflogp.scoring.data.formats import short_number
 
-#: Style of a report and of a service's pages, which says how a chart looks too.
+#: Stylesheet of reports and of a service's pages, charts included.
 STYLE = Path(__file__).parent / "templates" / "style.css"
 
-#: Of a chart, in the SVG's own units; the page scales it. The plot lies inside the margins.
+#: Size and margins of a chart in SVG units; the page scales the chart. The plot lies inside the margins.
 WIDTH, HEIGHT = 400.0, 180.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 26.0, 10.0, 42.0
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 
 def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
-    """A chart around what is plotted.
+    """Return a chart around a plot.
 
     Args:
-        name: unique in the page; letters, digits and hyphens.
-        title: what is shown.
-        described: the same in words, for who does not see it.
+        name: name of the chart, unique in the page; letters, digits and hyphens.
+        title: title of the chart.
+        described: description of the chart's content, for readers who do not see it.
+        plot: SVG elements of the plot.
     """
     return Markup(
         '<svg class="chart" role="img" viewBox="0 0 {:.0f} {:.0f}" aria-labelledby="{name}-title {name}-desc">'
@@ -38,12 +38,12 @@ def chart(name: str, title: str, described: str, plot: Markup) -> Markup:
 
 
 def message(text: str) -> Markup:
-    """Words where there is nothing to plot."""
+    """Return a text to show in place of an empty plot."""
     return Markup('<text class="message" x="{}" y="{}">{}</text>').format(WIDTH / 2, HEIGHT / 2, text)
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Horizontal lines with their numbers, the lowest one the axis."""
+    """Return horizontal lines with their numbers; a tick at or below `low` is the axis."""
     return Markup("").join(
         Markup(
             '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'
@@ -53,7 +53,7 @@ def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float
 
 
 def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str], unit: str) -> Markup:
-    """Numbers below the plot, and what they count."""
+    """Return the ticks and numbers below the plot, and their unit."""
     floor = TOP + PLOT_HEIGHT
     shown = [tick for tick in ticks if low <= tick <= high]
     marks = Markup("").join(
@@ -66,7 +66,7 @@ def x_axis(ticks: Sequence[float], low: float, high: float, write: Callable[[flo
 
 
 def round_ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Round numbers, evenly apart: the first at or below `low`, the last at or above `high`."""
+    """Return evenly spaced round numbers: the first at or below `low`, the last at or above `high`."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -77,20 +77,20 @@ def round_ticks(low: float, high: float, about: int, whole: bool = False) -> lis
 
 
 def x_at(value: float, low: float, high: float) -> float:
-    """Where a value lies between the left and the right of the plot."""
+    """Return a value's x coordinate between the left and the right of the plot."""
     return LEFT + PLOT_WIDTH * (value - low) / (high - low)
 
 
 def y_at(value: float, low: float, high: float) -> float:
-    """Where a value lies between the bottom and the top of the plot."""
+    """Return a value's y coordinate between the bottom and the top of the plot."""
     return TOP + PLOT_HEIGHT * (1 - (value - low) / (high - low))
 
 
 def written(place: float) -> str:
-    """A coordinate."""
+    """Format a coordinate."""
     return f"{place:.2f}".rstrip("0").rstrip(".")
 
 
 def plain(value: float) -> str:
-    """An edge or a tick."""
+    """Format an edge or a tick."""
     return short_number(0.0 if abs(value) < 1e-12 else value)

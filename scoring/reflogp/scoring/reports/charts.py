@@ -1,7 +1,4 @@
-"""A report's charts as PNG files, for slides and issues. The page itself has them as SVG.
-
-Knows figures and matplotlib. Called by `build`.
-"""
+"""Write a report's charts as PNG files, for slides and issues. The page itself has them as SVG."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from reflogp.scoring.report.figures import Curve, Density, Figures, Histograms
+from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms
 from reflogp.store.whole_files import appears_whole
 
 _COLOURS = ("#1f5fae", "#c4601d", "#6b7280")
 _SIZE, _DPI = (7.2, 4.0), 110
-#: Every name that a report may leave in its folder, beside the page.
+#: Names of all files that a report may write into its folder in addition to the page.
 PNG_NAMES = ("logps.png", "margins.png", "margins-per-token.png", "length.png", "truncation.png")
 
 
 def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> list[str]:
-    """Write one file for each figure that there is; gives their names.
+    """Write one file for each figure that is not None; return the file names.
 
     Args:
-        heading: what the dataset is called; stands above each chart.
+        heading: the dataset's name, printed above each chart.
         marked: the max_length that the truncation chart marks.
     """
     draw: dict[str, Callable[[Any], None]] = {}
@@ -46,7 +43,7 @@ def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> lis
         paint(figure.add_subplot())
         figure.suptitle(heading, fontsize=9, color="#555e69", parse_math=False)
         with appears_whole(folder / name) as unfinished, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may have letters that the font has not
+            warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may have letters that the font lacks
             FigureCanvasAgg(figure).print_png(str(unfinished))
     return list(draw)
 

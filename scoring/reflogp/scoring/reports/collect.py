@@ -1,7 +1,7 @@
-"""One pass over a dataset: a few numbers of each example, and what has no values.
+"""Collect a few numbers of each example in one pass over a dataset, and count the examples without values.
 
-The read side of `scoring`, as `joining` is: the same rows, tokens, windows and keys. Keeps no text and no tokens: about 100
-bytes an example, and 256 for its sketch. Called by `build`.
+Rows, tokens, windows and keys are the same as in scoring and in `joining`. No text and no tokens are kept: an example takes
+about 100 bytes, and its sketch takes 256.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import pyarrow as pa
 
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.report.similarity import shared_starts, similarities
-from reflogp.scoring.report.sketches import Sketches
-from reflogp.scoring.report.truncation import Lengths
+from reflogp.scoring.reports.similarity import shared_starts, similarities
+from reflogp.scoring.reports.sketches import Sketches
+from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
 from reflogp.store import Join, Snapshot, join_logps
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
 
-#: Completions of a pair that are more alike than this hardly differ.
+#: Completions of a pair with at least this similarity hardly differ.
 ALIKE = 0.9
-#: What a row's `label` may be, beside 0 and 1 and their likes; CSV has text only.
+#: Accepted values of a row's `label` in lower-case text; CSV has text only.
 _LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
@@ -41,9 +41,9 @@ class Side:
 
     Attributes:
         lengths: tokens of the whole completion, int32 (n,).
-        tokens: of these, ones whose values the trainer's settings sum, int32 (n,).
+        tokens: number of its tokens whose values are summed under the trainer's settings, int32 (n,).
         sums: sum of these values in nats, float64 (n,); NaN for an example that is not usable.
-        lowest: the least of them, float64 (n,); NaN as well.
+        lowest: the smallest of these values, float64 (n,); NaN for an example that is not usable.
         keys: first half of each sequence's key, uint64 (n,).
     """
 
@@ -54,20 +54,23 @@ class Side:
     keys: npt.NDArray[np.uint64]
 
     def means(self) -> npt.NDArray[np.float64]:
-        """Mean log-prob per token."""
+        """Return the mean log-prob per token, float64 (n,)."""
         return self.sums / np.maximum(self.tokens, 1)
 
 
 @dataclass
 class Coverage:
-    """How much of a dataset has values. `examples` is with_values + missing + dropped + the bad ones that could be tokenised.
+    """How much of a dataset has values.
+
+    `examples` is with_values + missing + dropped + the bad examples that could be tokenised.
 
     Attributes:
-        rows: rows read. An example is a row; a pair that is unpaired for KTO is two.
-        missing: examples whose values the snapshot has not; the rows of the first hundred are named.
-        bad_rows: rows that cannot be read or tokenised, have an empty completion or damaged values; `problems` has the first.
+        rows: rows read. A row is one example; a pair that is unpaired for KTO is two.
+        missing: examples whose values the snapshot lacks; missing_row_numbers has the rows of the first hundred.
+        bad_rows: rows that cannot be read or tokenised, have an empty completion or have damaged values.
+        problems: (row number, reason) of the first hundred bad rows.
         dropped: examples that TRL drops under max_length.
-        bare: examples without a prompt, whose first token is context and has no value.
+        bare: examples without a prompt, whose first completion token is context and has no value.
     """
 
     rows: int = 0
@@ -81,7 +84,7 @@ class Coverage:
     bare: int = 0
 
     def share(self) -> float:
-        """Of what a trainer keeps, how much has values."""
+        """Return the share of examples with values among all that are not dropped; a bad row counts as one without values."""
         wanted = self.with_values + self.missing + self.bad_rows
         return self.with_values / wanted if wanted else 0.0
 
@@ -91,15 +94,15 @@ class Collected:
     """Numbers of n examples, in the dataset's order.
 
     Attributes:
-        rows: each example's row, int64 (n,).
-        usable: examples that have values, bool (n,).
-        prompts: tokens of each prompt, int32 (n,).
-        sides: "chosen" and "rejected", or "completion".
-        shared: leading tokens that chosen and rejected share, int32 (n,); None without pairs.
-        similarity: of chosen and rejected, float32 (n,), 0 below ALIKE; None without pairs.
-        labels: 1 desirable, 0 not, NO_LABEL, int8 (n,); None for pairs.
-        sketches: for near repeats.
-        coverage: what has values.
+        rows: each example's row number, int64 (n,).
+        usable: True for examples with values, bool (n,).
+        prompts: number of tokens of each prompt, int32 (n,).
+        sides: completions by name: "chosen" and "rejected", or "completion".
+        shared: number of leading tokens that chosen and rejected share, int32 (n,); None without pairs.
+        similarity: similarity of chosen and rejected, float32 (n,), 0 below ALIKE; None without pairs.
+        labels: 1 for desirable, 0 for undesirable, or NO_LABEL, int8 (n,); None for pairs.
+        sketches: MinHash sketches, to find near repeats.
+        coverage: counts of examples with and without values.
     """
 
     rows: npt.NDArray[np.int64]
@@ -128,9 +131,9 @@ def collect(
     truncation_mode: str,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
-    """Read a dataset once and look its values up.
+    """Read a dataset once and look up its values.
 
-    Raises UsageError and its kin for settings or data that cannot be used.
+    Raises UsageError or another ReflogpError for settings or data that cannot be used.
     """
     coverage, sketches = Coverage(), Sketches()
     parts: list[dict[str, npt.NDArray[Any]]] = []
@@ -169,7 +172,7 @@ def collect(
 
 
 class _Remembers:
-    """A lookup that keeps what it found, so that token values are read of the places that were looked up for the sums."""
+    """A lookup that keeps its result, so that token values are read without a second lookup after the sums."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -188,7 +191,10 @@ def _numbers(
     problems: dict[int, str],
     sketches: Sketches,
 ) -> dict[str, npt.NDArray[Any]]:
-    """A window's columns; counts its examples, and adds to `problems` what has no usable values."""
+    """Return a window's columns, and add its counts to `coverage`.
+
+    Rows with an empty completion or damaged values are added to `problems`.
+    """
     table, lookup = window.table, _Remembers(snapshot)
     join = join_logps(table, lookup, max_length=max_length, truncation_mode=truncation_mode)
     rows = table["row"].to_numpy()
@@ -228,7 +234,7 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """Token column -> the least of the values that are summed, float64 (n,); 0 where there are none."""
+    """Return token column -> the smallest of the summed values, float64 (n,); 0 for an example without values."""
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)
@@ -239,7 +245,7 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """KTO labels. Of a pair that is unpaired the chosen completion comes first."""
+    """Return KTO labels. The two examples of an unpaired pair are neighbours, chosen first."""
     found = []
     for at, columns in enumerate(rows):
         if "completion" in columns or "chosen" not in columns:
@@ -250,5 +256,5 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
         elif at and numbers[at - 1] == numbers[at]:
             found.append(0)
         else:
-            found.append(NO_LABEL)  # the other one could not be tokenised, and either can be that
+            found.append(NO_LABEL)  # the other half could not be tokenised, and this one may be chosen or rejected
     return found

@@ -1,7 +1,4 @@
-"""A report's charts as SVG that stands in its page.
-
-Knows figures and SVG; colours are the stylesheet's, by class. Called by `page`.
-"""
+"""Draw a report's charts as SVG for its page. The stylesheet sets the colours, by class."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import math
 from markupsafe import Markup
 
 from reflogp.scoring.data.formats import number
-from reflogp.scoring.report.chart_frame import (
+from reflogp.scoring.reports.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
     TOP,
@@ -23,14 +20,14 @@ from reflogp.scoring.report.chart_frame import (
     x_axis,
     y_at,
 )
-from reflogp.scoring.report.figures import Curve, Density, Histograms
+from reflogp.scoring.reports.figures import Curve, Density, Histograms
 
-#: Shades of the length chart: a cell's share of the fullest one, from which each begins.
+#: Lower bounds of the length chart's shades, as a cell's share of the fullest cell's count.
 _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 
 
 def draw_histograms(name: str, values: Histograms) -> Markup:
-    """Bars of every series over the same edges, one behind the other; a line at zero where it divides."""
+    """Draw the bars of every series over the same edges, one series behind the other, and a line at zero if `values.zero`."""
     low, high = values.edges[0], values.edges[-1]
     most = max(max(counts) for counts in values.counts.values())
     ticks = round_ticks(0, most, 3, whole=True)
@@ -65,7 +62,7 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
 
 
 def draw_density(name: str, density: Density) -> Markup:
-    """Cells, the darker the fuller, and a line through the columns' medians."""
+    """Draw cells, darker for higher counts, and a line through the columns' medians."""
     left, right, low, high = density.lengths[0], density.lengths[-1], density.means[0], density.means[-1]
     fullest = max(max(column) for column in density.counts)
     ticks = [tick for tick in round_ticks(low, high, 4) if low <= tick <= high]
@@ -101,7 +98,7 @@ def draw_density(name: str, density: Density) -> Markup:
 
 
 def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
-    """Shares by max_length, on a scale of doublings; the marked one has a line."""
+    """Draw shares by max_length, on a log2 scale, with a vertical line at the marked max_length."""
     left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
     if right <= left:
         left, right = left - 0.5, right + 0.5

@@ -1,7 +1,4 @@
-"""Examples that a dataset has more than once: exactly (by key), with the preference turned round, and nearly.
-
-Knows keys and sketches. Does not know tokens. Called by `build`.
-"""
+"""Find repeated examples: exact repeats (by key), repeats with the opposite preference, and near repeats (by sketch)."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.report.collect import NO_LABEL, Collected
-from reflogp.scoring.report.sketches import NearPair
+from reflogp.scoring.reports.collect import NO_LABEL, Collected
+from reflogp.scoring.reports.sketches import NearPair
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
@@ -20,15 +17,15 @@ Uint64s = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What occurs more than once.
+    """Counts of repeated examples.
 
     Attributes:
-        exact: examples that repeat an earlier one token for token, its label included.
+        exact: examples that repeat an earlier one token for token, with the same label.
         contrary: examples that also occur with the opposite preference: chosen and rejected swapped, or the other label.
         identical: pairs whose chosen and rejected are the same sequence.
-        near: examples that nearly repeat an earlier one and are no exact repeats, by estimate.
-        near_pairs: the most alike of these, with the example that they nearly repeat.
-        sketched: examples that were compared for near repeats, from the front.
+        near: examples that nearly repeat an earlier one, by estimate, and are not exact repeats.
+        near_pairs: the most similar of these, each with the example that it nearly repeats.
+        sketched: number of examples, from the first on, that were compared for near repeats.
     """
 
     exact: int
@@ -40,7 +37,7 @@ class Duplicates:
 
 
 def find_duplicates(collected: Collected, shown: int) -> Duplicates:
-    """Counts over all examples, and up to `shown` near pairs."""
+    """Count repeats over all examples, and return up to `shown` near pairs with the counts."""
     keys = [side.keys for side in collected.sides.values()]
     if collected.pairs:
         chosen, rejected = keys
@@ -66,13 +63,13 @@ def find_duplicates(collected: Collected, shown: int) -> Duplicates:
 
 
 def _with_different_sides(collected: Collected, near: list[NearPair]) -> list[NearPair]:
-    """Without those of the same completions in another order or under another label, which `contrary` counts."""
+    """Leave out pairs with the same completions in another order or with another label, which `contrary` counts."""
     keys = [side.keys for side in collected.sides.values()]
     return [p for p in near if {int(k[p.first]) for k in keys} != {int(k[p.second]) for k in keys}]
 
 
 def _mixed(first: Uint64s, second: Uint64s) -> Uint64s:
-    """One number for two in order: equal for equal ones, and for others once in 2**64."""
+    """Return one hash for two numbers in order; two different pairs of numbers collide with probability 2**-64."""
     mixed = (first ^ (first >> np.uint64(31))) * _MIX + second
     result: Uint64s = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return result

@@ -1,7 +1,4 @@
-"""What a report's charts show, as numbers: computed once, drawn twice (as SVG in the page, as PNG beside it).
-
-Knows numbers of examples. Does not know colours or files. Called by `build`.
-"""
+"""Compute the numbers of a report's charts, which are drawn twice: as SVG in the page and as PNG files next to it."""
 
 from __future__ import annotations
 
@@ -10,16 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.report.collect import NO_LABEL, Collected
-from reflogp.scoring.report.truncation import Lengths, cut
+from reflogp.scoring.reports.collect import NO_LABEL, Collected
+from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
-#: Bars end so many deviations (by the median absolute deviation) from the median; what lies beyond is in the last bars.
+#: Bars end this many standard deviations (estimated by the median absolute deviation) from the median; values beyond are
+#: counted in the outermost bars.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
 _CURVE_POINTS = 48
-#: A column of the length chart has a median from so many completions on.
+#: Minimum number of completions for a median of a column of the length chart.
 _MEDIAN_OF = 5
 
 Floats = npt.NDArray[np.float64]
@@ -27,14 +25,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Histograms:
-    """Counts of several series between the same edges.
+    """Histograms of several series over the same edges.
 
     Attributes:
-        edges: one more than counts.
+        edges: edges of the bars, one more than bars.
         counts: series -> counts.
         medians: series -> median of its values.
-        beyond: values outside of the edges, which are counted in the first and the last bar.
-        zero: whether zero divides what is good from what is not.
+        beyond: number of values outside the edges, which are counted in the first and the last bar.
+        zero: True if zero separates good values from bad ones.
     """
 
     title: str
@@ -48,14 +46,14 @@ class Histograms:
 
 @dataclass(frozen=True)
 class Density:
-    """How many completions have so many tokens and such a mean log-prob.
+    """A two-dimensional histogram of completions, by length and mean log-prob.
 
     Attributes:
         lengths: edges of the columns, log2 of tokens.
         means: edges of the lines, nats per token.
-        counts: (columns, lines).
-        medians: of each column; None where it holds few.
-        correlation: Spearman's, of length and mean log-prob.
+        counts: completions in each cell, (columns, lines).
+        medians: median of the means in each column; None for a column of few completions.
+        correlation: Spearman's rank correlation of length and mean log-prob.
     """
 
     lengths: list[float]
@@ -67,7 +65,7 @@ class Density:
 
 @dataclass(frozen=True)
 class Curve:
-    """Shares, by max_length."""
+    """Shares by max_length: series -> one share per max_length."""
 
     max_lengths: list[int]
     shares: dict[str, list[float]]
@@ -75,7 +73,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figures:
-    """All of them; None where there are no values."""
+    """The data of all charts; None for a chart without values, and for the margins of KTO examples."""
 
     logps: Histograms | None
     margins: Histograms | None
@@ -85,7 +83,7 @@ class Figures:
 
 
 def make_figures(collected: Collected, truncation_mode: str) -> Figures:
-    """What is drawn of a dataset."""
+    """Compute the data of all charts of a dataset."""
     good = collected.usable
     truncation = _curve(collected.lengths(), truncation_mode)
     if not good.any():
@@ -158,7 +156,7 @@ def _spearman(left: npt.NDArray[np.int32], right: Floats) -> float:
 
 
 def mean_ranks(values: npt.NDArray[np.int32] | Floats) -> Floats:
-    """Ranks from 0; equal values have the mean of theirs."""
+    """Return the ranks of values, from 0; equal values get their mean rank."""
     ordered = np.sort(values)
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") - 1) / 2
 

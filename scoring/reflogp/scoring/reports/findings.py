@@ -1,6 +1,6 @@
-"""What a report says first: its numbers in plain sentences, and what to do where something can be done.
+"""Write a report's findings: its numbers in plain sentences, with a next step where there is one.
 
-Knows what the other parts found. A sentence says no more than its numbers. Called by `build`.
+A sentence must not claim more than its numbers show.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Literal
 import numpy as np
 
 from reflogp.scoring.data.formats import percent
-from reflogp.scoring.report.collect import ALIKE, Collected, Coverage
-from reflogp.scoring.report.duplicates import Duplicates
-from reflogp.scoring.report.outliers import OutlierKind
-from reflogp.scoring.report.preference import LabelPreference, PairPreference
-from reflogp.scoring.report.truncation import TRL_MAX_LENGTH, Cut
+from reflogp.scoring.reports.collect import ALIKE, Collected, Coverage
+from reflogp.scoring.reports.duplicates import Duplicates
+from reflogp.scoring.reports.outliers import OutlierKind
+from reflogp.scoring.reports.preference import LabelPreference, PairPreference
+from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 
-#: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: neither.
+#: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: a number without
+#: a judgement.
 Kind = Literal["mend", "look", "good", "fact"]
 
-#: Shares from which a finding is worth a look.
+#: Thresholds of shares. From the first three on, a finding is worth a look; accuracies below _SWAPPED suggest swapped columns.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
 #: TRL's KTOTrainer recommends desirable_weight · desirable / undesirable between 1 and 1.33 (trl/trainer/kto_trainer.py).
 _KTO_RANGE = (1.0, 1.33)
@@ -29,7 +30,7 @@ _KTO_RANGE = (1.0, 1.33)
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence; `command`, where there is one, is what to run."""
+    """A finding in plain sentences, with the command to run, if any."""
 
     kind: Kind
     text: str
@@ -37,11 +38,11 @@ class Finding:
 
 
 def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> list[Finding]:
-    """What has values.
+    """Return findings on which rows have values.
 
     Args:
-        score: the command that scores what is missing.
-        repair: the command to run before, where the store is damaged.
+        score: the command that scores the missing rows.
+        repair: the command that repairs a damaged store, to be run first; None for an intact store.
     """
     found = []
     if repair:
@@ -77,7 +78,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
 
 
 def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
-    """Whether the reference knows this kind of text at all."""
+    """Return a finding on whether the reference predicts this text better than uniform guessing does."""
     if not collected.usable.any():
         return []
     means = np.concatenate([side.means()[collected.usable] for side in collected.sides.values()])
@@ -95,7 +96,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
 
 
 def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
-    """What the reference prefers, and what a length could tell."""
+    """Return findings on the reference's preference, on lengths and on the similarity of chosen and rejected."""
     found = []
     if preference is not None:
         low, high = preference.interval()
@@ -146,7 +147,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
 
 
 def label_findings(preference: LabelPreference) -> list[Finding]:
-    """KTO's two kinds of examples."""
+    """Return findings on desirable and undesirable KTO examples."""
     found = []
     if preference.without:
         found.append(
@@ -176,13 +177,13 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
 
 
 def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Finding]:
-    """What the trainer's max_length cuts.
+    """Return a finding on the tokens that the trainer's max_length cuts.
 
     Args:
-        at: at the max_length that was asked for, or TRL's own.
-        asked: whether it was asked for.
-        enough: the least max_length that leaves 99% whole.
-        noun: pair or row.
+        at: the cut at the user's max_length, or at TRL's default.
+        asked: True if the user gave a max_length.
+        enough: the smallest max_length that leaves 99% of the examples whole.
+        noun: "pair" or "row".
     """
     which = f"max_length {at.max_length:,}," + ("" if asked or at.max_length != TRL_MAX_LENGTH else " TRL's default,")
     if not at.touched and not at.dropped:
@@ -203,7 +204,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
 
 
 def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list[Finding]:
-    """What occurs more than once."""
+    """Return findings on repeated and contradictory examples."""
     found = []
     if duplicates.identical:
         found.append(
@@ -233,7 +234,7 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
 
 
 def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding]:
-    """What stands out, kind by kind."""
+    """Return a finding on outliers, with a count for each kind."""
     if not with_values:
         return []
     if not kinds:
@@ -243,7 +244,7 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
 
 
 def verdict(findings: list[Finding]) -> str:
-    """All findings in a line."""
+    """Return a one-line summary of all findings."""
     mend, look = (sum(finding.kind == kind for finding in findings) for kind in ("mend", "look"))
     parts = [f"{mend} to mend"] if mend else []
     parts += [f"{look} worth a look"] if look else []
@@ -251,7 +252,7 @@ def verdict(findings: list[Finding]) -> str:
 
 
 def _of(part: int, whole: int, noun: str) -> str:
-    """7 of 1,000 rows (0.7%)."""
+    """Return a share in words: 7 of 1,000 rows (0.7%)."""
     return f"{part:,} of {whole:,} {noun}{'' if whole == 1 else 's'} ({percent(part, whole)})"
 
 

@@ -1,23 +1,23 @@
-"""The folder of a report: made, or taken over from an earlier report; never from anything else.
+"""Check that a report's output folder is new, empty or an earlier report, and remove old charts from it.
 
-Knows names and the mark in a report's page. Called by `build`.
+A folder with any other content must never be changed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from reflogp.scoring.report.charts import PNG_NAMES
+from reflogp.scoring.reports.charts import PNG_NAMES
 from reflogp.store import UsageError
 
 PAGE_NAME = "index.html"
-#: Stands in the head of every report.
+#: Mark in the head of every report's page, by which an earlier report is recognised.
 MARK = '<meta name="generator" content="reflogp report">'
 _HEAD_BYTES = 2048
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError unless a report may be written there: nothing is there, or an empty folder, or an earlier report."""
+    """Raise UsageError unless the folder does not exist, is empty, or holds only an earlier report."""
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 
 def forget_other_charts(folder: Path, written: list[str]) -> None:
-    """Remove the charts of an earlier report that this one has not."""
+    """Remove the charts of an earlier report that this report did not write."""
     for name in set(PNG_NAMES) - set(written):
         (folder / name).unlink(missing_ok=True)
 

@@ -1,7 +1,4 @@
-"""Which examples stand out, by three stated rules.
-
-Knows numbers of each example. Does not know tokens or texts. Called by `build`.
-"""
+"""Find examples that stand out, by the rules that a report states."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.report.collect import Collected
+from reflogp.scoring.reports.collect import Collected
 
-#: Robust z-scores beyond this stand out (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
+#: Absolute robust z-score above which a value stands out (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
 FAR = 3.5
-#: One token that carries more than this share of a completion's sum stands out, in completions of so many tokens and more.
+#: A token stands out if it has more than this share of a completion's sum, in completions of at least this many tokens.
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
-#: Completions of similar length that are compared, at least.
+#: Minimum number of completions in a group of similar length.
 _ENOUGH = 50
 _SIMILAR = "among completions of similar length (the same power of two)"
-#: What makes the median absolute deviation of normal values their standard deviation.
+#: Median absolute deviation of a normal distribution, in standard deviations.
 _NORMAL = 0.6745
 
 Floats = npt.NDArray[np.float64]
@@ -27,12 +24,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OutlierKind:
-    """A rule, how many examples it finds, and the farthest out.
+    """A rule, the number of examples that it finds, and the most extreme of them.
 
     Attributes:
-        name: what it finds; rule: how; unit: of the values.
-        count: examples.
-        worst: (place, value) of the farthest out, in order.
+        name: name of the outliers that the rule finds.
+        rule: the rule in words.
+        unit: unit of the values.
+        count: number of examples found.
+        worst: (place, value) of the most extreme examples, most extreme first.
     """
 
     name: str
@@ -43,7 +42,7 @@ class OutlierKind:
 
 
 def robust_z(values: Floats) -> Floats:
-    """0.6745 · (value − median) / median absolute deviation; 0 where more than half of the values are the same."""
+    """Return 0.6745 · (value − median) / median absolute deviation; zeros if more than half of the values are the same."""
     if not len(values):
         return values
     middle = np.median(values)
@@ -52,13 +51,14 @@ def robust_z(values: Floats) -> Floats:
 
 
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
-    """`robust_z` among those of a similar length, since means of few tokens scatter more than means of many.
+    """Return `robust_z` within groups of similar length, because means of few tokens scatter more than means of many.
 
-    Similar: the same power of two; one that holds fewer than _ENOUGH joins the next, the last one the one before.
+    Lengths are grouped by power of two. A group with fewer than _ENOUGH values is joined with the next one, and a last group
+    with fewer is joined with the previous one.
 
     Args:
-        values: (n,).
-        tokens: how many each value is a mean of, (n,).
+        values: means, (n,).
+        tokens: number of tokens that each value is a mean of, (n,).
     """
     powers = np.floor(np.log2(np.maximum(tokens, 1))).astype(int)
     groups: list[list[int]] = [[]]
@@ -77,7 +77,7 @@ def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
 
 
 def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
-    """The rules that found something, with up to `shown` examples each."""
+    """Return the rules that found something, each with its up to `shown` most extreme examples."""
     good = np.flatnonzero(collected.usable)
     if not len(good):
         return []
@@ -124,7 +124,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Of a rule that finds where `beyond` is above 0, and what is the farther out the larger it is."""
+    """Return the outliers of a rule: the examples with `beyond` above 0, which are the more extreme the larger it is."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

@@ -1,6 +1,6 @@
-"""A report's page: one file, without scripts, that fetches nothing.
+"""Render a report's page: one HTML file without scripts, which fetches nothing.
 
-Knows templates, and the policy that keeps a browser from running or fetching anything a dataset says. Called by `build`.
+Its content security policy keeps a browser from running or fetching anything that a dataset's texts contain.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from reflogp.scoring.data.formats import duration, moment, number, percent
-from reflogp.scoring.report import drawings
-from reflogp.scoring.report.chart_frame import STYLE
-from reflogp.scoring.report.collect import ALIKE, Collected
-from reflogp.scoring.report.duplicates import Duplicates
-from reflogp.scoring.report.figures import Figures
-from reflogp.scoring.report.findings import Finding
-from reflogp.scoring.report.folder import MARK
-from reflogp.scoring.report.outliers import OutlierKind
-from reflogp.scoring.report.preference import LabelPreference, PairPreference
-from reflogp.scoring.report.shown import LEVELS, Shown
-from reflogp.scoring.report.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
-from reflogp.scoring.report.truncation import Cut
-from reflogp.scoring.report.visible import visible
+from reflogp.scoring.reports import drawings
+from reflogp.scoring.reports.chart_frame import STYLE
+from reflogp.scoring.reports.collect import ALIKE, Collected
+from reflogp.scoring.reports.duplicates import Duplicates
+from reflogp.scoring.reports.figures import Figures
+from reflogp.scoring.reports.findings import Finding
+from reflogp.scoring.reports.folder import MARK
+from reflogp.scoring.reports.outliers import OutlierKind
+from reflogp.scoring.reports.preference import LabelPreference, PairPreference
+from reflogp.scoring.reports.shown import LEVELS, Shown
+from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
+from reflogp.scoring.reports.truncation import Cut
+from reflogp.scoring.reports.visible import visible
 from reflogp.store import Reference
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -36,10 +36,10 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a report is of; stands on its last lines.
+    """The inputs and settings of a report, printed at the end of the page.
 
     Attributes:
-        score: the command line that scores what is missing.
+        score: the command line that scores the missing rows.
     """
 
     data: str
@@ -54,13 +54,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Content:
-    """All that the page shows.
+    """The content of the page.
 
     Attributes:
-        noun: what an example is called: pair or row.
-        at: what the trainer's max_length cuts; `cuts`: what others would.
-        alike: places of pairs that hardly differ, the most alike first, with their similarity.
-        shown: the examples that are shown, by place.
+        noun: the name of an example: "pair" or "row".
+        at: the effect of the trainer's max_length.
+        cuts: the effects of several values of max_length.
+        enough: the smallest max_length that leaves 99% of the examples whole.
+        alike: (place, similarity) of the shown pairs that hardly differ, most similar first.
+        alike_count: number of all pairs that hardly differ.
+        shown: place -> example, for the examples on the page.
+        seconds: time that the report took.
     """
 
     setting: Setting
@@ -83,8 +87,8 @@ class Content:
 
 
 def render_page(content: Content) -> str:
-    """The whole page as HTML."""
-    # Every text of a dataset is escaped by the template; the policy is a second lock, under which nothing runs or loads.
+    """Return the whole page as HTML."""
+    # The template escapes every text of a dataset; the policy is a second protection, under which nothing runs or loads.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -107,5 +111,5 @@ def render_page(content: Content) -> str:
 
 
 def _signed(value: float) -> str:
-    """+1.23 or −1.23."""
+    """Format a number with its sign: +1.23 or −1.23."""
     return f"{value:+.2f}".replace("-", "−")

@@ -1,7 +1,4 @@
-"""What the reference prefers: chosen or rejected, desirable or not, shorter or longer.
-
-Knows numbers of examples. Called by `build`.
-"""
+"""Measure what the reference prefers: chosen or rejected, desirable or undesirable, shorter or longer."""
 
 from __future__ import annotations
 
@@ -10,24 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reflogp.scoring.report.collect import NO_LABEL, Collected
-from reflogp.scoring.report.figures import mean_ranks
+from reflogp.scoring.reports.collect import NO_LABEL, Collected
+from reflogp.scoring.reports.figures import mean_ranks
 
-#: Of a normal distribution, for 95 %.
+#: Quantile of the normal distribution for a 95 % interval.
 _Z = 1.96
 
 
 @dataclass(frozen=True)
 class PairPreference:
-    """Over pairs with values.
+    """The reference's preference over the pairs with values.
 
     Attributes:
-        pairs: how many.
-        right: pairs whose chosen has the higher sum, `accuracy` their share; `interval`: 95 % of it (Wilson, 1927).
+        pairs: number of pairs with values.
+        right: pairs whose chosen has the higher sum; `accuracy` is their share.
         per_token_right: pairs whose chosen has the higher mean per token.
-        ties: pairs with equal sums; these are not right.
-        shorter_higher: of pairs of unequal lengths and sums, the share whose shorter side has the higher sum; None without any.
-        chosen_longer: share of all pairs whose chosen has more tokens.
+        ties: pairs with equal sums, which do not count as right.
+        shorter_higher: among pairs of unequal lengths and sums, the share whose shorter side has the higher sum; None without
+            such pairs.
+        chosen_longer: share of these pairs whose chosen has more tokens.
         median_longer: median of chosen's tokens minus rejected's.
     """
 
@@ -56,12 +54,13 @@ class PairPreference:
 
 @dataclass(frozen=True)
 class LabelPreference:
-    """Over KTO examples.
+    """The reference's preference over KTO examples.
 
     Attributes:
-        desirable, undesirable, without: examples by label, with values or not.
-        desirable_higher: how often a desirable completion has a higher mean log-prob per token than an undesirable one, over
-            all such pairs of completions with values (the area under the ROC curve); None where one kind is missing.
+        desirable, undesirable, without: number of examples by label (without: no label), with values or not.
+        desirable_higher: share of all comparisons between a desirable and an undesirable completion with values in which the
+            desirable one has the higher mean log-prob per token (the area under the ROC curve; a tie counts one half); None
+            when one kind is missing.
     """
 
     desirable: int
@@ -71,7 +70,7 @@ class LabelPreference:
 
 
 def pair_preference(collected: Collected) -> PairPreference | None:
-    """None where no pair has values."""
+    """Measure the preference over pairs; return None if no pair has values."""
     good = collected.usable
     if not good.any():
         return None
@@ -92,7 +91,7 @@ def pair_preference(collected: Collected) -> PairPreference | None:
 
 
 def label_preference(collected: Collected) -> LabelPreference:
-    """Of a dataset with labels."""
+    """Measure the preference over a dataset with labels."""
     assert collected.labels is not None, "the caller asks of KTO examples"
     labels = collected.labels
     good = collected.usable & (labels != NO_LABEL)

@@ -1,7 +1,4 @@
-"""The examples that a report shows, read a second time: texts, and each token's log-prob as one of seven levels.
-
-Knows tokens and values. Does not know why an example is shown, nor HTML. Called by `build`.
-"""
+"""Read the examples that a report shows: their texts, and each token's log-prob as one of seven levels."""
 
 from __future__ import annotations
 
@@ -17,27 +14,27 @@ from transformers import PreTrainedTokenizerBase
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import tokenize_dataset
-from reflogp.scoring.report.collect import Collected
-from reflogp.scoring.report.visible import token_texts
+from reflogp.scoring.reports.collect import Collected
+from reflogp.scoring.reports.visible import token_texts
 from reflogp.store import Snapshot
 from reflogp.store.windows import windows
 
-#: Upper bounds of a token's surprise (minus its log-prob) in nats, level by level; beyond the last is one level more.
+#: Upper bounds of the levels of a token's surprise (minus its log-prob), in nats; one more level lies above the last bound.
 LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Tokens that are shown of a completion's beginning, around a place that matters, and of a prompt's two ends.
+#: Number of tokens shown: at a completion's beginning, on each side of an important place, at each end of a prompt.
 _HEAD, _AROUND, _PROMPT_END = 220, 30, 110
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token as it is shown.
+    """The displayed form of a token, of the few tokens of one character, or of a gap.
 
     Attributes:
         text: visible text.
-        level: 0, no surprise, to len(LEVELS); None for a token without a value.
-        note: its log-prob, in words.
-        special: shown as a sign rather than as text.
-        differs: not in the other completion of a pair that is compared.
+        level: from 0 (no surprise) to len(LEVELS); None without a value.
+        note: its log-prob as text; empty without a value.
+        special: True if it is displayed as a sign rather than as text.
+        differs: True if it is not in the other completion of a compared pair.
     """
 
     text: str
@@ -49,7 +46,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSide:
-    """A completion as it is shown. `values` of `tokens` have log-probs; `mean` and `sum` are of these."""
+    """The displayed form of a completion. `values` of its `tokens` have log-probs; `mean` and `sum` are over these values."""
 
     name: str
     tokens: int
@@ -61,7 +58,7 @@ class ShownSide:
 
 @dataclass(frozen=True)
 class Shown:
-    """An example as it is shown. `label`: 1 desirable, 0 not, None for pairs and where there is none."""
+    """The displayed form of an example. `label`: 1 for desirable, 0 for undesirable, None for pairs and without a label."""
 
     row: int
     label: int | None
@@ -81,19 +78,22 @@ def read_shown(
     max_length: int | None,
     truncation_mode: str,
 ) -> dict[int, Shown]:
-    """Examples by place.
+    """Read the examples at some places.
 
     Args:
-        places: of the examples that are shown.
-        compared: of these, pairs whose completions are compared token by token.
-        collected: of the same dataset; its places count.
-        source, tokenizer, form, snapshot, max_length, truncation_mode: as for `collect`.
+        places: indices in `collected` of the examples to show.
+        compared: those of `places` whose completions are compared token by token (pairs only).
+        collected: the numbers collected from the same dataset.
+        source, tokenizer, form, snapshot, max_length, truncation_mode: the same as for `collect`.
+
+    Returns:
+        Place -> its example.
     """
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
-    first = int(collected.rows[0])  # so that the format is found from the same row
+    first = int(collected.rows[0])  # so that the format is detected from the same row as in the first pass
     found: dict[int, Shown] = {}
     for window in tokenize_dataset(source.only({*rows, first}), tokenizer, form):
         numbers = window.table["row"].to_numpy()
@@ -133,7 +133,8 @@ def _shown(
         view = windows(example["prompt_ids"], example[name], max_length, truncation_mode)
         [values] = snapshot.token_logps(view.keys())
         logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
-        begin = len(completion) - len(view.completion_ids[0])  # keep_end cuts the beginning, a bare prompt the first token
+        # keep_end cuts the beginning; after an empty prompt, the first token is cut.
+        begin = len(completion) - len(view.completion_ids[0])
         sides.append(_side(name.removesuffix("_ids"), completion, begin, logps, differs[number], tokenizer))
     ends = [(0, len(prompt))]
     if len(prompt) > 2 * _PROMPT_END:
@@ -160,7 +161,7 @@ def _side(
 
 
 def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of tokens to show: the beginning, and what lies around the places that matter."""
+    """Return the ranges of tokens to show: the beginning, and the surroundings of the important places."""
     parts = [(0, min(count, _HEAD))]
     for place in sorted(matter):
         if place + _AROUND <= parts[-1][1]:
@@ -201,7 +202,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Places of the tokens that the other completion has not, of the left one (0) and of the right one (1)."""
+    """Return the positions of tokens that the other completion lacks, for the left completion (0) and the right one (1)."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

@@ -1,7 +1,4 @@
-"""How alike two completions are, token by token: exactly, and only where they can be nearly the same.
-
-Knows token ids. Does not know rows or values. Called by `collect` for the two completions of each pair.
-"""
+"""Compute the similarity of two completions, token by token: exactly, and only if the two can be nearly the same."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import pyarrow as pa
 
 
 def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDArray[np.int32]:
-    """Leading tokens that left[i] and right[i] share, int32 (n,).
+    """Return the number of leading tokens that left[i] and right[i] share, int32 (n,).
 
     Args:
-        left, right: large_list<uint32>, n lists each, as `keys.token_lists` gives them.
+        left, right: large_list<uint32>, n lists each, as returned by `keys.token_lists`.
     """
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     compared = np.minimum(np.diff(left_at), np.diff(right_at))
@@ -32,7 +29,7 @@ def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDAr
 
 
 def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: float) -> npt.NDArray[np.float32]:
-    """`similarity` of left[i] and right[i], float32 (n,); 0 where it is below `at_least`."""
+    """Return the `similarity` of left[i] and right[i], float32 (n,); 0 for one below `at_least`."""
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)
@@ -47,9 +44,9 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 
 
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
-    """Share of the tokens of both that lie in their longest common subsequence: 1 for the same, 0 for nothing shared.
+    """Return the share of both sides' tokens in their longest common subsequence: 1 for equal sides, 0 for nothing shared.
 
-    Below `at_least` it may be an upper bound instead: the tokens that both have in any order are counted first, which is fast.
+    A result below `at_least` may be an upper bound instead: common tokens in any order are counted first, which is fast.
     """
     both = len(left) + len(right)
     if not both:
@@ -59,7 +56,7 @@ def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0)
 
 
 def _common_subsequence(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common subsequence, a row of the table at once as the bits of a number (Hyyrö, 2004)."""
+    """Return the length of the longest common subsequence; each row of the table is the bits of one integer (Hyyrö, 2004)."""
     shorter, longer = sorted((left, right), key=len)
     places: dict[int, int] = {}
     for at, token in enumerate(shorter):

@@ -1,9 +1,10 @@
-"""MinHash sketches of a dataset's examples, and which of them nearly repeat another one.
+"""Make MinHash sketches of a dataset's examples, and find near repeats among them.
 
-A sketch is the least of each of 64 hashes over all runs of three tokens (Broder, 1997), of the prompt and of the completions
-apart; 16 bits of each are kept, so 256 bytes an example. Two sketches agree in a place about as often as the two share runs
-(Jaccard). Examples whose completions agree in four places side by side are compared, each with the first that agrees and
-the one before it, so the work grows with the examples and not with their square. Knows tokens only. Called by `collect`.
+A sketch has the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and for
+the completions. 16 bits of each minimum are kept, so a sketch takes 256 bytes per example. The share of places in which two
+sketches agree estimates the share of common runs (Jaccard similarity). Examples whose completions agree in four adjacent places
+are compared: each with the first example of its group and with the one before it. So the work grows with the number of examples
+and not with its square.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import pyarrow as pa
 from reflogp.store.keys import list_lengths
 from reflogp.store.windows import without_first
 
-#: Runs of so many tokens are compared.
+#: Number of tokens in a run.
 RUN_TOKENS = 3
 HASHES = 64
-#: Both the prompts and the completions must share so much for two examples to nearly repeat each other.
+#: Minimum estimated similarity, of the prompts and of the completions, for two examples to be near repeats.
 NEAR = 0.8
-#: Examples that are sketched; in 256 bytes each.
+#: Maximum number of examples that are sketched, with 256 bytes each.
 MOST_SKETCHED = 1_000_000
-#: Places of a sketch that must agree, side by side, for two examples to be compared: 0.41 of the time at 0.8, in 16 tries.
+#: Number of adjacent places of a sketch that must agree for two examples to be compared. One of the 16 groups of places agrees
+#: with probability 0.41 at a similarity of 0.8.
 _BAND = 4
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
@@ -36,7 +38,7 @@ Uint32s = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class NearPair:
-    """Two examples, by place, and the estimated share of runs that their prompts and their completions have in common."""
+    """Two examples, by index, and the estimated shares of runs that their prompts and their completions have in common."""
 
     first: int
     second: int
@@ -49,10 +51,10 @@ class NearPair:
 
 
 class Sketches:
-    """Sketches of examples in the order in which they are added."""
+    """Sketches of examples, in the order in which they were added."""
 
     def __init__(self) -> None:
-        numbers = np.random.default_rng(0)  # the same every time, so that two reports agree
+        numbers = np.random.default_rng(0)  # a fixed seed, so that two reports agree
         self._factors = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32) | np.uint32(1)
         self._shifts = numbers.integers(0, 1 << 32, HASHES, dtype=np.uint32)
         self._prompts: list[npt.NDArray[np.uint16]] = []
@@ -61,13 +63,14 @@ class Sketches:
         self.count = 0
 
     def add(self, prompts: pa.LargeListArray, completions: Sequence[pa.LargeListArray]) -> None:
-        """Sketch n more examples, until there are MOST_SKETCHED.
+        """Sketch n more examples; examples beyond MOST_SKETCHED are ignored.
 
-        What all prompts of the first call begin with (a system prompt, a template) is left out of every prompt that begins so.
+        The common start of all prompts of the first call (a system prompt, a template) is left out of every prompt that begins
+        with it.
 
         Args:
             prompts: large_list<uint32>, n lists.
-            completions: one or more of these; an example's completions are sketched as one.
+            completions: one or more arrays of the same type, n lists each; an example's completions are sketched together.
         """
         room = MOST_SKETCHED - self.count
         if room <= 0 or not len(prompts):
@@ -81,10 +84,10 @@ class Sketches:
         self.count += len(prompts)
 
     def near(self, repeats: npt.NDArray[np.bool_]) -> list[NearPair]:
-        """Pairs that nearly repeat each other, the most alike first; the later example of each is `second`.
+        """Return the pairs of near repeats, most similar first; `second` is the later example of a pair.
 
         Args:
-            repeats: examples that are left out, since they repeat an earlier one exactly, bool (n,).
+            repeats: True for examples to leave out because they repeat an earlier one exactly, bool (n,).
         """
         if not self.count:
             return []
@@ -103,7 +106,7 @@ class Sketches:
         return sorted(found, key=lambda pair: (-pair.least, pair.first, pair.second))
 
     def _minima(self, lists: pa.LargeListArray) -> Uint32s:
-        """The least of each hash over each list's runs, uint32 (n, HASHES)."""
+        """Return the minimum of each hash over each list's runs, uint32 (n, HASHES)."""
         offsets = lists.offsets.to_numpy()
         offsets, values = offsets - offsets[0], lists.values.to_numpy()[offsets[0] : offsets[-1]]
         runs = _runs(values, offsets)
@@ -116,7 +119,7 @@ class Sketches:
 
 
 def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
-    """A hash of the run that begins at each token; runs that would reach over a list's end are filled up."""
+    """Return a hash of the run that begins at each token; runs that extend past a list's end are padded."""
     ends = np.repeat(offsets[1:], np.diff(offsets))
     places = np.arange(len(values))
     runs = np.zeros(len(values), np.uint32)
@@ -131,7 +134,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pairs (first < second) that agree in a band: each with the first of those that agree, and with the one before it."""
+    """Return pairs (first < second) of equal bands: each example with the first of its group and with the one before it."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -145,7 +148,7 @@ def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], n
 
 
 def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
-    """The tokens that all prompts begin with."""
+    """Return the longest common start of all prompts."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     start: Uint32s = values[offsets[0] : offsets[0] + list_lengths(prompts).min()]
     for at in offsets[:-1]:
@@ -155,7 +158,7 @@ def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
 
 
 def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.int64]:
-    """len(start) for the prompts that begin with it, 0 for the others."""
+    """Return len(start) for the prompts that begin with it, 0 for the others."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     long_enough = np.flatnonzero(list_lengths(prompts) >= len(start))
     cut = np.zeros(len(prompts), np.int64)

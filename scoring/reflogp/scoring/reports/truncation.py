@@ -1,6 +1,6 @@
-"""What a max_length would cut, from lengths alone: exact for every example, whether it has values or not.
+"""Compute from lengths alone what a max_length would cut, exactly, for examples with and without values.
 
-Knows what `reflogp.store.windows` makes of TRL's max_length and truncation_mode. Does not know tokens. Called by `build`.
+The counts must agree with the windows that `reflogp.store.windows` makes for TRL's max_length and truncation_mode.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: What is looked at; up to the first that cuts nothing.
+#: Values of max_length that a report compares, up to the first that cuts nothing.
 MAX_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-#: max_length of TRL's DPOConfig and KTOConfig where it is not set.
+#: Default max_length of TRL's DPOConfig and KTOConfig.
 TRL_MAX_LENGTH = 1024
 
 Int32s = npt.NDArray[np.int32]
@@ -21,12 +21,12 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of n examples.
+    """Numbers of tokens of n examples.
 
     Attributes:
-        prompts: (n,).
-        completions: one (n,) for each completion of an example.
-        shared: leading tokens that both completions of a pair share, (n,); None where there are no pairs.
+        prompts: tokens of each prompt, int32 (n,).
+        completions: tokens of each completion, one int32 (n,) per side.
+        shared: leading tokens that both completions of a pair share, int32 (n,); None without pairs.
     """
 
     prompts: Int32s
@@ -34,22 +34,24 @@ class Lengths:
     shared: Int32s | None = None
 
     def whole(self) -> Int32s:
-        """Tokens of each example's longest sequence."""
+        """Return the number of tokens of each example's longest sequence, (n,)."""
         longest: Int32s = self.prompts + np.maximum.reduce(list(self.completions))
         return longest
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one max_length does to a dataset.
+    """The effect of one max_length on a dataset.
 
     Attributes:
-        max_length: tokens of prompt and completion together.
-        examples: all of them.
-        dropped: examples that TRL leaves out, because the prompt alone fills max_length (keep_start only).
-        touched: examples that are kept, and lose tokens of a sequence.
-        tokens: completion tokens of all examples; `lost`: the kept ones' outside of the window; `dropped_tokens`: the others'.
-        same: pairs that are kept and whose completions differ only in what is cut; None where that is not looked at.
+        max_length: maximum tokens of prompt and completion together.
+        examples: number of all examples.
+        dropped: examples that TRL leaves out because the prompt alone fills max_length (keep_start only).
+        touched: kept examples that lose tokens of a sequence.
+        tokens: completion tokens of all examples.
+        lost: completion tokens of kept examples outside of the window.
+        dropped_tokens: completion tokens of dropped examples.
+        same: kept pairs that are cut and have no difference left; None without pairs and under keep_end.
     """
 
     max_length: int
@@ -63,7 +65,7 @@ class Cut:
 
 
 def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
-    """What a max_length does under "keep_start" or "keep_end"."""
+    """Return the effect of a max_length under "keep_start" or "keep_end"."""
     from_start = truncation_mode == "keep_start"
     dropped = (lengths.prompts >= max_length) & from_start
     kept = ~dropped
@@ -93,7 +95,7 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Of MAX_LENGTHS and the one that is asked for, up to the first that cuts nothing."""
+    """Return the effects of MAX_LENGTHS and of `asked`, in order, up to `asked` and the first max_length that cuts nothing."""
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))
@@ -103,6 +105,6 @@ def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]
 
 
 def enough_for(lengths: Lengths, share: float) -> int:
-    """The least max_length that leaves this share of the examples whole."""
+    """Return the smallest max_length that leaves this share of the examples whole."""
     ordered = np.sort(lengths.whole())
     return int(ordered[max(0, int(np.ceil(share * len(ordered))) - 1)])

@@ -1,7 +1,4 @@
-"""Token ids as text that a person can trust: each token apart, nothing invisible, nothing that turns the line round.
-
-Knows tokenizers and characters. Does not know HTML or values. Called by `shown`.
-"""
+"""Convert token ids to text that shows every token separately, without invisible characters and without direction controls."""
 
 from __future__ import annotations
 
@@ -11,27 +8,27 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-#: Characters of a token that are shown; a vocabulary can hold longer ones.
+#: Maximum characters shown of a token; a vocabulary can hold longer tokens.
 _LONGEST = 80
-#: Tokens that together make one character, at most (UTF-8).
+#: Maximum tokens that together make one character (UTF-8).
 _MOST_PARTS = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: Whitespace that is made visible; the line ends where one did.
+#: Signs for whitespace; the sign for a line end keeps the line end.
 _SIGNS = {"\n": "↵\n", "\r": "␍", "\t": "⇥\t"}
-#: Joiners within words and emoji: harmless, and needed.
+#: Joiners within words and emoji, which stay as they are: harmless, and needed.
 _LEFT_ALONE = "\u200c\u200d"
-#: Controls (of direction too), separators, unassigned, private use and halves of surrogates: named by their number.
+#: Unicode categories shown by code point: controls (of direction too), separators, unassigned, private use, surrogate halves.
 _NAMED = {"Cc", "Cf", "Zl", "Zp", "Cn", "Co", "Cs"}
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """What is shown of one token, or of the few that make one character.
+    """The displayed text of one token, or of the few tokens that make one character.
 
     Attributes:
         text: visible text.
-        tokens: how many tokens it is of.
-        special: one of the tokenizer's special tokens, or an id that is in no vocabulary.
+        tokens: number of tokens in it.
+        special: True for one of the tokenizer's special tokens, an id outside the vocabulary, or a token without text.
     """
 
     text: str
@@ -40,7 +37,7 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Texts of token ids, in order; their `tokens` add up to len(ids)."""
+    """Return the texts of token ids, in order; their `tokens` add up to len(ids)."""
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
@@ -63,7 +60,7 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def visible(text: str) -> str:
-    """A text in which controls and odd spaces are shown; blanks alone are dots."""
+    """Return a text with signs for controls and unusual spaces; a text of spaces only becomes dots."""
     if text and not text.strip(" "):
         return "·" * len(text)
     return "".join(_visible_character(character) for character in text)
@@ -78,7 +75,7 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """The text of `count` tokens where they stand: some tokenizers drop a blank that nothing comes before."""
+    """Return the text of `count` tokens in their context: some tokenizers drop a leading space without a previous token."""
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
         before, both = _decode([ids[at - 1]], tokenizer), _decode([ids[at - 1], *wanted], tokenizer)

@@ -1,1 +1,1 @@
-"""What people see in a browser: templates, the files beside them, and how numbers and times are written."""
+"""Hold what browser pages are made of: templates, static files, names of jobs, and tables of the API."""

@@ -1,4 +1,4 @@
-"""The API's description as plain tables for the page /docs: no script, and nothing fetched from elsewhere."""
+"""Turn the OpenAPI document into plain tables for the page /docs, which needs no script and fetches nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter of a route, or a field of a JSON object; `name` is dotted for a field of an inner object."""
+    """A parameter of a route, or a field of a JSON object. The `name` of an inner object's field is dotted."""
 
     name: str
     kind: str
@@ -20,7 +20,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a route answers with one status."""
+    """The response of a route with one status."""
 
     status: str
     about: str
@@ -33,7 +33,7 @@ class Operation:
 
     Attributes:
         bodies: media types that a request's body may have.
-        fields: of a JSON body.
+        fields: fields of a JSON body.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Shape:
-    """A JSON object that an answer may be."""
+    """A JSON object that a response may be."""
 
     name: str
     about: str
@@ -57,7 +57,7 @@ class Shape:
 
 
 def operations(spec: dict[str, Any]) -> list[Operation]:
-    """All routes of an OpenAPI document, in its order."""
+    """Return all routes of an OpenAPI document, in its order."""
     return [
         _operation(method.upper(), path, operation)
         for path, methods in spec["paths"].items()
@@ -66,7 +66,7 @@ def operations(spec: dict[str, Any]) -> list[Operation]:
 
 
 def shapes(spec: dict[str, Any]) -> list[Shape]:
-    """The JSON objects that an OpenAPI document names."""
+    """Return the JSON objects that an OpenAPI document names."""
     named = spec.get("components", {}).get("schemas", {})
     return [Shape(name, schema.get("description", ""), list(_fields(schema))) for name, schema in named.items()]
 
@@ -115,7 +115,7 @@ def _content(content: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """The type of a JSON schema in words."""
+    """Describe the type of a JSON schema in words."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "anyOf" in schema:

@@ -1,4 +1,4 @@
-"""What jobs and their datasets are called on pages. Called by the templates."""
+"""Name jobs and their datasets on pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from reflogp.store.safe_text import hide_secrets
 
 
 def dataset_name(dataset: DatasetSpec | None) -> str:
-    """Where the rows come from; of a URI neither the user nor the query, where a signed one has its secrets."""
+    """Return where the rows come from. A URI is shown without user and query: a signed URI has its secrets there."""
     if dataset is None:
         return ""
     if dataset.uri is not None:
@@ -16,5 +16,5 @@ def dataset_name(dataset: DatasetSpec | None) -> str:
 
 
 def job_name(job: Job) -> str:
-    """The title, or the dataset's last part where there is none."""
+    """Return the job's title. Without a title, return the last part of the dataset's name, or else the job's id."""
     return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id

@@ -1,1 +1,1 @@
-"""Groups of routes. Each knows HTTP and one part of the service; what it does is that part's."""
+"""Define the routes of the service. Routes translate HTTP; the parts of the service do the work."""

@@ -1,4 +1,4 @@
-"""/healthz, /readyz and /metrics: how the service is, for what watches it."""
+"""Serve /healthz, /readyz and /metrics for monitoring."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from reflogp.store import ReflogpError
 
 
 class Health(BaseModel):
-    """That the service is well."""
+    """Status and version of a healthy service."""
 
     status: str = Field(description="ok.")
     version: str = Field(description="Of reflogp.")
 
 
 def health_router(context: Context, pool: Pool) -> APIRouter:
-    """Routes that say how the service is."""
+    """Return the routes of health, readiness and metrics."""
     router = APIRouter(tags=["health"])
 
     @router.get("/healthz", summary="Is it alive", response_description="It is.")
     async def healthz() -> Health:
-        """The process answers."""
+        """Return 200 while the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
     @router.get("/readyz", summary="Is it ready", response_description="It is.", responses=documented(503))
     async def readyz() -> Health:
-        """The store can be read, the ledger of jobs can be written, and a worker answers.
+        """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
 
-        While workers start, 503 says so. A service without reference models has no workers and needs none.
+        While workers start, the response is 503 and says so. A service without reference models has no workers and needs none.
         """
         try:
             await to_thread.run_sync(context.registry.list)
@@ -62,7 +62,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         responses=documented(401, 403),
     )
     async def metrics() -> Response:
-        """Jobs by state, tokens and sequences by way, hits, queue, latencies, workers, the ledger, memory."""
+        """Return jobs by state, tokens and sequences by way, hits, queue, latencies, workers, the ledger, memory."""
         jobs = None
         with suppress(LedgerError):
             jobs = await to_thread.run_sync(context.ledger.counts)
@@ -78,7 +78,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
 
 def _why_not(workers: list[WorkerHandle]) -> str:
-    """Why no worker answers."""
+    """Return the reason why no worker responds."""
     if all(worker.broken for worker in workers):
         return f"no worker can be started: {workers[0].last_error or 'see the log'}"
     silent = [worker for worker in workers if worker.late]

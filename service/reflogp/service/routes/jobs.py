@@ -1,4 +1,4 @@
-"""/v1/jobs: submit, look at, follow, cancel, retry; results and reports."""
+"""Serve /v1/jobs: submit, list, show, follow, cancel and retry jobs; return their results and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reflogp.service.precompute import MAX_REPORT_BYTES
 from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
 
-#: A dataset that is itself the body of a submission: its media type, and the file's suffix.
+#: Media types of a dataset that is itself the body of a submission, each with the suffix of its file.
 DATASET_TYPES = {
     "application/x-ndjson": ".jsonl",
     "application/jsonl": ".jsonl",
@@ -30,17 +30,17 @@ DATASET_TYPES = {
 }
 _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
-#: Jobs that are read from the ledger at a time, and bytes of JSON after which a page ends.
+#: Jobs read from the ledger at a time, and bytes of JSON after which a page ends.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: Bytes of memory for each job of a page, and at most for all: read, validated and written.
+#: Bytes of memory for each job of a page, and the most for a whole page, while jobs are read, validated and written.
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
-#: Bytes of memory that a report takes, read, validated and written.
+#: Bytes of memory that a report takes while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
 _JobId = Annotated[str, Path(description="Id of a job, as its submission answered it.")]
 
 
 def jobs_router(context: Context) -> APIRouter:
-    """Routes over precompute jobs."""
+    """Return the routes of precompute jobs."""
     router = APIRouter(tags=["jobs"])
     settings, precompute, ledger = context.settings, context.precompute, context.ledger
     reader = Depends(requires("read", settings.tokens))
@@ -69,9 +69,10 @@ def jobs_router(context: Context) -> APIRouter:
     ) -> Job:
         """Submit a job. The same job sent twice is one job.
 
-        What makes two the same is the Idempotency-Key, or without one the content: the dataset's bytes, the reference and the
-        settings. One that failed or was cancelled is put in line again. The body is JSON that names a dataset, or the dataset
-        itself, with the settings in the query.
+        Two submissions are the same job if the same token sent them with the same Idempotency-Key or, without a key, if they
+        have the same content: the dataset's bytes (or its URI), the reference, and the settings except priority and title. A
+        failed or cancelled job is queued again. The body is JSON that names a dataset, or the dataset itself with the settings
+        in the query.
         """
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
@@ -81,7 +82,7 @@ def jobs_router(context: Context) -> APIRouter:
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
-            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # for people: no upload has it
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # a name to show; no upload has it
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
@@ -105,7 +106,7 @@ def jobs_router(context: Context) -> APIRouter:
         before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
     ) -> Response:
-        """Jobs, the newest first. A page that would be long ends before `limit`; `next_before` leads to the next."""
+        """List jobs, newest first. A page with long jobs ends before `limit`; `next_before` leads to the next page."""
         await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
 
@@ -117,7 +118,7 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def job(job_id: _JobId) -> Job:
-        """A job and how far it is."""
+        """Show a job and its progress."""
         return await precompute.get(job_id)
 
     @router.get(
@@ -129,9 +130,10 @@ def jobs_router(context: Context) -> APIRouter:
         responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
     )
     async def events(job_id: _JobId, request: Request) -> Response:
-        """The job at once and at every change, as server-sent events.
+        """Stream the job as server-sent events: its state now, and after every change.
 
-        `job` while it goes on, `end` with its final state. A slow reader misses steps in between, never the last one.
+        The event is `job` while the job is queued or running, and `end` with its final state. A slow reader may miss changes in
+        between, but never the last one.
         """
         await precompute.get(job_id)
 
@@ -155,7 +157,7 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
-        """Cancel a job: at once where it waits, within one pass where it runs. What is computed stays in the store."""
+        """Cancel a job: a queued one at once, a running one within one forward pass. Computed values stay in the store."""
         job = await precompute.cancel(job_id)
         return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
@@ -167,7 +169,7 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
-        """Put a failed or cancelled job in line again."""
+        """Queue a failed or cancelled job again."""
         job = await precompute.retry(job_id)
         return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
@@ -184,7 +186,7 @@ def jobs_router(context: Context) -> APIRouter:
         },
     )
     async def result(job_id: _JobId) -> Response:
-        """The values in dataset order, as Parquet: row, keys, ref columns, error."""
+        """Return the values in dataset order, as Parquet with the columns row, keys, ref columns, error."""
         await _require_done(job_id)
         file = precompute.result(job_id)
         if not await to_thread.run_sync(file.is_file):
@@ -199,7 +201,7 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 409, 413, 422, 503),
     )
     async def report(job_id: _JobId, request: Request) -> Report:
-        """What a done job's values look like: histograms, outliers, bad rows."""
+        """Show the report on a done job's values: histograms, outliers, bad rows."""
         await _require_done(job_id)
         await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
@@ -217,7 +219,7 @@ def jobs_router(context: Context) -> APIRouter:
 
 
 def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
-    """A page of jobs as JSON, read in small steps until there are `limit` of them or _PAGE_BYTES."""
+    """Return a page of jobs as JSON, read in small steps until it has `limit` jobs or _PAGE_BYTES."""
     jobs: list[str] = []
     size = 0
     while True:
@@ -243,7 +245,7 @@ def _settings_of_query(
     priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
     title: Annotated[str, Query(max_length=200, description="As above.")] = "",
 ) -> JobSettings | None:
-    """Settings of a job whose body is the dataset itself; None without a reference."""
+    """Return the settings of a job whose body is the dataset itself; None if the query names no reference."""
     if reference is None:
         return None
     return JobSettings.model_validate(

@@ -1,4 +1,4 @@
-"""/v1/references and /v1/lookup: what the store has."""
+"""Serve /v1/references and /v1/lookup: list references, and look keys up in the store."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from reflogp.store.safe_text import hide_secrets
 from reflogp.store.shard import READ_BYTES
 from reflogp.store.snapshot import Found
 
-#: Bytes of token values in one batch of an answer, at most, and as a part of the memory of all requests. Each batch reads the
-#: row groups that hold its keys: large ones read less in all, and take more memory.
+#: The most bytes of token values in one batch of a response: this number, or the memory of all requests divided by _BATCH_PART
+#: if that is less. Each batch reads the row groups that hold its keys. Larger batches read less in total, but take more memory.
 _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
-#: Bytes of memory for each byte of keys: as they came, and once more where they came in several batches.
+#: Bytes of memory for each byte of keys: the body, and a copy if the keys came in several batches.
 _KEYS_COST = 2
-#: Reserved beside: what decoding, a schema and a piece of the answer take.
+#: Bytes reserved in addition, for decoding, a schema and a piece of the response.
 _MARGIN_BYTES = 64 << 10
-#: Token values in a JSON answer, and bytes of memory for each: a Python number, its place in a list, about 20 characters.
+#: The most token values in a JSON response, and bytes of memory for each: a Python number, its place in a list, about 20
+#: characters.
 _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
 class ReferenceInfo(BaseModel):
-    """A reference that the service knows."""
+    """A reference of the service or of its store."""
 
     name: str | None = Field(description="Its name here; None for one that only the store knows.")
     reference_id: str = Field(description="Digest of the model's content and numerics.")
@@ -68,7 +69,7 @@ class References(BaseModel):
 
 
 class LookupRequest(BaseModel):
-    """Keys to look up, for people and small numbers; programs send an Arrow stream."""
+    """Keys to look up, for small requests that people write. Programs send an Arrow stream."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
     keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
@@ -78,7 +79,7 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """One entry per key, in order; null for a key that the snapshot has not."""
+    """One entry per key, in order; null for a key that the snapshot lacks."""
 
     reference_id: str = Field(description="Whose values these are.")
     snapshot: int = Field(description="Number of the snapshot that was read.")
@@ -88,7 +89,7 @@ class LookupAnswer(BaseModel):
 
 
 def lookups_router(context: Context) -> APIRouter:
-    """Routes over the shelf of references."""
+    """Return the routes that list references and look keys up."""
     router = APIRouter(dependencies=[Depends(requires("read", context.settings.tokens))])
     settings, registry = context.settings, context.registry
 
@@ -100,7 +101,7 @@ def lookups_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 503),
     )
     async def references() -> References:
-        """What can be asked for: references by name, and every other one of the store."""
+        """List the references that can be looked up: those with a name, and all others in the store."""
 
         def described() -> list[ReferenceInfo]:
             return [
@@ -119,7 +120,7 @@ def lookups_router(context: Context) -> APIRouter:
         return References(store=hide_secrets(registry.store.uri), references=await to_thread.run_sync(described))
 
     def find(snapshot: Snapshot, keys: pa.FixedSizeBinaryArray, values: bool, most: int) -> Found:
-        """Look keys up. Raises a Problem where their values are more than `most` bytes."""
+        """Look keys up. Raise Problem 413 if `values` is set and their values take more than `most` bytes."""
         found = snapshot.find(keys)
         if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
             raise Problem(413, f"their values are more than {most:,} bytes", "ask for fewer keys at a time")
@@ -129,10 +130,10 @@ def lookups_router(context: Context) -> APIRouter:
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """What to reserve where token values are read too.
+        """Return the bytes to reserve if token values are read too.
 
-        A store's row groups are as large as they are, and one must be read whole: where that is more than any request may take,
-        the request has all that there is.
+        A row group must be read whole, however large it is. If that takes more memory than any request may take, the request
+        reserves the largest amount that is possible.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
@@ -151,10 +152,10 @@ def lookups_router(context: Context) -> APIRouter:
         snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number; the latest when left out.")] = None,
         values: Annotated[bool, Query(description="Give token_logps too (Arrow requests).")] = False,
     ) -> Any:
-        """What the store has for some keys.
+        """Look up keys in the store.
 
-        An Arrow stream with the column `key` is answered by one with `scored_len`, `logp_sum` and, where asked for,
-        `token_logps`; its schema's metadata names reference_id and snapshot. JSON is answered by JSON.
+        The response to an Arrow stream with the column `key` is an Arrow stream with `scored_len`, `logp_sum` and, if `values`
+        is set, `token_logps`; its schema's metadata holds reference_id and snapshot. The response to JSON is JSON.
         """
         kind = require_type(request, JSON, ARROW_STREAM)
         reservation = reservation_of(request)
@@ -196,9 +197,9 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
 
 
 async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
-    """An Arrow stream whose batches are made while it is sent.
+    """Return an Arrow stream whose batches are made while it is sent.
 
-    The first batch is made before the status is sent, so that a store that cannot be read is a problem and not half an answer.
+    The first batch is made before the status is sent, so that an unreadable store gives an error and not half a response.
     """
     first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
 

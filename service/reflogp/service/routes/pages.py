@@ -1,6 +1,6 @@
-"""Pages for people: jobs, one job, references, the store, signing in. Made on the server; a script only keeps them up to date.
+"""Serve the pages for people: jobs, one job, references, the store, the API, signing in.
 
-Knows templates, browsers and their cookie. What is shown comes from the ledger, Precompute and the shelf. The app mounts it.
+Pages are rendered on the server. A script only keeps them up to date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.data import formats
-from reflogp.scoring.report.chart_frame import STYLE
+from reflogp.scoring.reports.chart_frame import STYLE
 from reflogp.service import charts
 from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
 from reflogp.service.bodies import read_body, require_type
@@ -35,9 +35,9 @@ from reflogp.store.commands import repair_command
 from reflogp.store.safe_text import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
-#: Jobs of one page, bytes of a sign-in.
+#: Jobs on one page, and the most bytes of a sign-in form.
 _JOBS, _FORM_BYTES = 50, 16 << 10
-#: Of every page, beside those of every answer (`sites`).
+#: Headers of every page, in addition to those of every response (`sites`).
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'",
     "Cache-Control": "no-store",
@@ -45,12 +45,15 @@ _HEADERS = {
 _FOLDER = "reflogp.service.pages"
 _MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-#: Answers a request of somebody with that name.
+#: Responds to a request; the string is the caller's name.
 _Handler = Callable[[Request, str], Awaitable[Response]]
 
 
 def pages_router(context: Context) -> APIRouter:
-    """The routes of all pages. Where tokens are set, everything but signing in needs the cookie of one."""
+    """Return the routes of all pages.
+
+    If tokens are set, pages need a session's cookie, except /docs, /signin, /signout and /static.
+    """
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
     router.get("/")(pages.shown(pages.jobs))
@@ -70,7 +73,7 @@ def pages_router(context: Context) -> APIRouter:
 
 @dataclass(frozen=True)
 class _Held:
-    """What the store holds of a reference."""
+    """A registered reference, and what the store holds of it."""
 
     shelved: RegisteredReference
     snapshot: int | None
@@ -112,7 +115,7 @@ class _Pages:
         )
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """A route that asks who it is, makes a page of every error and sets the headers. Scope None: anybody."""
+        """Return a route that checks the session, shows errors as pages and sets the headers. Scope None admits everybody."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -204,7 +207,7 @@ class _Pages:
         return response
 
     async def static(self, request: Request) -> Response:
-        """A file of the package's own; its URL names its content, so a browser keeps it."""
+        """Return a file of the package. Its URL contains a digest of its content, so browsers may cache it."""
         name = request.path_params["name"]
         if name not in self._files:
             raise Problem(404, f"there is no file {name!r}", "reload the page")
@@ -255,14 +258,14 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """What a template puts into a page: text without control and invisible characters but for lines and tabs."""
+    """Return text for a template, without control and invisible characters except line ends and tabs."""
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 
 
 def _local(target: str) -> str:
-    """`target` where it is a path of this service, else the list of jobs.
+    """Return `target` if it is a path of this service, else the path of the list of jobs.
 
-    Browsers read a backslash as a slash, pass over tabs and line ends, and take //host for another site.
+    Browsers read a backslash as a slash, ignore tabs and line ends, and read //host as another site.
     """
     fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fits else "/"

@@ -1,4 +1,4 @@
-"""/v1/score: log-probs of given completions, now."""
+"""Serve /v1/score: compute log-probs of given completions at once."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from reflogp.store.arrow_stream import ARROW_STREAM
 from reflogp.store.schema import one_array
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
-#: nginx's status for a caller who has gone; nobody sees it but the metrics.
+#: nginx's status for a caller that has disconnected; it appears only in the metrics.
 _CLIENT_GONE = 499
-#: A body up to this is decoded in less time than a thread takes to begin.
+#: A body of at most this many bytes is decoded in less time than a thread takes to start.
 _DECODED_AT_ONCE = 1 << 20
-#: Memory of an Arrow request for each byte of its body while it is decoded, and for each value (a token id, an entry of a mask)
-#: while it is scored: as a table, as a frame for the worker, in the pipe, kept for another worker; then the answer as often.
+#: Bytes of memory of an Arrow request: for each byte of its body while it is decoded; for each value (a token id or an entry of
+#: a mask) while it is scored; and in any case. A value is held in a table, in the frame for the worker, in the pipe, and in the
+#: copy for another worker; then the response is held as many times.
 _BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 
 class SequenceBody(BaseModel):
-    """A prompt and the completion whose tokens get log-probs, as token ids."""
+    """Token ids of a prompt and of the completion whose tokens get log-probs."""
 
     model_config = ConfigDict(extra="forbid")
     prompt_ids: _TokenIds = Field(description="The model reads these first.")
@@ -50,7 +51,7 @@ class SequenceBody(BaseModel):
 
 
 class ScoreRequest(BaseModel):
-    """Sequences to score, for people and small numbers; programs send an Arrow stream."""
+    """Sequences to score, for small requests that people write. Programs send an Arrow stream."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -60,7 +61,7 @@ class ScoreRequest(BaseModel):
 
 
 class ScoreAnswer(BaseModel):
-    """One entry per sequence, in order; null values where there is an error."""
+    """One entry per sequence, in order; the values are null where there is an error."""
 
     reference_id: str = Field(description="Whose values these are.")
     hits: int = Field(description="Sequences that the store had.")
@@ -71,7 +72,7 @@ class ScoreAnswer(BaseModel):
 
 
 def scores_router(context: Context) -> APIRouter:
-    """The route over online scoring."""
+    """Return the route of online scoring."""
     router = APIRouter(dependencies=[Depends(requires("score", context.settings.tokens))])
     settings = context.settings
 
@@ -95,13 +96,13 @@ def scores_router(context: Context) -> APIRouter:
         cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1, no mask).")] = False,
         deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Nobody waits longer.")] = None,
     ) -> Any:
-        """Log-probs of completions, given their prompts.
+        """Return log-probs of completions, given their prompts.
 
-        An Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is answered by one with
-        `token_logps` and `error`; its schema's metadata names reference_id, snapshot, hits, engine_seconds and queue_seconds.
-        With a third column `attention_mask` (0 or 1 for each token of prompt and completion) they are rows of a padded batch,
-        with padding among the token ids, and are scored as the model itself sees such rows. JSON is answered by JSON. A
-        sequence that cannot be scored has an error, the others have their values.
+        The response to an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is an Arrow
+        stream with `token_logps` and `error`; its schema's metadata holds reference_id, snapshot, hits, engine_seconds and
+        queue_seconds. With a third column `attention_mask` (0 or 1 for each token of prompt and completion) the sequences are
+        rows of a padded batch. They have padding among the token ids, and are scored as the model itself sees such rows. The
+        response to JSON is JSON. A sequence that cannot be scored has an error; the others have their values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
         limits = (settings.max_score_sequences, settings.max_score_tokens)
@@ -131,7 +132,7 @@ def scores_router(context: Context) -> APIRouter:
 
 
 async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
-    """The result; None, and the scoring cancelled, when the caller goes away before."""
+    """Return the result. If the caller disconnects first, cancel the scoring and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""/v1/uploads: dataset files that are sent, listed and deleted."""
+"""Serve /v1/uploads: send, list, show and delete dataset files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reflogp.service.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name that it was sent under.")]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}.")]
-#: Content types of a file. The name says the format, so that any will do which a form of another site cannot send.
+#: Content types of a file. The name says the format, so any type is accepted that a form of another site cannot send.
 _FILE_TYPES = (
     "application/octet-stream",
     *DATASET_TYPES,
@@ -32,13 +32,13 @@ _FILE_TYPES = (
     "application/zstd",
     "application/x-lz4",
 )
-#: Bytes of memory that a list of 10,000 uploads takes, read, validated and written.
+#: Bytes of memory that a list of 10,000 uploads takes while it is read, validated and written.
 _LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
 
 def uploads_router(context: Context) -> APIRouter:
-    """Routes over the folder of uploads."""
+    """Return the routes of uploads."""
     router = APIRouter(tags=["uploads"])
     uploads = context.uploads
     reader = Depends(requires("read", context.settings.tokens))
@@ -60,9 +60,9 @@ def uploads_router(context: Context) -> APIRouter:
     async def put(name: _NewName, request: Request, response: Response) -> Upload:
         """Send a dataset file; the body is the file.
 
-        The content type is application/octet-stream or the file's own; the name says the format.
+        The content type is application/octet-stream or the file's own; the suffix of the name says the format.
 
-        Jobs that read an earlier file of the name go on with that one.
+        Jobs that read an earlier file of the same name keep that file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")
@@ -80,7 +80,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 503),
     )
     async def list_uploads(request: Request) -> Response:
-        """Every upload, by name."""
+        """List all uploads, sorted by name."""
         await reservation_of(request).reserve(_LIST_COST)
         return await to_thread.run_sync(lambda: json_response(Uploads(uploads=uploads.list())))
 
@@ -92,7 +92,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def get(name: _UploadName) -> Upload:
-        """An upload's size and digest."""
+        """Show an upload's size and digest."""
         return await to_thread.run_sync(uploads.get, name)
 
     @router.delete(
@@ -104,7 +104,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
-        """Forget an upload. Jobs that were submitted with it keep their file."""
+        """Delete an upload. Jobs that were submitted with it keep their file."""
         await to_thread.run_sync(uploads.delete, name)
 
     return router

@@ -1,4 +1,4 @@
-"""A process of its own around an engine: runs jobs and scores sequences for the service that started it.
+"""The worker process, which holds the engines: it runs jobs and scores sequences for the service that started it.
 
-Only this package and what it calls need torch; the service's own process does not.
+Only the worker process needs torch; the service's own process does not.
 """

@@ -1,7 +1,7 @@
-"""The worker process: frames in on stdin, frames out on stdout, until the service says so or is gone.
+"""Run the worker process: read frames on stdin and write frames to stdout, until the service sends `exit` or is gone.
 
-Three threads: this one owns the engines and takes turns, one reads frames, one does jobs. Started by the service's pool as
-`python -m reflogp.service.worker`; what it has to say to people goes to stderr.
+Four threads: the main thread owns the engines and takes turns, one reads frames, one runs jobs, and one commits values of
+online requests. Started as `python -m reflogp.service.worker`; logs go to stderr.
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -50,19 +50,19 @@ from reflogp.store.texts import shortened
 
 logger = logging.getLogger("reflogp.worker")
 
-#: A worker whose service is gone ends after this, whatever it is doing.
+#: Seconds that the job gets to commit when the worker ends, and again for everything else; then the process exits.
 _LAST_SECONDS = 20.0
 _TOKENIZERS = 4
 
 
 @dataclass(eq=False)
 class _Ordered:
-    """What the service ordered: a job, or help with another worker's.
+    """An order of the service: a job, or help with another worker's job.
 
     Attributes:
-        helpers: with a job.
-        why: it shall end.
-        asked: what comes for one that helps.
+        helpers: helpers of a job; None for an order to help.
+        why: reason to stop, or None.
+        asked: requests of the job's worker, for an order to help.
     """
 
     order: JobOrder | HelpOrder
@@ -76,11 +76,11 @@ class _Ordered:
 
 
 class Worker:
-    """One device's engines, and what is done with them.
+    """A worker: the engines of one device, the online requests and the jobs that use them.
 
     Args:
-        configuration: from the service.
-        out: where frames go.
+        configuration: sent by the service.
+        out: stream that frames are written to.
     """
 
     def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
@@ -111,12 +111,12 @@ class Worker:
         self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
-        self._ordered: list[_Ordered] = []  # not done yet
+        self._ordered: list[_Ordered] = []  # queued or running
         self._ending = False
         self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame; without a service there is nobody to tell."""
+        """Send a frame; end the worker if the service is gone."""
         try:
             with self._sending:
                 self._out.write(encode(message, body))
@@ -125,7 +125,7 @@ class Worker:
             self.end()
 
     def run(self, source: BinaryIO) -> None:
-        """Work until the service says `exit` or is gone."""
+        """Work until the service sends `exit` or is gone."""
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
@@ -134,21 +134,21 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except OtherContentError as error:  # requests for it are answered so; other references go on
+            except OtherContentError as error:  # requests for it get the same error; other references still work
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
         self._write_back.close()
 
     def end(self) -> None:
-        """Stop the job with a commit, finish the round, return from `run`."""
+        """Stop the job with a commit, finish the round, and let `run` return."""
         if not self._ending:
             self._ending = True
             self._orders.put(None)
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """Give the job that was told of a lost device a moment to commit."""
+        """Give a job that lost its device a moment to commit."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -236,7 +236,7 @@ class Worker:
             give_freed_memory_back()
 
     def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
-        """A job; what to say of its end. Raises DeviceLostError."""
+        """Run a job; return the frame that reports its end. Raises DeviceLostError."""
         message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
         try:
             return message | {"end": "done", "summary": self._do(ordered)}
@@ -252,7 +252,7 @@ class Worker:
             return message | {"end": "failed", "error": _unexpected(ordered, error)}
 
     def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job; what to say of the end of it. Raises DeviceLostError."""
+        """Help with a job; return the frame that reports the end of the help. Raises DeviceLostError."""
         order, text = ordered.order, None
         try:
             reference = self._reference(order.reference_id)
@@ -270,7 +270,7 @@ class Worker:
         return {"op": "helped", "job": order.job, "error": text}
 
     def _check(self, ordered: _Ordered) -> None:
-        """Raise JobStoppedError where what was ordered shall end."""
+        """Raise JobStoppedError if the order is to be stopped."""
         why = "end" if self._ending else ordered.why
         if why is not None:
             raise JobStoppedError(why)
@@ -297,9 +297,10 @@ class Worker:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
-        """What a reference id stands for: found by describing the model's folder, then remembered, since an id never changes.
+        """Return the reference of an id: described from the model's folder once, then cached, since an id never changes.
 
-        What the folder holds now is compared at every load, by `_admit` and by the engine's choice.
+        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises OtherContentError if
+        the folder holds another reference.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -313,7 +314,7 @@ class Worker:
         return self._references[reference_id]
 
     def _admit(self, reference_id: str) -> None:
-        """Raise OtherContentError when a model's folder no longer holds the reference, before others make room for it."""
+        """Raise OtherContentError if a model's folder no longer holds the reference, before others are unloaded for it."""
         with opened_as(self._folder(reference_id), self._reference(reference_id)):
             pass
 
@@ -329,7 +330,7 @@ class Worker:
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """What to say of an error that is a defect, or a library's; where it came from is logged."""
+    """Return the message for an error of a defect or a library, and log its traceback."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
@@ -341,11 +342,11 @@ def _ids(scalar: Any) -> Any:
 
 
 def main() -> None:
-    """Read the configuration, then work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service says when to end
+    """Read the configuration, then run the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # whatever prints does not end up between frames
+    os.dup2(2, 1)  # keeps printed text out of the frames
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -358,11 +359,11 @@ def main() -> None:
     models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
     configuration = WorkerConfiguration(models=models, **fields)
     if configuration.visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # read when CUDA is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads it at its first use
     worker = Worker(configuration, out)
     try:
         worker.run(source)
-    except Exception as error:  # the service says it on, and starts another worker or gives it up
+    except Exception as error:  # the service reports it, and starts the worker again
         known = isinstance(error, ReflogpError)
         text = shortened(str(error) if known else f"{type(error).__name__}: {error}")
         worker.keep_what_is_computed()

@@ -1,8 +1,8 @@
-"""Who gets the engine next: sequences that somebody waits for, or the next pass of a job.
+"""Share a worker's engines between online requests and a job.
 
-Online requests go first, merged into one round; after each round a waiting job gets one pass, so neither starves the other and
-a request waits for two passes at the most, which are short while callers are about. Knows engines and turns. Does not know
-jobs' datasets or the wire. The thread that calls `run` owns the engines; every other method may be called from any thread.
+Online requests go first, merged into one round. After each round a waiting job gets one pass, so neither starves the other. A
+request waits for at most two passes, which are short while there is online traffic. The thread that calls `preload` and `run`
+owns the engines; all other public methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.service.worker.engines import Engines
 from reflogp.store import ReflogpError
 
-#: Passes that a job's thread may be behind the engine.
+#: Passes that the engine may be ahead of the job's thread.
 _AHEAD = 64
-#: An engine is not unloaded for another reference before it was here, or unused, for so long.
+#: An engine is unloaded for another reference only if it was loaded this many seconds ago, or unused for the second number.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
-#: A request waits for others only when requests have overlapped in this time: a lone caller gains nothing by it.
+#: A request waits for others only if requests overlapped within this time: a lone caller gains nothing from waiting.
 _OVERLAP_SECONDS = 1.0
 
-#: Callers are about while the last request is so young. A job's passes are then short: a request waits for the one that is
-#: computed and for the next, which the device has already.
+#: Seconds after the last request for which passes of a job are kept short, and device seconds of such a pass. A request waits
+#: for the pass being computed and for the next one, which the device already has.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
-#: How often the loop looks whether a model may be exchanged, or a job's thread has caught up.
+#: How often the loop checks whether a model may be exchanged, or a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
-#: How often the loop looks whether a job has read more, where the engine has computed all that it had read.
+#: How often the loop checks whether a job has read more sequences, after the engine has computed all that were read.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
 Landed = list[tuple[int, Outcome]]
 
 
 class DeviceLostError(Exception):
-    """A pass failed, so that the worker ends; the job goes on in another one."""
+    """A pass failed, so the worker ends; the job continues in another worker."""
 
 
 class DisplacedError(Exception):
-    """A job's model had to make room for another one; the job goes on later."""
+    """A job's model was unloaded to make room for another model; the job continues later."""
 
 
 @dataclass
 class OnlineRequest:
-    """Sequences that somebody waits for.
+    """Sequences whose values a client is waiting for.
 
     Attributes:
-        alone: scored in a round of its own: it may have killed a worker before.
-        deadline: time.monotonic() after which nobody waits any more, or None.
-        outcomes: one per sequence, None while it is not computed.
+        alone: scored in a round of its own, because it may have killed a worker before.
+        deadline: time.monotonic() after which the client no longer waits, or None.
+        outcomes: one per sequence; None until the sequence is computed.
     """
 
     id: str
@@ -73,7 +73,7 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of an online request: outcomes, or an error for all of it."""
+    """The response to an online request: its outcomes, or one error for the whole request."""
 
     request: OnlineRequest
     engine: PassEngine | None
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass
 class _Work:
-    """A job's flow of passes, each with its operations."""
+    """A job's stream of passes, each with its operations."""
 
     reference_id: str
     groups: Iterable[list[Sequence]]
@@ -97,7 +97,7 @@ class _Work:
     abandoned: bool = False
 
     def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
-        """The passes, for the thread that owns the engine; online requests may use it in between."""
+        """Yield the passes, in the thread that owns the engine. Online requests may use the engine between two passes."""
         passes = engine.flow(self.groups, before=self.before)
         is_used = False
         while True:
@@ -108,17 +108,17 @@ class _Work:
             is_used |= bool(landed)
             yield landed, engine.operations() - so_far
         if is_used:
-            engine.peak_flops_per_second()  # measured here once, where nothing else runs on the device; the job asks for it
+            engine.peak_flops_per_second()  # measured once, while nothing else runs on the device; the job reads it
 
 
 class EngineLoop:
-    """Turns between online requests and one job.
+    """The loop that alternates between online requests and one job.
 
     Args:
-        engines: of the device.
-        on_round: told the ids of the requests that the engine begins.
-        on_answer: gets each request's answer.
-        window_seconds: how long a request waits for others to be merged with, where several callers are about.
+        engines: engines of the device.
+        on_round: called with the ids of the requests that the engine begins.
+        on_answer: called with the answer to each request.
+        window_seconds: how long a request waits for others to be merged with, if requests overlap.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """("load" or "pass", for how many seconds) while the engine is at something; None while it is idle."""
+        """Return ("load" or "pass", seconds since it began), or None while the engine is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
     def ask(self, request: OnlineRequest) -> None:
-        """Put a request in line."""
+        """Queue a request."""
         with self._changed:
             if self._online or self._serving:
                 self._overlapped = time.monotonic()
@@ -157,7 +157,7 @@ class EngineLoop:
             self._tell()
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for that request any more. One that the engine has begun is finished all the same."""
+        """Remove a request that no client waits for. A request that the engine has begun is still finished."""
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
 
@@ -168,22 +168,25 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """A job's passes and the operations of each, computed in turns; called by a thread of the job.
+        """Yield a job's passes and the operations of each, computed in turns; called by a thread of the job.
 
         Args:
-            groups: taken without waiting, in a thread of the engine; an empty one where there is none at the moment.
-            before: told each pass's numbers before it is computed, in the engine's thread.
+            groups: read in a thread of the engine, and must not block; an empty group means that none is available yet.
+            before: called with the numbers of each pass's sequences before the pass is computed, in the engine's thread.
             check: called while waiting; raises to stop.
 
         Raises:
-            DisplacedError: another reference needs the room; begin anew later.
+            DisplacedError: another reference needs the room; start again later.
             DeviceLostError: a pass failed.
-            EngineError and its kin: the model cannot be loaded.
+            ReflogpError: the model cannot be loaded (EngineError and others).
         """
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """The engine of a reference, loaded in the loop's turn; for what needs no turn. Raises as `flow`."""
+        """Return the engine of a reference, loaded in the job's turn; use it only for calls that need no turn.
+
+        Raises as `flow`.
+        """
         work = _Work(reference_id, [], lambda _: None)
         for _ in self._follow(work, check):
             pass
@@ -194,7 +197,7 @@ class EngineLoop:
         with self._changed:
             if self._is_lost:
                 raise DeviceLostError
-            if self._work is not None:  # of a job that was given up while the loop was busy
+            if self._work is not None:  # left by a job that was abandoned while the loop was busy
                 self._work.out.put(DisplacedError())
             self._work = work
             self._tell()
@@ -217,19 +220,19 @@ class EngineLoop:
                     self._work = None
 
     def close(self) -> None:
-        """Make `run` return when what it does now is done."""
+        """Make `run` return after the current pass or round."""
         with self._changed:
             self._closing = True
             self._tell()
 
     def preload(self, reference_id: str) -> None:
-        """Load an engine before anybody asks; called by the thread that will call `run`."""
+        """Load an engine in advance; called by the thread that will call `run`."""
         self._engine(reference_id)
 
     def run(self) -> None:
-        """Take turns until `close`. Raises EngineError when a pass fails: the device may be in no state to go on.
+        """Take turns until `close`. Raises EngineError if a pass fails, since the device may be unusable afterwards.
 
-        A job is told first, with DeviceLostError, so that it can commit what was computed.
+        The job gets DeviceLostError first, so that it can commit computed values.
         """
         try:
             self._take_turns()
@@ -272,18 +275,18 @@ class EngineLoop:
             return self._engines.get(reference_id)
 
     def _tell(self) -> None:
-        """Wake the loop; the caller holds the lock."""
+        """Wake the loop; the caller must hold the lock."""
         self._news = True
         self._changed.notify_all()
 
     def _pause(self) -> float | None:
-        """Seconds until there may be something to do that nobody tells of; None where there is nothing."""
+        """Return the seconds until the loop must check again without being woken, or None if it need not."""
         if self._work is not None and self._work.idle_until > time.monotonic():
             return _LOOK_FOR_GROUPS_SECONDS
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """The job's stream, where its thread keeps up and its model may be loaded now."""
+        """Return the job's work if it may have sequences, its thread keeps up and its model may be loaded now; else None."""
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
             return None
@@ -293,10 +296,10 @@ class EngineLoop:
 
     def _advance(self, work: _Work) -> None:
         if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
-            work.out.put(DisplacedError())  # another model found no room, and unloaded it
+            work.out.put(DisplacedError())  # unloaded because another model needed memory
             self._drop(work)
             return
-        if not work.is_starved:  # to look for a group is no use of an engine
+        if not work.is_starved:  # checking for a new group does not count as using the engine
             try:
                 work.engine = self._engine(work.reference_id)
             except ReflogpError as error:
@@ -323,7 +326,7 @@ class EngineLoop:
                 self._work = None
 
     def _next_round(self) -> list[OnlineRequest]:
-        """Requests of one reference and temperature, about one pack of them; empty when none may be served now."""
+        """Return requests of one reference and temperature, about one token budget of them; empty if none may be served now."""
         first = self._first_servable()
         if first is None:
             return []
@@ -395,7 +398,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # nobody waits behind this round but a job
+        engine.pass_seconds = None  # only a job waits for this round to end
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

@@ -1,6 +1,6 @@
-"""The engines of one device: loaded when they are asked for, the least recently used unloaded to make room.
+"""Load the engines of one device on demand, and unload the least recently used ones to make room.
 
-Knows how many may be loaded and which one stays. Does not know jobs or requests. Used by one thread, the engine loop's.
+Only the thread of the engine loop uses this module.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Engines:
     """Engines by reference id.
 
     Args:
-        make: loads the engine of a reference id; raises EngineError and what describing a reference raises.
-        capacity: engines that may be loaded at a time.
+        make: loads the engine of a reference id; raises EngineError and the errors of describing a reference.
+        capacity: maximum number of loaded engines.
         pinned: reference id that is never unloaded, or None.
-        on_change: told the loaded reference ids after each change.
-        admit: raises for an engine that cannot be loaded, before others are unloaded for it.
+        on_change: called with the loaded reference ids after each change.
+        admit: raises if an engine cannot be loaded, before others are unloaded for it.
     """
 
     def __init__(
@@ -39,12 +39,15 @@ class Engines:
         self._capacity = capacity
         self._pinned = pinned
         self._on_change = on_change
-        self._loaded: dict[str, PassEngine] = {}  # the least recently used first
+        self._loaded: dict[str, PassEngine] = {}  # least recently used first
         self._loaded_at: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
 
     def get(self, reference_id: str) -> PassEngine:
-        """The engine of a reference, loaded if it is not yet. When memory runs out while loading, others make room."""
+        """Return the engine of a reference; load it if necessary.
+
+        If memory runs out while loading, all others except the pinned one are unloaded, and loading is tried again.
+        """
         engine = self._loaded.pop(reference_id, None)
         if engine is None:
             self._admit(reference_id)
@@ -63,26 +66,26 @@ class Engines:
         return engine
 
     def peek(self, reference_id: str) -> PassEngine | None:
-        """An engine where it is loaded; that is no use of it."""
+        """Return an engine if it is loaded, without counting this as a use."""
         return self._loaded.get(reference_id)
 
     def displaced_by(self, reference_id: str) -> list[str]:
-        """Reference ids that loading this one would unload."""
+        """Return the reference ids that would be unloaded to load this one."""
         if reference_id in self._loaded:
             return []
         too_many = len(self._loaded) + 1 - self._capacity
         return self._movable()[: max(0, too_many)]
 
     def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
-        """Whether an engine has been here, or unused, for long enough to be unloaded for another one."""
+        """Return whether an engine was loaded, or unused, for long enough to be unloaded for another one."""
         now = time.monotonic()
         resident = now - self._loaded_at.get(reference_id, 0.0)
         return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
 
     def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
-        """An engine beside the others; None where memory ran out and some of them can make room.
+        """Load an engine in addition to the others; return None if memory ran out and others can be unloaded.
 
-        The error ends with this call, and with it what its traceback holds of the model that did not fit.
+        The error does not leave this method, so that its traceback does not keep parts of the model that did not fit.
         """
         try:
             return self._make(reference_id)

@@ -1,6 +1,7 @@
-"""The workers that help with this worker's job: their frames go through the service, which says who comes and goes.
+"""Let other workers help with this worker's job.
 
-Knows frames. Does not know the pipe. Made for each job; a Workers of `spread.scorer`.
+Frames between a job's worker and its helpers go through the service, which reports when helpers join and leave. Each job has
+its own Helpers object, an implementation of `spread.scorer.Workers`.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ from reflogp.store import LogprobTable
 
 
 class Helpers:
-    """Workers that come and go. The service's thread tells of them, the job's asks them.
+    """Helpers that join and leave. The thread that reads frames calls `take`; the job's thread sends requests.
 
     Args:
-        job: id.
+        job: id of the job.
         send: sends a frame to the service.
         may_come: the service has other workers.
 
     Attributes:
-        count, may_come: as of Workers.
+        count, may_come: see Workers.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
         self.count, self.may_come = 0, may_come
         self.job = job
         self._send = send
-        self._run = uuid.uuid4().hex  # a job may begin twice in one process, and answers be late
+        self._run = uuid.uuid4().hex  # a job may begin twice in one process, and answers to its first run may arrive late
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._joined: list[Worker] = []
-        self._asked: dict[int, tuple[int, Future[Any]]] = {}  # number -> (worker, its answer)
+        self._asked: dict[int, tuple[int, Future[Any]]] = {}  # request number -> (worker number, its answer)
         self._here: dict[int, _Helper] = {}
 
     def open(self, table: LogprobTable) -> None:
-        """As Workers.open: a helper knows the store. Those of an attempt before are there still."""
+        """See Workers.open. Helpers open the table themselves; those of an earlier attempt are still present."""
         with self._lock:
             self._joined = list(self._here.values())
 
     def begin(self, have: int) -> list[Worker]:
-        """As Workers.begin: those that came since the last call."""
+        """See Workers.begin; returns the helpers that joined since the last call."""
         with self._lock:
             joined, self._joined = self._joined, []
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """As Workers.look: the job goes on without them."""
+        """See Workers.look. Does nothing: the job continues without helpers."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """A frame of the service about a helper; any other job's is of one that has ended."""
+        """Handle a frame about a helper. Frames of other jobs, which have ended, are ignored."""
         if message["job"] != self.job:
             return
         match message["op"]:
@@ -73,7 +74,7 @@ class Helpers:
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
     def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """A helper's answer to a call of Units."""
+        """Send a helper a call of a method of Units; return the future of its answer."""
         answer: Future[Any] = Future()
         worker = helper.number
         with self._lock:
@@ -97,7 +98,7 @@ class Helpers:
 
 
 class _Helper:
-    """One of them, for as long as it helps."""
+    """A worker that helps, from joining until it leaves; implements `spread.scorer.Worker`."""
 
     def __init__(self, helpers: Helpers, number: int, provenance: dict[str, Any]) -> None:
         self._helpers = helpers
@@ -105,31 +106,31 @@ class _Helper:
         self._provenance = provenance
 
     def place(self) -> Future[str]:
-        """As Worker.place."""
+        """See Worker.place."""
         return settled(f"worker {self.number}")
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """As Worker.prepare: it said that it helps when its engine was loaded."""
+        """See Worker.prepare. Done at once: a worker joins after its engine was loaded."""
         return settled(self._provenance)
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """As Worker.score."""
+        """See Worker.score."""
         return self._helpers.ask(self, "score", again, content)
 
     def peak(self) -> Future[float | None]:
-        """As Worker.peak."""
+        """See Worker.peak."""
         return self._helpers.ask(self, "peak")
 
     def stop(self) -> Future[None]:
-        """As Worker.stop: the service calls helpers away when a job ends."""
+        """See Worker.stop. Does nothing: the service dismisses helpers when a job ends."""
         return settled(None)
 
     def end(self) -> None:
-        """As Worker.end: it is the service's."""
+        """See Worker.end. Does nothing: the process belongs to the service."""
 
 
 def encoded(value: Any) -> Any:
-    """An answer of Units as JSON has it."""
+    """Return an answer of Units in a form that JSON can represent."""
     if not isinstance(value, dict):
         return value
     operations = value["operations"]

@@ -1,6 +1,6 @@
-"""Part in another worker's job: units come, are scored by this worker's engine in its turns, and are committed here.
+"""Help with another worker's job: receive units, score them in turns on this worker's engine, and commit them here.
 
-The other side is `helpers`. Runs in the worker's job thread.
+`helpers` is the other side. Runs in the worker's job thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.store import LogprobTable
 
 _LOOK_SECONDS = 0.1
 
-#: A frame of the job's worker, and the unit that came with it.
+#: A frame of the job's worker, and the unit that it carries.
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -31,13 +31,14 @@ def help_with(
     send: Callable[[dict[str, Any]], None],
     check: Callable[[], None],
 ) -> None:
-    """Help until `check` raises. What is computed by then is committed; what is not, the job's worker does.
+    """Help until `check` raises. Values computed by then are committed; the rest is left to the job's worker.
 
     Args:
-        asked: what the job's worker asks.
-        send: gets `helping` when the engine is loaded, and the answers.
+        asked: requests of the job's worker.
+        send: sends the frame `helping` when the engine is loaded, and the answers.
+        check: called now and then; raises to stop.
 
-    Raises what `check` raises, and what the engine and the store raise.
+    Raises the errors of `check`, of the engine and of the store.
     """
     loaded = loop.engine(order.reference_id, check)
     units = Units(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table)
@@ -59,7 +60,7 @@ def help_with(
                 check()
                 if units.error is not None:
                     raise units.error
-                if failed:  # what has no answer is another worker's, once this one has left
+                if failed:  # unanswered units go to other workers once this one has left
                     raise failed[0]
                 try:
                     pool.submit(answer, *asked.get(timeout=_LOOK_SECONDS))

@@ -1,7 +1,7 @@
-"""One job in a worker: a dataset, scored where the store lacks it, then its result and report.
+"""Run one job in a worker: score the sequences of a dataset that the store lacks, then write the result and the report.
 
-The same `score_dataset` as on the command line; what is added is progress, being stopped, and the engine's turns. Runs in the
-worker's job thread.
+The job uses the same `score_dataset` as the command line. It adds progress reports, stopping, and turns on the engine. Runs in
+the worker's job thread.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from reflogp.store.texts import shortened
 
 logger = logging.getLogger(__name__)
 
-#: Beginnings of a job whose files are touched while it reads them.
+#: How often a job is started if its files are modified while it reads them.
 _ATTEMPTS = 3
-#: Seconds between two reports of progress, and the span of time over which a rate is taken.
+#: Seconds between two progress reports, and the time span over which the rate is measured.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
-#: Of a helper's unit at the most: units pass through the service's process.
+#: Maximum sequences of a helper's unit, since units pass through the service's process.
 _UNIT_SEQUENCES = 1024
-#: Different texts about bad rows that a job keeps in memory, and what stands for another one.
+#: Number of different messages about bad rows that a job keeps in memory, and the message that replaces further ones.
 _TEXTS, _ANOTHER = 10_000, "it cannot be used"
 
 
 class JobStoppedError(Exception):
-    """The job shall not go on here: cancelled, interrupted by a more urgent one, or the worker shall end."""
+    """The job must stop on this worker: it was cancelled, a more urgent job interrupts it, or the worker ends."""
 
 
 @dataclass(frozen=True)
 class JobPlace:
-    """What jobs of a worker share.
+    """The settings that all jobs of a worker share.
 
     Attributes:
-        store: where values go.
-        tokens: folder for kept token ids, and bytes of them at the most.
-        commit_seconds: the longest that computed values wait for a commit.
-        bounds: of reading datasets.
-        rows: what tokenising a row may take.
+        store: store that values are written to.
+        tokens: folder for kept token ids.
+        max_tokens_bytes: maximum size of that folder.
+        commit_seconds: maximum time that computed values wait for a commit.
+        bounds: bounds on reading datasets.
+        rows: limits on tokenising one row.
     """
 
     store: Store
@@ -69,10 +70,13 @@ class JobPlace:
 
 
 class Progress:
-    """Counts of a running job, sent on now and then; a Watcher of scoring.
+    """Counts of a running job, reported now and then; implements ProgressCallbacks.
+
+    Attributes:
+        problems: row -> why the row has no values.
 
     Args:
-        send: gets (progress as the HTTP answer has it, whether work became durable since the last time).
+        send: called with (progress as in the HTTP response, whether values were committed since the last call).
         check: called at every step; raises to stop.
     """
 
@@ -85,7 +89,7 @@ class Progress:
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # the engine is asked when a window is read
+        self._scoring_since: float | None = None  # scoring starts when a window has been read
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -107,7 +111,7 @@ class Progress:
         self._report()
 
     def bad_row(self, row: int, problem: str) -> None:
-        """Keep why a row has no values; equal texts are kept once, and beyond some thousand only that there was one."""
+        """Record why a row has no values. Equal messages are stored once; after 10,000 different ones a general one is used."""
         problem = shortened(problem)
         if problem not in self._texts:
             if len(self._texts) == _TEXTS:
@@ -116,13 +120,13 @@ class Progress:
         self.problems[row] = self._texts[problem]
 
     def note(self, row: int, remark: str) -> None:
-        """A remark changes no value; the result has the value."""
+        """Ignore the remark: it changes no value, and the result has the value."""
 
     def committed(self, snapshot: int) -> None:
         self._report(committed=True)
 
     def finish(self, sequences: int, hits: int) -> None:
-        """Send the last counts; so many sequences it were, and hits among them without what came twice."""
+        """Report the final counts; `hits` excludes duplicates."""
         self._sequences = self._done = sequences
         self._hits = hits
         self._report(now=True)
@@ -169,22 +173,23 @@ def run_job(
     announce: Callable[[list[str]], None],
     check: Callable[[], None],
 ) -> dict[str, Any]:
-    """Do a job; its summary, as `reflogp score --json` has it.
+    """Run a job; return its summary, as in `reflogp score --json`.
 
-    What is read is what the job names: the dataset's files are opened once and have the job's digest, and the tokenizer is the
-    one that its files are when the job begins. Where one of them was touched meanwhile, the job begins again, and ends with an
-    error if the content is another one. Values that were computed stay: they are named by token ids and by weights.
+    The job reads exactly the named content. The dataset's files are opened once and must have the job's digest; the tokenizer
+    is the one whose files are in the model's folder when the job begins. If one of these files is modified meanwhile, the job
+    begins again, and fails if the content has changed. Values computed by then stay valid: their keys depend on token ids, and
+    their table on the weights.
 
     Args:
-        find_tokenizer: says which tokenizer the model's folder has now.
-        helpers: other workers that score some of it.
-        new_progress: gives what is told how it gets on, from its beginning.
-        announce: told the keys that the device is at.
-        check: called now and then; raises JobStoppedError to stop. What is computed by then is committed.
+        find_tokenizer: returns the tokenizer that the model's folder has now.
+        helpers: other workers that score a part of the job.
+        new_progress: makes the progress callbacks of one attempt.
+        announce: called with the keys (hex) of the sequences that the device computes.
+        check: called now and then; raises JobStoppedError to stop. Values computed by then are committed.
 
     Raises:
-        JobStoppedError, DisplacedError: it shall go on later, or not at all.
-        ReflogpError: it cannot be done.
+        JobStoppedError, DisplacedError: the job is to continue later, or not at all.
+        ReflogpError: the job failed.
     """
     for attempt in range(_ATTEMPTS):
         progress = new_progress()
@@ -211,7 +216,7 @@ def _attempt(
     announce: Callable[[list[str]], None],
     check: Callable[[], None],
 ) -> ScoreSummary:
-    """A job from its beginning to its result; raises FileChangedError as well."""
+    """Run a job once, from the start to the result. Raises FileChangedError in addition."""
     form: Any = order.format
 
     def make_engine() -> JobEngine:
@@ -250,6 +255,6 @@ def _attempt(
                 check=check,
             )
         except DatasetError as error:
-            files.check()  # a file that changed explains more than what it led to
+            files.check()  # a changed file is a better explanation than the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
     return summary

@@ -1,6 +1,6 @@
-"""The engine as a job sees it: passes in turn with online requests, and a search for the sequence that kills workers.
+"""Give a job an engine that takes turns with online requests and searches for a sequence that kills workers.
 
-Knows keys of what is being computed, so that the service can say what a dead worker was at. Called by `job`.
+The engine announces the keys of the sequences in flight, so that the service knows what a dead worker was processing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from reflogp.store import sequence_keys
 
 
 class JobEngine:
-    """What `score_dataset` needs of an engine, computed by the engine loop.
+    """An Engine for `score_dataset` whose passes are computed by the engine loop.
 
     Args:
-        loop: whose turns are taken.
-        engine: the loop's, for what needs no turn.
-        reference_id: of the engine.
-        suspects: keys (hex) one of which may kill the worker: they are scored before the others, in halves, each alone.
+        loop: engine loop that gives this job its turns.
+        engine: the loop's engine, for calls that need no turn.
+        reference_id: reference of the engine.
+        suspects: keys (hex) of sequences one of which may kill the worker. They are scored before the rest of their group, in
+            halves, each half alone.
         poison: key (hex) -> why that sequence is not scored.
-        announce: told the keys (hex) that the device is at; none when it is at none of this job's.
+        announce: called with the keys (hex) of this job's sequences on the device; an empty list if there are none.
         check: called now and then; raises to stop the job.
     """
 
@@ -52,7 +53,7 @@ class JobEngine:
         self._operations = Operations()
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """As Engine.problems, and the known poison."""
+        """See Engine.problems; includes the known poison."""
         found = self._engine.problems(sequences)
         if self._poison:
             keys = _keys(sequences)
@@ -60,7 +61,7 @@ class JobEngine:
         return found
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """As Engine.flow. Nothing else is under way while suspects are computed."""
+        """See Engine.flow. No other sequences of the job are in flight while suspects are computed."""
         coming = _Coming(groups, self._suspects)
         while not coming.is_end:
             yield from self._part(coming)
@@ -71,17 +72,17 @@ class JobEngine:
         return self._engine.provenance()
 
     def operations(self) -> Operations:
-        """As Engine.operations, of this job's passes alone."""
+        """See Engine.operations; counts this job's passes only."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
 
     def close(self) -> None:
-        """Nothing: the engine is the loop's."""
+        """Do nothing: the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """What the loop makes of some groups; the keys that the device is at are announced."""
+        """Yield the loop's outcomes for some groups, and announce the keys of the sequences on the device."""
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
         announcing = threading.Lock()
@@ -103,7 +104,7 @@ class JobEngine:
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             with announcing:
                 flying.difference_update(entry.key for entry, _ in done)
-                if done and not flying:  # the job may be reading for long
+                if done and not flying:  # the job may be reading for a long time
                     self._announce([])
             yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])
@@ -111,7 +112,7 @@ class JobEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A sequence, its number in the job's flow, and its key."""
+    """A sequence with its number in the job's flow and its key (hex)."""
 
     number: int
     sequence: Sequence
@@ -119,7 +120,10 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """Groups as they come, without their suspects. Pauses behind a group that has some: then they are there to be taken."""
+    """Incoming groups without their suspects.
+
+    Iteration stops at a group that has suspects, so that they can be taken. The rest of the group is the next item.
+    """
 
     def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:
         self.is_end = False
@@ -153,13 +157,13 @@ class _Coming(Iterator[list[_Numbered]]):
         raise StopIteration
 
     def take_suspects(self) -> list[_Numbered]:
-        """The suspects that the present pause is for."""
+        """Return the suspects at which iteration stopped, and let it continue."""
         held, self._held = self._held, []
         return held
 
 
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Groups that together are `suspects`: half of them, half of the rest, …, so that each death halves what is suspected."""
+    """Split suspects into groups: half of them, half of the rest, …, so that each death halves the number of suspects."""
     while suspects:
         middle = (len(suspects) + 1) // 2
         yield suspects[:middle]
@@ -167,7 +171,7 @@ def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _keys(sequences: list[Sequence]) -> list[str]:
-    """Keys in hex; of sequences as they are scored, which a max_length may have cut."""
+    """Return the keys (hex) of sequences as they are scored, after truncation to max_length."""
     prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
     completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
     return [key.hex() for key in sequence_keys(prompts, completions).to_pylist()]

@@ -1,6 +1,6 @@
-"""What a worker is told: how it shall work, when it starts, and each job. Made by the service, sent as JSON.
+"""Define the messages that the service sends to a worker as JSON: its configuration, and orders for jobs and for help.
 
-Knows names only; imports neither torch nor fastapi, since both sides use it.
+Imports neither torch nor fastapi, since both sides use this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where a reference's model is, its numerics, and what computes: fields of EngineChoice, but those of the worker."""
+    """Location, numerics and engine of a reference's model.
+
+    Attributes:
+        engine: fields of EngineChoice, without those that the worker sets (device, token_budget).
+    """
 
     model: str
     dtype: str
@@ -26,24 +30,24 @@ class ModelPlace:
 
 @dataclass(frozen=True)
 class WorkerConfiguration:
-    """How a worker shall work.
+    """Configuration of a worker.
 
     Attributes:
         device: "auto", "cpu", "cuda:1", …
-        visible: CUDA_VISIBLE_DEVICES of its process; None leaves it as it is.
-        workers: of the service.
-        sharing: of these, such as compute on this machine's processor.
+        visible: CUDA_VISIBLE_DEVICES of its process; None leaves the variable unchanged.
+        workers: number of workers of the service.
+        sharing: number of workers that share this machine's CPU.
         token_budget: tokens of one pass, or "auto".
         models: reference id -> its model.
-        capacity: engines that may be loaded at a time.
-        pinned: reference id that is loaded at the start and stays, or None.
-        store: URI.
+        capacity: maximum number of loaded engines.
+        pinned: reference id that is loaded at the start and never unloaded, or None.
+        store: URI of the store.
         tokens: folder for kept token ids.
-        max_tokens_bytes: of it.
-        commit_seconds: the longest that computed values of a job wait for a commit.
+        max_tokens_bytes: maximum size of that folder.
+        commit_seconds: maximum time that computed values of a job wait for a commit.
         window_seconds: how long an online request waits for others to be merged with.
-        row_bytes, dataset_bytes, group_bytes: bounds of reading datasets.
-        row_seconds: processor time that tokenising one row may take.
+        row_bytes, dataset_bytes, group_bytes: bounds on reading datasets.
+        row_seconds: maximum processor time for tokenising one row.
     """
 
     device: str
@@ -67,10 +71,10 @@ class WorkerConfiguration:
 
 @dataclass(frozen=True)
 class HelpOrder:
-    """Part in a job that another worker has.
+    """An order to help with a job of another worker.
 
     Attributes:
-        poison: as of JobOrder.
+        poison: see JobOrder.
     """
 
     job: str
@@ -83,9 +87,9 @@ class JobOrder:
     """A job as the service sends it to a worker.
 
     Attributes:
-        file: the dataset, a file or folder; its path has no links.
-        digest: of its content.
-        root: folder below which others may have put the dataset; None for a file of the service's own folder.
+        file: path of the dataset, a file or folder; without links.
+        digest: digest of its content.
+        root: allowed root above the dataset, where others may write; None for a file in the service's own folder.
         result, report: files to write.
         suspects, poison: see JobEngine.
     """

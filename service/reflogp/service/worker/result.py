@@ -1,6 +1,6 @@
-"""What a job leaves behind: its values in dataset order as Parquet, and a report on what they look like.
+"""Write a job's result, its values in dataset order as Parquet, and a report with histograms and outliers.
 
-The read side of a job: the same windows, looked up in the snapshot that the job ended with. Called by `job`.
+The dataset's windows are read again and looked up in the snapshot that the job ended with.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from reflogp.store.schema import one_array
 from reflogp.store.whole_files import appears_whole
 
 _BINS = 40
-#: Outliers of each kind, and characters of each text that are kept.
+#: Outliers of each kind, and characters of each text, in the report.
 _OUTLIERS, _TEXT = 4, 4_000
-#: Bad rows that the report names.
+#: Maximum number of bad rows that the report lists.
 _NAMED = 100
 _REJECTED, _CHOSEN = "rejected far likelier than chosen", "chosen far likelier than rejected"
 _OF_ONE_SIGN = (_REJECTED, _CHOSEN)
@@ -39,7 +39,7 @@ _DROPPED = "dropped, as the trainer drops it: the prompt alone fills max_length"
 
 @dataclass(order=True)
 class _Candidate:
-    """A row that may be an outlier: the larger `rank`, the more so."""
+    """A row that may be an outlier; a larger `rank` is a stronger outlier."""
 
     rank: float
     row: int
@@ -49,7 +49,7 @@ class _Candidate:
 
 
 class _Means:
-    """Mean log-probs per token and margins of all rows so far, and the farthest out of each kind."""
+    """Mean log-probs per token and margins of all rows so far, and the strongest outliers of each kind."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -141,15 +141,15 @@ def write_result(
     ld_alpha: float | None,
     check: Callable[[], None],
 ) -> None:
-    """Write a job's result and report; both appear when they are complete.
+    """Write a job's result and report. Each file appears only when it is complete.
 
-    The result has every row of the dataset once, in order (a pair that was unpaired for KTO: twice): row int64, one key column
-    (binary of 16 bytes), one float32 column of reference log-probs and one int64 column that counts them per completion, and
-    error, null where there are values. Its metadata is as of `reflogp join`: `reflogp` says what the values are of,
-    `reflogp.coverage` how many of the rows have them.
+    The result has every row of the dataset once, in order; a pair that was unpaired for KTO has two rows. Columns: `row`
+    (int64); for each completion a key (binary of 16 bytes), the sum of reference log-probs (float32) and the number of tokens
+    in that sum (int64); and `error` (string), null for rows that have values. The metadata is that of `reflogp join`:
+    `reflogp` describes the reference and settings of the values, `reflogp.coverage` counts the rows that have values.
 
     Args:
-        problems: row -> why scoring could not use it.
+        problems: row -> why scoring could not use the row.
         check: called for each window; raises to stop.
     """
     means, dropped, named = _Means(), 0, []
@@ -194,7 +194,7 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[pa.Table, dict[int, str]]]:
-    """Windows with completions; what could not be read before the first of them comes with it."""
+    """Yield windows that have completions, and the unreadable rows (row -> problem) since the last such window."""
     unread: dict[int, str] = {}
     for window in dataset:
         unread |= window.problems

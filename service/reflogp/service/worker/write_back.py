@@ -1,6 +1,6 @@
-"""Values of online requests that shall be kept: committed together, a moment later, so that no answer waits for a commit.
+"""Commit values of online requests to the store, together and a moment later, so that no response waits for a commit.
 
-Knows stores and rows. Does not know requests. Lost when the worker is killed before the commit: they are a cache's.
+Values are lost if the worker is killed before the commit. That is acceptable, because the store is a cache.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that values wait for others to be committed with, and sequences that do not wait longer.
+#: Seconds that values wait for others to be committed with, and the number of sequences that are committed without waiting.
 _SECONDS, _SEQUENCES = 2.0, 4096
-#: Tokens that wait at most: where the store takes commits more slowly than values come, the newest are not kept. 12 bytes each.
+#: Maximum waiting tokens, of 12 bytes each. If the store commits more slowly than values arrive, the newest are dropped.
 _MOST_TOKENS = 8 << 20
 
 
 def _copied(scored: tuple[Sequence, npt.NDArray[np.float32]]) -> tuple[Sequence, npt.NDArray[np.float32]]:
-    """The same in memory of its own: a sequence is a view of its whole request."""
+    """Return a copy of the sequence, which otherwise is a view that keeps its whole request in memory."""
     sequence, logps = scored
     return Sequence(np.array(sequence.prompt_ids, np.int32), np.array(sequence.completion_ids, np.int32)), logps
 
 
 class WriteBack:
-    """Commits in a thread of its own.
+    """A queue of values that a separate thread commits.
 
     Args:
-        store: where to.
-        reference_of: reference id -> the reference.
+        store: store to commit to.
+        reference_of: returns the reference of a reference id.
     """
 
     def __init__(self, store: Store, reference_of: Callable[[str], Reference]) -> None:
@@ -45,7 +45,7 @@ class WriteBack:
         self._commits: dict[str, Commits] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
-        self._tokens = 0  # that wait, or are being committed
+        self._tokens = 0  # waiting or being committed
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="late-writes", daemon=True)
         self._thread.start()
@@ -53,7 +53,7 @@ class WriteBack:
     def put(
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
-        """Keep values at temperature 1; they are dropped where _MOST_TOKENS wait already."""
+        """Queue values at temperature 1 for a commit; drop them if they would exceed _MOST_TOKENS waiting tokens."""
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
             if self._tokens and self._tokens + tokens > _MOST_TOKENS:
@@ -64,7 +64,7 @@ class WriteBack:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Commit what waits."""
+        """Commit the waiting values, for at most 10 seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Watches a training run: are the reference log-probs there, right, and used, and does the run do what its settings say."""
+"""Audit a training run: its reference log-probs are present, correct and used, and it follows its settings."""
 
 from reflogp.trainer.audit.callback import ReferenceAudit, watching
 from reflogp.trainer.audit.step_zero import StepZero

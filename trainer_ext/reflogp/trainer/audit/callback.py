@@ -1,6 +1,6 @@
-"""ReferenceAudit: a TrainerCallback that watches a run's reference log-probs.
+"""Watch a training run's reference log-probs with a TrainerCallback.
 
-Puts the checks together, and decides what a finding does. Each check is a module of its own beside this one.
+The checks are in the other modules of this package. This module runs them, and decides what a finding does to the run.
 """
 
 from __future__ import annotations
@@ -33,44 +33,47 @@ logger = logging.getLogger(__name__)
 
 Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot_check"]
 CHECKS: tuple[Check, ...] = get_args(Check)
-#: Problems of one check that are kept for the report.
+#: Maximum number of problems per check in the report.
 _MOST_PROBLEMS = 20
 
 
 class ReferenceAudit(TrainerCallback):
-    """Watches that a run's reference log-probs are there, right and used, and reports where the run leaves its settings.
+    """Checks that a run's reference log-probs are present, correct and used, and that the run follows its settings.
 
-    A run is stopped for its reference values only: columns that do not reach the loss, values that are wrong, a reference model
-    that runs. Everything else is logged as a warning and written down, and the run goes on.
+    A run is stopped only for its reference values: columns that do not reach the loss, wrong values, or a reference model that
+    runs. Everything else is logged as a warning and written to the report, and the run continues.
 
-    columns: the reference columns reach the collated batch and are finite, on every process. Stops.
-    forwards: no reference model is kept, no other model runs in a training step, and the policy makes no additional pass
-        without gradients. Stops. More passes than one (two with KTO's KL sequences) are reported.
-    step_zero: before the first step the policy's log-probs of the first batch are the joined ones, within rounding. Stops. A
-        policy whose own log-probs are not finite is reported.
-    metrics: rewards and log-probs are those of the joined columns. Stops. Logged metrics that are not means over all processes,
-        and log-probs that become NaN, are reported.
-    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and saves that the
-        settings ask for and that did not come. Others may come at any time.
-    spot_check: some random rows, re-scored by a service, by the policy before it moves, or with its adapter off. Stops.
+    columns: the reference columns reach the collated batch and are finite, on every process. Stops the run.
+    forwards: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no additional
+        forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences) are only
+        reported.
+    step_zero: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding. Stops
+        the run. A policy whose own log-probs are not finite is only reported.
+    metrics: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not means
+        over all processes, and log-probs that become NaN, are only reported.
+    schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
+        saves that the settings ask for but that did not happen. Additional ones may happen at any time.
+    spot_check: some random rows are scored again: by a service, by the policy before it is trained, or by the policy with its
+        adapter off. Stops the run.
 
-    Of a trainer whose values a service gives while it trains (RemoteRLOOTrainer, …) there are no columns and no rows to check.
+    Trainers that get their values from a service during training (RemoteRLOOTrainer, …) have no columns and no rows to check.
 
-    `output_dir/reflogp_audit.json` has what was seen, with the store, reference id, snapshot and coverage of each dataset.
+    The results are written to `output_dir/reflogp_audit.json`, with the store, reference id, snapshot and coverage of each
+    dataset.
 
     Args:
-        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
+        on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
         checks: which checks run; all by default.
-        step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
-            model, and refuses a reference of another dtype than the policy computes in.
-        spot_rows: rows of the spot check.
+        step_zero_tolerance: allowed difference between two sums, in nats per root token. None chooses a tolerance for the
+            dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
+        spot_rows: number of rows in the spot check.
 
     Example:
         ReferenceAudit(on_finding="warn").attach(trainer)   # any transformers Trainer whose batches have reference columns
 
     Attributes:
-        step_zero: what the gate saw; None until the first step, or where it is off.
-        findings: what was found, check -> words.
+        step_zero: result of the step-0 gate; None until the first step, or where the check is off.
+        findings: what was found: check -> problems.
     """
 
     def __init__(
@@ -106,22 +109,22 @@ class ReferenceAudit(TrainerCallback):
         self._not_run: dict[str, str] = {}
 
     def attach(self, trainer: Any) -> ReferenceAudit:
-        """Watch this trainer: its callbacks get this one, and its training steps are seen.
+        """Watch this trainer: add this callback to it, and wrap its training step.
 
-        A trainer of TRL is expected to start at its reference; `trainer.policy_starts_at_reference = False` says otherwise.
+        A TRL trainer is expected to start at its reference; set `trainer.policy_starts_at_reference = False` if it does not.
         """
         if self._trainer is not None:
             raise UsageError("an audit watches one trainer; make another for the next")
         self._trainer = trainer
         if self.checks & {"step_zero", "spot_check"}:
-            # Before this callback is added, whose on_train_begin asks for them. What a service scores is compared with the
-            # policy as it is, adapters included.
+            # Record the weights before adding this callback, whose on_train_begin needs them. A service's values are compared
+            # with the policy including its adapters.
             weights_of(trainer, with_adapters=self._remote is not None)
         trainer.add_callback(self)
         step = trainer.training_step
 
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            if not self._training:  # called by a loop of the user's own
+            if not self._training:  # called by the user's own training loop
                 return step(model, inputs, *args, **kwargs)
             self._before_step(model, inputs)
             try:
@@ -133,7 +136,7 @@ class ReferenceAudit(TrainerCallback):
         self.write()
         return self
 
-    # What happens in training.
+    # Training events.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training, self._finished = True, False
@@ -144,14 +147,15 @@ class ReferenceAudit(TrainerCallback):
         self._not_run.clear()
         policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
         if self._forwards is not None:
-            self._forwards.remove()  # of an earlier train() that was interrupted
+            self._forwards.remove()  # hooks of an earlier train() that was interrupted
         if "forwards" in self.checks:
             self._forwards = ForwardCount(policy, self._reward_models)
             self._forwards.watch_others()
             kept = getattr(self._trainer, "ref_model", None)
             if kept is not None and not isinstance(kept, NoReferenceModel):
                 self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
-        # Before any pass: FSDP leaves the outermost weights whole after one, and another form counts as other weights.
+        # Compare the weights before any forward pass: after one, FSDP leaves the outermost weights unsharded, and weights in
+        # another form count as changed.
         if "step_zero" in self.checks and self.step_zero is None:
             self._at_reference = not self._not_at_reference
         if self._remote is not None:
@@ -188,10 +192,10 @@ class ReferenceAudit(TrainerCallback):
         self._forwards.end()
         self._passes += self._forwards.policy
         problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
-        if self._remote is not None:  # generation and the old policy's values take passes too
+        if self._remote is not None:  # generation and the old policy's log-probs need forward passes too
             self._found("forwards", problems)
             return
-        kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL makes this one without gradients
+        kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL runs this pass without gradients
         words = (
             f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {1 + kl_passes} need no reference"
         )
@@ -211,7 +215,7 @@ class ReferenceAudit(TrainerCallback):
             self._report("schedule", self._schedule.step_ended(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        # TRL keeps its metrics from one train() to the next, until it logs them.
+        # TRL keeps its metrics across train() calls until it logs them.
         flushed = any(name.startswith("rewards/") for name in logs or ())
         if flushed and (not self._training or "loss" not in (logs or {})):
             self._metrics.forget()
@@ -219,7 +223,7 @@ class ReferenceAudit(TrainerCallback):
             return
         if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
             self._schedule.came("logging", state.global_step)
-        if "loss" not in logs:  # of an evaluation, or a callback's own, maybe on one process alone
+        if "loss" not in logs:  # an evaluation's log or a callback's own, perhaps on one process only
             return
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])
@@ -250,7 +254,7 @@ class ReferenceAudit(TrainerCallback):
             self._report("schedule", self._schedule.missed())
         self.write()
         if self._trainer.accelerator.is_main_process:
-            logger.info(self._queue())
+            logger.info(self._summary_line())
 
     # The checks.
 
@@ -273,7 +277,7 @@ class ReferenceAudit(TrainerCallback):
         if not there:
             self._found("columns", ["a collated batch has no reference columns"])
         bad = torch.stack([~torch.isfinite(inputs[name]).all() for name in there]).any() if there else None
-        if bad is not None:  # read at the next log: a look at each step would make a GPU wait
+        if bad is not None:  # read at the next log: reading it at each step would make the GPU wait
             self._not_finite = bad if self._not_finite is None else self._not_finite | bad.to(self._not_finite.device)
 
     @property
@@ -284,7 +288,7 @@ class ReferenceAudit(TrainerCallback):
         return bool(self._trainer.state.global_step == self._schedule.first_step)
 
     def check_first_batch(self, seen: Callable[[], list[float]]) -> None:
-        """The step-0 gate.
+        """Run the step-0 gate.
 
         Args:
             seen: computes the `differences` of this process.
@@ -345,7 +349,7 @@ class ReferenceAudit(TrainerCallback):
                 return
             self._found(check, [str(error)], error)
 
-    # What is known of the trainer.
+    # Facts about the trainer.
 
     @property
     def _joined(self) -> dict[str, Any]:
@@ -358,12 +362,15 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _reward_models(self) -> list[torch.nn.Module]:
-        """Language models that run in a training step by right."""
+        """Language models that may run in a training step: the trainer's reward functions that are modules."""
         return [model for model in getattr(self._trainer, "reward_funcs", None) or [] if isinstance(model, torch.nn.Module)]
 
     @property
     def _not_at_reference(self) -> str:
-        """Why the policy is not expected to give the reference's values now; empty where it is. Noted as the gate's reason."""
+        """The reason why the policy's current log-probs need not equal the reference's; empty if they should be equal.
+
+        The reason is also recorded as the reason why the step-0 gate did not run.
+        """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start at the reference"
         else:
@@ -374,20 +381,29 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _logs_reference_means(self) -> bool:
-        """DPO's rewards are beta times log-prob minus reference, whatever the loss; KTO's are means over some of the rows."""
+        """Whether rewards and log-probs in the logs give the mean reference log-prob.
+
+        DPO's rewards are beta times (log-prob minus reference), whatever the loss. KTO's are means over only some of the rows.
+        """
         args = self._trainer.args
         plain = not getattr(args, "reference_free", False) and not getattr(self._trainer, "calculate_KL", False)
         return plain and hasattr(self._trainer, "beta") and not hasattr(args, "desirable_weight") and not self._weighs_losses
 
     @property
     def _weighs_losses(self) -> bool:
-        """Before 0.29, TRL adds up several losses' rewards, and losses of their own kind have other ones."""
+        """Whether the loss is a list of losses.
+
+        Before 0.29, TRL adds up the rewards of several losses, and some losses define their rewards differently.
+        """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
-    # What comes of it.
+    # Consequences of findings, and the report.
 
     def _found(self, check: Check, problems: list[str], error: ReferenceLogpsError | None = None) -> None:
-        """Reference values are wrong, missing or computed again: stop the run, unless it was asked to go on."""
+        """Stop the run because reference values are wrong, missing or computed again.
+
+        If on_finding is "warn", only report the problems.
+        """
         if not problems or check not in self.checks:
             return
         if self.on_finding == "warn":
@@ -399,7 +415,7 @@ class ReferenceAudit(TrainerCallback):
         raise error or AuditError(_words(check, problems), check)
 
     def _report(self, check: Check, problems: list[str]) -> None:
-        """Write something down and go on. Each check warns once, so that a log is not flooded."""
+        """Record problems without stopping the run. Each check warns only once, so that the log is not flooded."""
         if not problems or check not in self.checks:
             return
         known = self.findings.setdefault(check, [])
@@ -410,7 +426,7 @@ class ReferenceAudit(TrainerCallback):
             logger.warning(_words(check, problems))
 
     def write(self) -> None:
-        """Write the report as it is, from the first process."""
+        """Write the report in its current state, from the first process only."""
         trainer = self._trainer
         if trainer is None or not trainer.accelerator.is_main_process:
             return
@@ -418,7 +434,7 @@ class ReferenceAudit(TrainerCallback):
         write_report(trainer.args.output_dir, self.as_dict(earlier))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The report. A resumed run keeps what its first start saw of step 0."""
+        """Return the report. A resumed run keeps the step-0 result of its first start."""
         step_zero = self.step_zero.as_dict() if self.step_zero else (earlier or {}).get("step_zero")
         spot, result = self._spot or (None, None)
         return {
@@ -437,7 +453,7 @@ class ReferenceAudit(TrainerCallback):
             "schedule": self._schedule.as_dict() if self._schedule is not None else None,
         }
 
-    def _queue(self) -> str:
+    def _summary_line(self) -> str:
         joined = "; ".join(
             f"{name}: {record.rows if record.rows is not None else 'a stream of'} rows from {record.where.store} snapshot "
             f"{record.where.snapshot}, reference {record.where.reference_id}"
@@ -452,7 +468,7 @@ def _words(check: str, problems: list[str]) -> str:
 
 
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
-    """What watches a trainer that takes `audit=`: that one, one with the defaults, or, for False, none."""
+    """Attach an audit to a trainer that takes `audit=`: the given one, a default one for None or True, none for False."""
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):

@@ -1,7 +1,6 @@
-"""Counts forward passes in training steps: the policy's own, and any other language model's.
+"""Count forward passes in training steps: the policy's, and those of any other language model.
 
-Knows transformers' and PEFT's modules. Called by the audit. Hooks are on models, not on all modules, so that a step costs
-nothing and compiled graphs stay as they are.
+Hooks are registered on models, not on all modules, so that a step costs nothing and compiled graphs stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from transformers import PreTrainedModel
 
 
 class ForwardCount:
-    """Forward passes since `begin`.
+    """The number of forward passes since `begin`.
 
     Args:
         policy: the model that is trained.
-        others: models that may run beside it.
+        others: models that are allowed to run besides the policy.
 
     Attributes:
-        policy: passes of the policy's decoder.
-        policy_without_grad: those of them that cannot train, as a reference's pass cannot.
-        others: name of each other language model in this process that ran -> its passes.
+        policy: number of passes of the policy's decoder.
+        policy_without_grad: number of those passes without gradients, as a reference's pass would be.
+        others: name of each other language model in this process that ran -> number of its passes.
     """
 
     def __init__(self, policy: torch.nn.Module, others: Iterable[torch.nn.Module] = ()) -> None:
@@ -37,7 +36,7 @@ class ForwardCount:
         self._on = False
 
     def watch_others(self) -> list[str]:
-        """Watch the language models that are alive in this process beside the policy; gives what they are."""
+        """Watch the other language models that exist in this process; return their names."""
         found = []
         for model in [entry for entry in gc.get_objects() if _is_language_model(entry)]:
             if id(model) in self._own:
@@ -75,5 +74,8 @@ class ForwardCount:
 
 
 def _is_language_model(entry: Any) -> bool:
-    """By its type: isinstance would ask proxies and lazy modules for more than their class."""
+    """Return True for a language model.
+
+    Its type is compared, because isinstance would access more than the class of proxies and lazy modules.
+    """
     return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())

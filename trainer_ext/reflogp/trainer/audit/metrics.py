@@ -1,7 +1,4 @@
-"""Logged metrics against a gather of the audit's own: are they means over all processes, and of the joined columns?
-
-Knows TRL's names of metrics. Called by the audit.
-"""
+"""Check TRL's logged metrics: are they means over all processes, and do they agree with the joined columns?"""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ import torch
 
 from reflogp.trainer.ranks import gather
 
-#: Metrics that are one process' own business: times, and what they are divided by.
+#: Metrics that may differ between processes: times, rates, memory and operation counts.
 _OWN = ("runtime", "per_second", "memory", "flos", "step_time")
 _ROUNDING = 1e-4
 
 
 @dataclass
 class Disagreements:
-    """What is wrong with a log.
+    """The problems of a log.
 
     Attributes:
-        reference: the loss did not read the joined columns.
+        reference: problems that show that the loss did not read the joined columns.
         reported: metrics that are not means over all processes, and a policy whose log-probs are not finite.
     """
 
@@ -32,11 +29,11 @@ class Disagreements:
 
 
 class GlobalMeans:
-    """The joined columns of the micro-batches since the last log, and what the log must say about them.
+    """The means of the joined columns since the last log, to compare with that log.
 
     Attributes:
-        compared: logs whose metrics were compared.
-        worst: largest difference between one process' metric and the mean over all, relative.
+        compared: number of logs whose metrics were compared.
+        worst: largest relative difference between one process' metric and the mean over all processes.
     """
 
     def __init__(self) -> None:
@@ -45,18 +42,18 @@ class GlobalMeans:
         self._references: list[torch.Tensor] = []
 
     def saw(self, batch: dict[str, Any]) -> None:
-        """Take one micro-batch' means of ref_chosen_logps and ref_rejected_logps."""
+        """Record one micro-batch's means of ref_chosen_logps and ref_rejected_logps."""
         columns = [batch.get("ref_chosen_logps"), batch.get("ref_rejected_logps")]
         means = [column.double().mean() for column in columns if isinstance(column, torch.Tensor)]
         if len(means) == len(columns):
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Begin anew: TRL's trainers empty their metrics with each log, also one that a callback asks for."""
+        """Start again: TRL's trainers empty their metrics with each log, even with one that a callback requests."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """What is wrong with a log of training metrics, on all processes together."""
+        """Return the problems of a log of training metrics; all processes have to call this together."""
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
         found = Disagreements()
@@ -68,20 +65,23 @@ class GlobalMeans:
                 found.reported.append(
                     f"{name} is {value:.6g} on this process and {sum(values) / len(values):.6g} as the mean over all"
                 )
-        # Means over all processes, whether or not each logs those: all of them then find the same.
+        # Check means over all processes, even if the log has other values, so that all processes find the same problems.
         on_all_ranks = {name: sum(logged[name] for logged in everyone) / len(everyone) for name in _in_all(everyone)}
         self._check_references(on_all_ranks, beta, found)
         self.compared += 1
         return found
 
     def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
-        """log-prob minus reward over beta is the reference's log-prob: that of the joined columns, over all processes."""
+        """Compare the mean reference log-prob that the log implies with the joined columns' mean over all processes.
+
+        The log implies it as log-prob minus reward / beta.
+        """
         count = len(self._references)
         seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
         self.forget()
         per_process = gather((count, seen))
         if not beta or any(means is None or number != count for number, means in per_process):
-            return  # where processes logged over different batches, a mean over all is not one process' mean
+            return  # if the processes logged over different batches, the mean over all is no process' mean
         for at, side in enumerate(("chosen", "rejected")):
             if f"rewards/{side}" not in logs or f"logps/{side}" not in logs:
                 continue
@@ -108,7 +108,7 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def apart(left: float, right: float) -> float:
-    """Relative difference of two metrics; infinite where one is not a number."""
+    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one is."""
     if math.isnan(left) and math.isnan(right):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))

@@ -1,4 +1,4 @@
-"""reflogp_audit.json: what a run trained on, and what its audit saw."""
+"""Read and write reflogp_audit.json: what a run trained on, and what its audit found."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from reflogp.store.whole_files import appears_whole
 
-#: Written into the run's output folder.
+#: Name of the report in the run's output folder.
 AUDIT_FILE = "reflogp_audit.json"
-#: Verdict of a run that has not ended, or was stopped by something else than the audit.
+#: Verdict of a run that has not ended, or that something other than the audit stopped.
 UNFINISHED = "unfinished"
 _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "accelerate", "torch")
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
-    """Write the report; a reader sees the old one or the new one, whole."""
+    """Write the report; a reader sees either the complete old one or the complete new one."""
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
     with appears_whole(file) as partial:
@@ -27,24 +27,25 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
 
 
 def begin_report(output_dir: str, process: int) -> None:
-    """Say of a run that is being built that it is not finished, so that an earlier one's verdict does not stand for it.
+    """Mark a run that is being built as unfinished, so that an earlier run's verdict is not taken for this one's.
 
     Args:
-        process: this one's number; the first writes.
+        output_dir: the run's output folder.
+        process: this process' number; only the first writes.
     """
     if process == 0:
         write_report(output_dir, {"verdict": UNFINISHED, "step_zero": read_report(output_dir).get("step_zero")})
 
 
 def verdict(findings: dict[str, list[str]], stopped: bool, finished: bool) -> str:
-    """failed for a run that was stopped, warned where something was found, passed for a run that has ended, else unfinished."""
+    """Return "failed" for a stopped run, "warned" if there are findings, "passed" for an ended run, else "unfinished"."""
     if stopped:
         return "failed"
     return "warned" if findings else "passed" if finished else UNFINISHED
 
 
 def read_report(output_dir: str) -> dict[str, Any]:
-    """An earlier report of the same run; empty where there is none."""
+    """Return an earlier report of the same run; empty if there is none."""
     try:
         found = json.loads((Path(output_dir) / AUDIT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -53,7 +54,7 @@ def read_report(output_dir: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what computed a run."""
+    """Return the installed versions of the packages that compute a run."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""Steps, logs, evaluations and saves: are any missing that the settings ask for?
+"""Find the steps, logs, evaluations and saves that a trainer's settings ask for but that did not happen.
 
-Says nothing about values, so the audit reports what is found here and never stops a run for it.
+This says nothing about values, so the audit only reports these problems and never stops a run for them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ _EVENTS = ("logging", "eval", "save")
 
 @dataclass
 class Schedule:
-    """What happened, against a trainer's settings.
+    """The events of a run, to compare with the trainer's settings.
 
     Attributes:
+        args: the trainer's settings.
+        max_steps: the run's total steps, of which an interval below 1 is a fraction.
         first_step: global step at which this start of the run began.
-        every: event -> steps between two of them, where they are known to differ from the settings: a resumed run of
-            transformers keeps its checkpoint's.
+        every: event -> interval in steps, if it is known to differ from the settings: a resumed run of transformers keeps its
+            checkpoint's intervals.
         global_step: the last one seen.
-        optimizer_steps: optimizer steps since.
-        micro_steps: micro-batches since.
-        happened: event ("logging", "eval", "save") -> the global steps at which it came.
+        optimizer_steps: optimizer steps since first_step.
+        micro_steps: micro-batches since first_step.
+        happened: event ("logging", "eval", "save") -> the global steps at which it happened.
     """
 
     args: Any
@@ -49,7 +51,7 @@ class Schedule:
         self._stepped += 1
 
     def step_ended(self, global_step: int) -> list[str]:
-        """What is wrong with a step that ends as `global_step`."""
+        """End a step, and return the problems of the step that ends as `global_step`."""
         problems = []
         if global_step != self.global_step + 1:
             problems.append(f"global_step went from {self.global_step} to {global_step} in one step")
@@ -65,12 +67,15 @@ class Schedule:
         return problems
 
     def came(self, event: str, step: int) -> None:
-        """Note an event at `step`. One that no setting asks for is fine: callbacks may log, evaluate and save at any time."""
+        """Record an event at `step`.
+
+        Events that no setting asks for are fine: callbacks may log, evaluate and save at any time.
+        """
         if step not in self.happened[event]:
             self.happened[event].append(step)
 
     def missed(self) -> list[str]:
-        """Events that should have come until now and did not."""
+        """Return the problems of events that should have happened by now and did not."""
         problems = []
         for event in _EVENTS:
             due = {step for step in self._due(event, self.global_step) if step > self.first_step}

@@ -1,7 +1,7 @@
-"""A spot check: some random rows re-scored by the current reference, where one can be had.
+"""Score some random rows again and compare them with their stored values.
 
-Knows who can: a service that has the model, an adapter that can be switched off, a policy that has not moved yet. Called by the
-audit when training begins. The step-0 gate sees the first batch only; this sees rows from anywhere.
+A service with the model can do that, or the policy with its adapter off, or the policy before it is trained. The step-0 gate
+sees only the first batch; this check sees rows from the whole dataset.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from reflogp.trainer.values import ServiceValues
 
 @dataclass(frozen=True)
 class SpotCheck:
-    """What was re-scored.
+    """The result of a spot check.
 
     Attributes:
-        by: "service", "policy", or why nobody could.
+        by: "service", "policy", or the reason why the rows could not be scored again.
         rows: their numbers in the training dataset.
-        seen: as `step_zero.differences`, of each part that this process scored.
+        seen: `step_zero.differences` of each part that this process scored.
     """
 
     by: str
@@ -37,11 +37,13 @@ class SpotCheck:
 
 
 def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
-    """Re-score some rows of the training dataset, on every process the same.
+    """Score some rows of the training dataset again; all processes choose the same rows.
 
     Args:
         trainer: a cached trainer.
-        model: as `training_step` gets it.
+        model: the model that `training_step` gets.
+        rows: maximum number of rows.
+        seed: seed of the random choice.
     """
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
@@ -69,7 +71,7 @@ def _by_policy(trainer: Any, model: Any, rows: list[int]) -> list[list[float]]:
 
 
 def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(the policy's sums, the joined ones, completion tokens) of a collated batch, each (n,)."""
+    """Return (the policy's sums, the joined sums, completion tokens) of a collated batch, each (n,)."""
     found = reference_logps(trainer, model, batch)
     names = {name: name if name in batch else name.replace("ref_", "reference_") for name in found}
     policy = torch.cat(list(found.values()))
@@ -78,7 +80,7 @@ def sums_of_batch(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torc
 
 
 def _tokens(batch: dict[str, Any], name: str) -> torch.Tensor:
-    """Completion tokens of the sequences that a reference column is of, in each version's spelling of the batch."""
+    """Return the completion lengths of a reference column's sequences, in each TRL version's spelling of the batch."""
     masks = {
         "ref_chosen_logps": ("chosen_attention_mask",),
         "ref_rejected_logps": ("rejected_attention_mask",),
@@ -121,7 +123,7 @@ def _by_service(trainer: Any, values: Any, rows: list[int]) -> list[list[float]]
 
 
 def _kept(trainer: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what TRL prunes before its collator."""
+    """Return a row without the columns that TRL prunes before its collator."""
     trainer._set_signature_columns_if_needed()
     kept = set(trainer._signature_columns or row)
     return {name: value for name, value in row.items() if name in kept} if trainer.args.remove_unused_columns else row

@@ -1,7 +1,6 @@
-"""Two computations of the same log-probs compared: the step-0 gate, and spot checks.
+"""Compare two computations of the same log-probs, for the step-0 gate and for spot checks.
 
-Before the first step a policy that starts at the reference must give the joined log-probs. Knows numbers and likely causes.
-Called by the audit.
+Before the first step, a policy that starts at the reference must give the joined log-probs.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ _UNTRUE_DTYPE = " values scored in another dtype than {reference}, which the sto
 
 @dataclass(frozen=True)
 class StepZero:
-    """What a comparison saw.
+    """The result of a comparison.
 
     Attributes:
-        sequences: sequences compared, over all processes.
+        sequences: number of sequences compared, over all processes.
         max_difference: largest |policy - reference| of a sum, in nats.
-        max_per_root_token: largest of those over sqrt(tokens); compared with `tolerance`.
-        mean_difference: mean of policy - reference: rounding has none, another model has.
-        tolerance: what was allowed, in nats per root token.
-        reference_dtype, policy_dtype: what either side computed in.
-        advice: how to have values in the policy's dtype, where the two differ.
-        not_finite: sequences left out because the policy's own log-probs are NaN or infinite, and the reference's are not.
+        max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
+        mean_difference: mean of policy - reference. Rounding errors have a mean near 0; another model's differences do not.
+        tolerance: the allowed difference, in nats per root token.
+        reference_dtype, policy_dtype: dtypes in which the two sides computed.
+        advice: how to get values in the policy's dtype, if the two dtypes differ.
+        not_finite: number of sequences left out because the policy's own log-probs are NaN or infinite and the reference's are
+            not.
     """
 
     sequences: int
@@ -59,7 +59,7 @@ class StepZero:
         return self.max_per_root_token <= self.tolerance
 
     def require(self, what: str) -> None:
-        """Raise StepZeroError beyond the tolerance, or where a value is not a number."""
+        """Raise StepZeroError if a difference exceeds the tolerance, or is not a number."""
         if not self.passed:
             same = self.reference_dtype == self.policy_dtype
             dtypes = _UNTRUE_DTYPE if same else _OTHER_DTYPE.format(reference=self.reference_dtype, policy=self.policy_dtype)
@@ -71,7 +71,7 @@ class StepZero:
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError, of this check, where the reference was scored in another dtype than the policy computes in."""
+        """Raise StepZeroError, for this check, if the reference was scored in another dtype than the policy computes in."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
@@ -83,14 +83,14 @@ class StepZero:
 
 
 def differences(policy: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor) -> list[float]:
-    """[sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences, not finite] of sequences.
+    """Return [sequences, largest |difference|, largest |difference| / sqrt(tokens), sum of differences, not finite].
+
+    Sequences for which only the policy's sum is not finite are counted as not finite and otherwise left out.
 
     Args:
         policy: sums of the policy's log-probs, (n,).
         reference: the joined sums, (n,).
-        tokens: completion tokens of each, (n,).
-
-    Sequences for which only the policy's sum is not finite are counted and left out.
+        tokens: number of completion tokens of each sequence, (n,).
     """
     policy, reference = policy.double().cpu(), reference.double().cpu()
     compared = torch.isfinite(policy) | ~torch.isfinite(reference)
@@ -112,13 +112,15 @@ def compared(
     accelerator: Any,
     how_to_score_in: Callable[[str], str] | None = None,
 ) -> StepZero:
-    """The `differences` of all parts, of every process, in one.
+    """Combine the `differences` of several parts and processes into one result.
 
     Args:
-        allowed: nats per root token; None picks the tolerance for the dtypes and the kind of model.
-        policy: unwrapped.
-        accelerator: the trainer's, which may run the policy in mixed precision; None for none.
-        how_to_score_in: says how to have the reference's values in a dtype; None for a general answer.
+        parts: the `differences` of each part.
+        allowed: nats per root token; None chooses the tolerance for the dtypes and the kind of model.
+        reference_dtype: dtype in which the reference was scored.
+        policy: the unwrapped model.
+        accelerator: the trainer's, which may run the policy in mixed precision; None if there is none.
+        how_to_score_in: returns advice on how to get the reference's values in a dtype; None for general advice.
     """
     policy_dtype = computes_in(policy, accelerator)
     advice = (how_to_score_in or _in_general)(policy_dtype)

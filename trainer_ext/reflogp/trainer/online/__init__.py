@@ -1,4 +1,4 @@
-"""Reference log-probs of text that was generated a moment ago: a service has the reference model, and answers over HTTP."""
+"""Get reference log-probs of newly generated text from a service that has the reference model, over HTTP."""
 
 from reflogp.trainer.remote import RemoteReference
 

@@ -1,7 +1,6 @@
-"""What the remote trainers share: no reference model is made, a service is asked instead, and the run is watched.
+"""Train with a TRL online trainer whose reference model runs in a service; the code that the remote trainers share.
 
-Knows what TRL's online trainers have in common. Does not know where each of them runs its reference; that is one hook, in the
-trainer's own file.
+Each trainer's own module overrides the function in which that trainer runs its reference model.
 """
 
 from __future__ import annotations
@@ -26,36 +25,38 @@ from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import default_config, with_own_tag
 
-#: The trainer that this goes before: at run time nothing, for a type checker any trainer.
+#: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object
 
 
 class RemoteReferenceMixin(_AnyTrainer):
-    """Before one of TRL's online trainers: its reference log-probs come from a service.
+    """Mixin to put before a TRL online trainer: its reference log-probs come from a service.
 
-    The request leaves while the policy's own forward runs on the same tokens, and is awaited where the reference would have
-    run. Takes what the trainer takes, and
+    The request is sent while the policy's own forward pass runs on the same tokens. Its response is awaited at the point where
+    the reference model would have run. Takes the trainer's own arguments, and
 
     Args:
         reference: the service, and which reference model of it.
-        reference_deadline: seconds that the values of one batch may take; so long a slow or restarting service pauses the step.
-        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch's values are
+        reference_deadline: maximum seconds to wait for the values of one batch; a slow or restarting service pauses the step
+            for that time.
+        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch's values are
             then compared with the policy's own before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
-            dtype, and refuses a service that computes in another one.
-        audit: what watches the run; None for a `ReferenceAudit` with its defaults, False for none.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+            the dtype, and refuses a service that computes in another one.
+        audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 
     Raises:
-        UsageError: arguments that leave nothing for a reference to do, or that the service cannot agree to.
-        ReferenceNotFoundError, ServiceError: no such reference, or no service; while training, no answer before the deadline.
-        ReferenceChangedError: the service's reference model is not the one any more that the run began with.
+        UsageError: arguments with which TRL uses no reference, or with which the service does not agree.
+        ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable; during training, no response
+            before the deadline.
+        ReferenceChangedError: the service's reference model is no longer the one that the run began with.
         UnusableLogpsError: sequences that the reference cannot score.
-        StepZeroError, AuditError: while it trains, see ReferenceAudit.
+        StepZeroError, AuditError: raised during training; see ReferenceAudit.
         RankFailedError: another process of a distributed run has raised one of these.
 
     Attributes:
-        ref_model: the RemoteReference; `ref_model.traffic` says what was asked, and how long the trainer waited.
-        audit: what watches the run.
+        ref_model: the RemoteReference; `ref_model.traffic` counts the requests and the time that the trainer waited.
+        audit: the audit of the run.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -104,17 +105,18 @@ class RemoteReferenceMixin(_AnyTrainer):
         self.audit = watching(self, audit, step_zero_tolerance)
 
     def _without_reference(self, args: Any) -> Any:
-        """The config, a copy, as one under which TRL's constructor makes no reference model."""
+        """Change the config, a copy, so that TRL's constructor makes no reference model; return it."""
         return args
 
     def _with_reference(self, args: Any) -> None:
-        """Undo, in the trainer that is made, what `_without_reference` changed."""
+        """Undo the changes of `_without_reference` in the constructed trainer."""
 
     def _reference_values(self, batch: PaddedBatch, policy: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The service's values of a batch, float32 (rows, completion) on this process' device.
+        """Return the service's values of a batch, float32 (rows, completion) on this process' device.
 
         Args:
-            policy: computes the policy's own values of the same batch, for the first one's comparison.
+            batch: the batch.
+            policy: computes the policy's own values of the same batch, for the comparison of the first batch.
         """
         values = self.ref_model.collect(batch)
         if self.audit is not None and self.audit.wants_first_batch:
@@ -125,7 +127,7 @@ class RemoteReferenceMixin(_AnyTrainer):
 
 
 def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
-    """The policy's values without dropout, (rows, completion)."""
+    """Return the policy's values without dropout, (rows, completion)."""
     was_training = model.training
     model.eval()
     try:
@@ -136,7 +138,7 @@ def _evaluated(model: Any, policy: Callable[[], torch.Tensor]) -> Any:
 
 
 def _apart(reference: Any, policy: Any, seen: Any) -> list[float]:
-    """`step_zero.differences` of the rows that have something to compare."""
+    """Return `step_zero.differences` of the rows that have tokens to compare."""
     rows = seen.any(1)
     policy_sums, sums = (torch.from_numpy(np.where(seen, values, 0.0).sum(1)[rows]) for values in (policy, reference))
     return differences(policy_sums, sums, torch.from_numpy(seen.sum(1)[rows]))

@@ -1,6 +1,6 @@
-"""RemoteOnlineDPOTrainer: TRL's OnlineDPOTrainer, its reference model in a service.
+"""TRL's OnlineDPOTrainer with its reference model in a service.
 
-Knows `_forward`, which TRL calls for the policy and then for the reference, with its left truncation by padded width.
+TRL calls `_forward` for the policy and then for the reference, and truncates on the left by padded width.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from reflogp.trainer.ranks import gather
 
 
 class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
-    """Online DPO without a reference model of its own. Arguments are `RemoteReferenceMixin`'s and TRL's.
+    """Online DPO without a local reference model. Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer.
 
-    TRL's objective/kl, non_score_reward and rlhf_reward count padding behind a completion too, so the service is asked for
-    values there as well; the loss and rewards/* do not see them.
+    TRL's objective/kl, non_score_reward and rlhf_reward count padding after a completion too, so values are requested there as
+    well; the loss and rewards/* do not read them.
     """
 
     def _forward(
@@ -56,7 +56,7 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """As TRL's, with the mean over all processes of the one metric that TRL takes from each process alone."""
+        """Log as TRL does, but average val/contain_eos_token over all processes; TRL takes it from each process alone."""
         name = "val/contain_eos_token"
         if name in logs:
             everyone = gather(logs[name])

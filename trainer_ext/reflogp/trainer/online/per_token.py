@@ -1,6 +1,6 @@
-"""The hook that RLOO and GRPO share: TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference.
+"""The part that RLOO and GRPO share: TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference.
 
-Knows its arguments and what it returns in each of TRL's versions. Called by TRL in each generation step.
+TRL calls it in each generation step; its arguments and return values differ between versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOOK = "_get_per_token_logps_and_entropies"
 
 
 class PerTokenMixin(RemoteReferenceMixin):
-    """RLOO and GRPO compare at their sampling temperature, token by token."""
+    """Mixin for RLOO and GRPO, which compare log-probs token by token at their sampling temperature."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         if not hasattr(super(), _HOOK):
@@ -46,7 +46,7 @@ class PerTokenMixin(RemoteReferenceMixin):
     ) -> Any:
         own = super()._get_per_token_logps_and_entropies
         is_reference = model is self.ref_model
-        if torch.is_grad_enabled() and not is_reference:  # in the loss, long after
+        if torch.is_grad_enabled() and not is_reference:  # in the loss, long after the reference's call
             return own(model, input_ids, attention_mask, logits_to_keep, *more, **named)
         if named.get("pixel_values") is not None:
             raise UsageError("a service scores text, and this batch has images")
@@ -57,5 +57,5 @@ class PerTokenMixin(RemoteReferenceMixin):
         values = self._reference_values(
             batch, lambda: own(self.model, input_ids, attention_mask, logits_to_keep, *more, **named)[0]
         )
-        has_aux_loss = "compute_aux_loss" in inspect.signature(own).parameters  # from TRL 1.7 on
+        has_aux_loss = "compute_aux_loss" in inspect.signature(own).parameters  # since TRL 1.7
         return (values, None, None) if has_aux_loss else (values, None)

@@ -1,4 +1,4 @@
-"""RemoteRLOOTrainer: TRL's RLOOTrainer, its reference model in a service."""
+"""TRL's RLOOTrainer with its reference model in a service."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from reflogp.trainer.online.per_token import PerTokenMixin
 
 
 class RemoteRLOOTrainer(PerTokenMixin, RLOOTrainer):
-    """RLOO without a reference model of its own. Arguments are `RemoteReferenceMixin`'s and TRL's."""
+    """RLOO without a local reference model. Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer."""

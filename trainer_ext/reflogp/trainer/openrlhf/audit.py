@@ -1,7 +1,6 @@
-"""RunAudit: watches an OpenRLHF run as `ReferenceAudit` watches one of TRL's, with the same checks where both have them.
+"""Check an OpenRLHF run as `ReferenceAudit` checks a TRL run, with the same checks where both have them.
 
-Knows OpenRLHF's settings and what its trainer logs. Fed by `CachedReferenceDPOTrainer`, on every process; what one process
-finds stops all of them in the same step.
+Every process checks its own part. What one process finds stops all processes in the same step.
 """
 
 from __future__ import annotations
@@ -28,36 +27,37 @@ from reflogp.trainer.ranks import Rank, gather
 logger = logging.getLogger(__name__)
 
 CHECKS = ("forwards", "metrics", "schedule", "step_zero")
-#: What OpenRLHF logs of a step's last micro-batch, and what it says is a mean over the step's.
+#: Metrics that OpenRLHF logs of a step's last micro-batch, and those that it logs as means over the step's micro-batches.
 _OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
 _MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
-#: Allowed relative difference of a logged metric: it went through float32.
+#: Allowed relative difference of a logged metric, because it was rounded to float32.
 _ROUNDING = 1e-4
 
 
 class RunAudit:
-    """What a run did, against what its settings and its stored reference log-probs promise.
+    """Checks a run against its settings and its stored reference log-probs.
 
-    A run is stopped for its reference values only; the rest is logged as a warning and written down.
+    A run is stopped only for its reference values; everything else is logged as a warning and written to the report.
 
-    forwards: the policy makes one pass for each micro-batch, and the reference's part of a step none, of any model. Stops where
-        there are more.
-    step_zero: before the first step, the policy's log-probs of the first batch are the stored ones, within rounding. Stops. A
-        policy whose own log-probs are not finite is reported.
-    metrics: reports where what is logged of a step is not the mean over all processes. `loss_mean` and `acc_mean`, which
-        OpenRLHF takes from the first process alone, are replaced by the mean over all; how far they were off is in the report.
-    schedule: reports where global_step does not grow by one per optimizer step, and logs, evaluations and checkpoints that the
-        settings ask for and that did not come.
+    forwards: the policy makes one forward pass per micro-batch, and the reference's part of a step makes none, with any model.
+        Stops the run if there are more.
+    step_zero: before the first step, the policy's log-probs of the first batch equal the stored ones, within rounding. Stops
+        the run. A policy whose own log-probs are not finite is only reported.
+    metrics: reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
+        OpenRLHF takes from the first process alone, are replaced by the mean over all; the report says how far they were off.
+    schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
+        checkpoints that the settings ask for but that did not happen.
 
     Args:
-        output_dir: where reflogp_audit.json is written.
-        on_finding: "fail" raises AuditError where reference values are wrong, "warn" logs that too.
-        step_zero_tolerance: allowed difference of a sum in nats per root token; None picks one for the dtypes and the kind of
-            model, and refuses a reference of another dtype than the policy computes in.
+        output_dir: folder of reflogp_audit.json.
+        joins: dataset name -> what was joined, for the report.
+        on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
+        step_zero_tolerance: allowed difference between two sums, in nats per root token. None chooses a tolerance for the
+            dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
 
     Attributes:
-        step_zero: what the comparison before the first step saw; None where there was none.
-        findings: what was found, check -> words.
+        step_zero: result of the comparison before the first step; None if there was none.
+        findings: what was found: check -> problems.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class RunAudit:
         self._finished = False
         self.write()
 
-    # What the trainer tells.
+    # Calls from the trainer.
 
     def begin(self, settings: Any, engine: Any, policy: torch.nn.Module, first_step: int) -> None:
-        """A run begins.
+        """Begin to watch a run.
 
         Args:
-            settings: what `Schedule` reads.
-            engine: DeepSpeed's, which counts optimizer steps.
+            settings: the attributes that `Schedule` reads.
+            engine: DeepSpeed's engine, which counts optimizer steps.
             policy: the unwrapped model.
-            first_step: global step that the run begins behind.
+            first_step: global step after which the run begins.
         """
         self._schedule = Schedule(settings, max_steps=-1, first_step=first_step)
         self._engine, self._engine_steps = engine, int(engine.global_steps)
@@ -102,7 +102,7 @@ class RunAudit:
 
     @contextmanager
     def passes(self, expected: int, who: str) -> Iterator[None]:
-        """While the block runs, the policy makes so many passes and no other language model makes any."""
+        """Check that the policy makes `expected` forward passes within the block, and no other language model makes any."""
         assert self._forwards is not None, "a batch outside of fit()"
         self._forwards.begin()
         yield
@@ -114,7 +114,7 @@ class RunAudit:
         self._report("forwards", [words] * (self._forwards.policy < expected))
 
     def saw_first_batch(self, seen: list[float], policy: torch.nn.Module) -> None:
-        """`step_zero.differences` of this process' first batch."""
+        """Run the step-0 gate on this process' `step_zero.differences` of its first batch."""
         reference = next(iter(self._joins.values())).where.reference_dtype
         self.step_zero = compared(gather(seen), self._tolerance, reference, policy, None)
         if self.step_zero.not_finite:
@@ -132,7 +132,7 @@ class RunAudit:
         self._not_run["step_zero"] = why
 
     def saw_loss(self, loss: torch.Tensor, chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor) -> None:
-        """A training micro-batch's loss and rewards, as DPOLoss gave them."""
+        """Record a training micro-batch's loss and rewards, as DPOLoss returned them."""
         assert self._schedule is not None
         self._schedule.micro_step()
         accuracy = (chosen_rewards > rejected_rewards).float().mean()
@@ -140,7 +140,7 @@ class RunAudit:
         self._micro_batches.append(seen.float())
 
     def over_all_processes(self, logs: dict[str, float]) -> dict[str, float]:
-        """What is to be logged of a step, with means that are means over all processes."""
+        """Return a step's logs with `loss_mean` and `acc_mean` as means over all processes."""
         mine = torch.stack(self._micro_batches).double().cpu()
         means = torch.tensor(gather(torch.stack([mine[-1], mine.mean(0)]).tolist()), dtype=torch.float64)
         last, step = means.mean(0)
@@ -162,7 +162,7 @@ class RunAudit:
 
     @contextmanager
     def events(self, trainer: Any, step: int) -> Iterator[None]:
-        """While the block runs, logs, evaluations and checkpoints are noted as they happen."""
+        """Record the logs, evaluations and checkpoints that happen within the block."""
         assert self._schedule is not None
         happened: set[str] = set()
 
@@ -189,7 +189,7 @@ class RunAudit:
             self._schedule.came(event, step)
 
     def step_ended(self, step: int) -> None:
-        """An optimizer step is over; raises on all processes what any of them found."""
+        """End an optimizer step; raise on all processes what any process found."""
         assert self._schedule is not None
         self._micro_batches.clear()
         steps = int(self._engine.global_steps)
@@ -200,7 +200,7 @@ class RunAudit:
         self._settle()
 
     def end(self) -> None:
-        """The run has ended as its settings say."""
+        """End a run that has reached the end that its settings define."""
         assert self._schedule is not None and self._forwards is not None
         self._forwards.remove()
         self._finished = True
@@ -218,20 +218,20 @@ class RunAudit:
             )
             logger.info("reflogp audit: %s (%s)", state, joined)
 
-    # What comes of it.
+    # Consequences of findings, and the report.
 
     def _note(self, check: str, problems: list[str]) -> None:
-        """Reference values are wrong, missing or computed again."""
+        """Record that reference values are wrong, missing or computed again."""
         if problems:
             self._problems.setdefault(check, []).extend(problems)
 
     def _report(self, check: str, problems: list[str]) -> None:
-        """Something to write down, for which no run is stopped."""
+        """Record problems for which no run is stopped."""
         if problems:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Tell all processes what each has found since the last time; raise what a run is stopped for on all."""
+        """Exchange what the processes found since the last call; raise on all processes what stops a run."""
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
@@ -248,12 +248,12 @@ class RunAudit:
             logger.warning(_message(new))
 
     def write(self) -> None:
-        """Write the report as it is, from the first process."""
+        """Write the report in its current state, from the first process only."""
         if Rank.here().rank == 0:
             write_report(self._folder, self.as_dict(read_report(self._folder)))
 
     def as_dict(self, earlier: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The report. A resumed run keeps what its first start saw of step 0."""
+        """Return the report. A resumed run keeps the step-0 result of its first start."""
         return {
             "verdict": verdict(self.findings, self._stopped, self._finished),
             "findings": self.findings,
@@ -272,8 +272,10 @@ class RunAudit:
 
 
 class Cadence:
-    """OpenRLHF's settings under the names that `Schedule` reads. Read when they are asked for: fit() still turns -1 into a
-    number."""
+    """OpenRLHF's settings under the names that `Schedule` reads.
+
+    They are read at each access, because fit() still replaces -1 by a number.
+    """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
         self.gradient_accumulation_steps = accumulation
@@ -299,7 +301,7 @@ class Cadence:
 
 
 def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
-    """What several processes found, each problem once."""
+    """Merge what several processes found, with each problem once."""
     merged: dict[str, list[str]] = {}
     for problems in parts:
         for check, words in problems.items():
@@ -313,5 +315,5 @@ def _message(found: dict[str, list[str]]) -> str:
 
 
 def _is_of_training(logged: Any) -> bool:
-    """Of what goes to TensorBoard (a name) or to wandb (a dictionary): is it of a training step."""
+    """Return True if a logged item belongs to a training step; TensorBoard gets a name, wandb a dictionary."""
     return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

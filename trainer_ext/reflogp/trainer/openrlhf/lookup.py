@@ -1,8 +1,4 @@
-"""The reference values of OpenRLHF's datasets: looked up once a node, and what is missing scored first.
-
-Knows who does what in a distributed run, and what to tell a person about rows without values. The tokens are `sequences`', the
-arithmetic is reflogp.store.joins'. Called by `CachedReference`.
-"""
+"""Look up the reference values of OpenRLHF's datasets once per node, and score missing ones first if requested."""
 
 from __future__ import annotations
 
@@ -35,18 +31,18 @@ from reflogp.trainer.values import Settings, Values, Where, command_to_score
 
 T = TypeVar("T")
 
-#: Sequences whose values are in memory twice while they are looked up.
+#: Sequences per lookup; the values of one lookup are in memory twice.
 _AT_ONCE = 65_536
 _SEQUENCES = "completion_ids"
-#: Exit code of `reflogp score` where it left rows out; they are then named as missing.
+#: Exit code of `reflogp score` if it left rows out; they are then named as missing.
 _ROWS_LEFT_OUT = 3
-#: What a launcher tells its processes, and the scoring command must not take for its own.
+#: Environment variables that a launcher sets for its processes, and that the scoring command must not inherit.
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What the first process found for all."""
+    """The result of the first process' lookup, for all processes."""
 
     where: Where
     scored: dict[str, int]
@@ -55,22 +51,23 @@ class Answered:
 def look_up_rows(
     datasets: Mapping[str, Any], source: ReferenceSource, output_dir: Path, run_command: bool
 ) -> tuple[RowValues, dict[str, JoinRecord]]:
-    """The values of all rows of some datasets, on every process the same ones.
+    """Return the values of all rows of some datasets; every process gets the same ones.
 
-    The first process of each node walks the datasets. The first of all looks for what is missing, and has it scored where the
-    source or `run_command` says so; the others wait. Each node then reads the values of one snapshot into a file that its
-    processes map.
+    The first process of each node reads the datasets. The first process of the run finds the missing sequences, and has them
+    scored if the source or `run_command` says so, while the others wait. Then each node reads the values of one snapshot into a
+    file that its processes map into memory.
 
     Args:
         datasets: name -> RewardDataset.
-        output_dir: where missing sequences are written, as reflogp-missing.parquet.
-        run_command: run the command that scores them, here, as a process of its own.
+        source: where the values are.
+        output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
+        run_command: True to run the command that scores them here, in a separate process.
 
     Returns:
         the values, and what was joined for each dataset.
 
     Raises:
-        MissingLogpsError: rows that were never scored; names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: a source that cannot serve OpenRLHF.
         RankFailedError: another process has raised one of these.
@@ -115,7 +112,7 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> Values | None:
-    """None where nothing was ever scored into the store with this reference: then everything is missing."""
+    """Return the values; None if nothing was ever scored into the store with this reference, so that everything is missing."""
     try:
         return source.open()
     except (ReferenceNotFoundError, StoreNotFoundError):
@@ -131,7 +128,7 @@ def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
 def _written(
     sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
 ) -> str:
-    """Write the missing sequences into a file, and give the command that scores it."""
+    """Write the missing sequences into a file, and return the command that scores it."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "reflogp-missing.parquet"
     pq.write_table(sequences.table.filter(pa.array(missing)), file)
@@ -142,7 +139,7 @@ def _written(
 
 
 def _run(command: str) -> None:
-    """Run a `reflogp` command with this Python, as a process that knows nothing of this run's others."""
+    """Run a `reflogp` command with this Python, in a process that is not part of this distributed run."""
     words = [sys.executable, "-c", "from reflogp.cli import main; main()", *shlex.split(command)[1:]]
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
@@ -167,7 +164,7 @@ def _named(rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences) -> str:
 
 
 def _saved(sequences: Sequences, values: Values) -> Path:
-    """The values of all sequences in a file that this node's processes map."""
+    """Write the values of all sequences into a file that this node's processes map into memory; return its path."""
     asked = ask(sequences.table)
     keys, needed = asked.keys[_SEQUENCES], asked.needed[_SEQUENCES]
     parts = [values.token_lists(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE)]

@@ -1,7 +1,7 @@
-"""CachedReference: what stands where OpenRLHF's DPOTrainer takes its reference model.
+"""An object that OpenRLHF's DPOTrainer calls as its reference model, and that returns stored values.
 
-Knows how that trainer calls a model (openrlhf/trainer/dpo_trainer.py, concatenated_forward) and answers with stored values. Has
-no weights and never ran a forward. Made by `CachedReferenceDPOTrainer`, or by a script of one's own.
+It follows how that trainer calls a model (openrlhf/trainer/dpo_trainer.py, concatenated_forward). It has no weights and runs no
+forward pass.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from reflogp.trainer.source import ReferenceSource
 
 
 class CachedReference:
-    """Reference log-probs for `DPOTrainer(ref_model=…)` of OpenRLHF, from a store or a service.
+    """Reference log-probs for OpenRLHF's `DPOTrainer(ref_model=…)`, from a store or a service.
 
-    Every row of the datasets is looked up here, so that nothing can be missing once training runs. A row of a batch is then
-    found by its tokens; its values are those of its last tokens, its completion's, and the trainer's own mask sums them. So
-    packing, ring attention, shuffling and evaluation need nothing special.
+    The constructor looks up every row of the datasets, so that no value can be missing during training. In a batch, each row is
+    found by its tokens. Its values belong to its last tokens, the completion's, and the trainer's own mask sums them. So
+    packing, ring attention, shuffling and evaluation need no special handling.
 
     Args:
         source: where the values are. Files of `reflogp join` hold sums and cannot serve OpenRLHF.
         datasets: name -> RewardDataset, all that the trainer will see: {"train": …, "eval": …}.
-        output_dir: where the sequences of rows without values are written, as reflogp-missing.parquet.
-        run_command: have what is missing in a local store scored by `reflogp score`, run here as a process of its own.
+        output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
+        run_command: True to have sequences that a local store lacks scored by `reflogp score`, here in a separate process.
 
     Raises:
-        MissingLogpsError: rows that were never scored; names them and the command that scores them.
+        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
         UsageError: a source that cannot serve OpenRLHF.
         RankFailedError: another process of a distributed run has raised one of these.
 
     Attributes:
-        joins: dataset name -> what was joined from where.
-        model: None, where OpenRLHF looks for the model that its strategy would wrap.
+        joins: dataset name -> what was joined and from where.
+        model: None; OpenRLHF looks here for the model that its strategy would wrap.
 
     Example:
         reference = CachedReference(source, {"train": train_dataset, "eval": eval_dataset}, output_dir="run")
@@ -64,7 +64,7 @@ class CachedReference:
     joins: dict[str, JoinRecord]
 
     def __bool__(self) -> bool:
-        """False: `strategy.prepare` then hands it back as it is, and wraps nothing."""
+        """Return False, so that `strategy.prepare` returns this object unchanged and wraps nothing."""
         return False
 
     def eval(self) -> CachedReference:
@@ -79,17 +79,18 @@ class CachedReference:
         return_logprobs: bool = True,
         ring_attn_group: Any = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The reference's log-probs of a padded batch.
+        """Return the reference's log-probs of a padded batch.
 
         Args:
             input_ids: chosen rows, then rejected ones, (2B, L).
             attention_mask: 1 where there is a token, (2B, L).
+            return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:
             log-probs, float32 (2B, L - 1) on the input's device: at t, in nats, that of token t + 1; 0 before a row's
             completion and in its padding, which the trainer masks. And an output without an aux_loss.
 
-        Raises MissingLogpsError for a row that was in none of the datasets.
+        Raises MissingLogpsError for a row that is in none of the datasets.
         """
         log_probs = np.zeros((input_ids.shape[0], input_ids.shape[1] - 1), np.float32)
         for row, (ids, mask) in enumerate(zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy(), strict=True)):

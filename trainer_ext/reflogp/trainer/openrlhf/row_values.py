@@ -1,8 +1,4 @@
-"""Reference values by a row's tokens: what the trainer asks for in every batch.
-
-Knows an Arrow table that the processes of a node share. Does not know where values come from. Made by `lookup`, read by
-`CachedReference`.
-"""
+"""Look up reference values by a row's tokens, in an Arrow file that the processes of a node share."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from reflogp.trainer.shared_columns import load_table, save_table
 
 
 def save_row_values(row_keys: list[bytes], token_logps: pa.LargeListArray) -> Path:
-    """Write n rows' values where this node's processes find them, and give the file's path.
+    """Write n rows' values into a file for this node's processes; return its path.
 
     Args:
         row_keys: 16 bytes each, all different.
@@ -40,7 +36,7 @@ class RowValues:
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 
     def of(self, token_ids: TokenIds) -> npt.NDArray[np.float32] | None:
-        """Values of the last tokens of a row, in nats; None for a row that is not there.
+        """Return the values of a row's last tokens, in nats; None for a row that is not in the file.
 
         Args:
             token_ids: prompt and completion, without padding, (n,).

@@ -1,7 +1,7 @@
-"""The sequences of OpenRLHF's datasets: the tokens that its loss compares, as OpenRLHF itself made them.
+"""Collect the token sequences of OpenRLHF's datasets, exactly as OpenRLHF made them.
 
-Knows what a RewardDataset's rows are (openrlhf/datasets/reward_dataset.py): both sides' tokens, cut and with their last one
-made an EOS, and a prompt length that comes from tokenising the prompt alone. Does not know values. Called by `lookup`.
+A RewardDataset's row (openrlhf/datasets/reward_dataset.py) has both sides' tokens, truncated and with an EOS as their last
+token, and a prompt length that comes from tokenising the prompt alone.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from reflogp.store import UsageError
 
 TokenIds = npt.NDArray[np.uint32]
 
-#: blake2b's personalisation: a row's key can never equal a store's.
+#: blake2b's personalisation, so that a row's key can never equal a store's key.
 _ROW_PERSON = b"reflogp.row.v1"
 
 
 def row_key(token_ids: TokenIds) -> bytes:
-    """16 bytes that name a row's tokens, prompt and completion in one; where the prompt ends plays no part."""
+    """Return 16 bytes that identify a row's tokens, prompt and completion together; the prompt's length plays no part."""
     return hashlib.blake2b(token_ids.astype("<u4").tobytes(), digest_size=16, person=_ROW_PERSON).digest()
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """n different sequences, and which rows they are of.
+    """n different sequences, and the rows that they belong to.
 
     Attributes:
-        table: prompt_ids and completion_ids, large_list<uint32>, n rows; what `reflogp score` reads as tokens.
-        row_keys: `row_key` of each one's tokens.
-        of: dataset's name -> for each of its rows the places of chosen and rejected, int64 (rows, 2).
+        table: prompt_ids and completion_ids, large_list<uint32>, n rows; `reflogp score` reads it as tokens.
+        row_keys: `row_key` of each sequence's tokens.
+        of: dataset's name -> for each of its rows the positions of chosen and rejected, int64 (rows, 2).
     """
 
     table: pa.Table
@@ -44,21 +44,21 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Dataset's name -> its rows with a marked sequence; datasets without any are left out."""
+        """Return dataset's name -> its rows with a marked sequence; datasets without any are left out."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 
 
 def sequences_of(datasets: Mapping[str, Any]) -> Sequences:
-    """Walk datasets as their loaders will.
+    """Collect the sequences of datasets, row by row as their data loaders read them.
 
-    Rows with the same tokens are one sequence. Where they disagree about the prompt's length the longer completion is taken: a
-    token's log-prob depends on what stands before it, and not on what of that is called the prompt.
+    Rows with the same tokens are one sequence. If they have different prompt lengths, the longer completion is used: a token's
+    log-prob depends on the tokens before it, and not on which of these count as the prompt.
 
     Args:
         datasets: name -> RewardDataset.
 
-    Raises UsageError for one that was not made for DPO.
+    Raises UsageError for a dataset that was not made for DPO.
     """
     tokens: list[TokenIds] = []
     begins: list[int] = []

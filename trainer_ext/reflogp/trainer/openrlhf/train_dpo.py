@@ -1,10 +1,10 @@
-"""The launcher: `openrlhf.cli.train_dpo` with the same arguments, and no reference model.
+"""Run `openrlhf.cli.train_dpo` with the same arguments and without a reference model.
 
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
-Knows the two names by which that module makes its models and its trainer. It is run as it is, as `__main__`, its parser
-included, and finds other things under those names. Called by people, once per process, by whatever launcher they use.
+OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only the two names by which it makes its models and its
+trainer are replaced. Any launcher can start this module, once per process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 
 import openrlhf.models
 import openrlhf.trainer.dpo_trainer
-import openrlhf.utils.deepspeed  # it asks isinstance(model, Actor), and has to mean the real one
+import openrlhf.utils.deepspeed  # imported before the patch: its isinstance(model, Actor) needs the real Actor
 
 from reflogp.store import UsageError
 from reflogp.store.reference import Dtype
@@ -27,21 +27,24 @@ from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
 from reflogp.trainer.source import ReferenceSource
 
 _MODULE = "openrlhf.cli.train_dpo"
-#: --ds.param_dtype -> what reflogp calls it.
+#: --ds.param_dtype -> reflogp's name of the dtype.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class ReferenceSlot(NoReferenceModel):
-    """What OpenRLHF keeps until its trainer is made. Has no model whose tokenizer or engine could be prepared."""
+    """The object that OpenRLHF keeps as its reference until its trainer is made.
+
+    It has no model, tokenizer or engine to prepare.
+    """
 
     model = None
 
 
 class Launch:
-    """Stands in `openrlhf.cli.train_dpo` for Actor and for DPOTrainer.
+    """Replacements for Actor and DPOTrainer in `openrlhf.cli.train_dpo`.
 
     Args:
-        options: of the command line, those that begin with --reflogp.
+        options: the command line's options that begin with --reflogp.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -51,7 +54,10 @@ class Launch:
         self._source: ReferenceSource | None = None
 
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
-        """The first one is the policy. The second would be the reference: its path and dtype name the reference's values."""
+        """Make the policy in the first call; in the second, make no model.
+
+        The second model would be the reference: its path and dtype name the reference's values.
+        """
         if not self._policy_is_made:
             self._policy_is_made = True
             return self._actor(model, *args, **kwargs)

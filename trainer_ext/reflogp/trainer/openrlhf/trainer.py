@@ -1,8 +1,4 @@
-"""CachedReferenceDPOTrainer: OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run.
-
-Knows OpenRLHF's trainer and where each of its parts calls the next. What is checked is `audit`'s, the values are
-`CachedReference`'s. Made by the launcher `train_dpo`, or by a script of one's own.
-"""
+"""OpenRLHF's DPOTrainer on stored reference log-probs, with an audit of the run."""
 
 from __future__ import annotations
 
@@ -25,26 +21,27 @@ from reflogp.trainer.source import ReferenceSource
 class CachedReferenceDPOTrainer(DPOTrainer):
     """OpenRLHF's DPOTrainer whose reference log-probs come from a store or a service.
 
-    Takes what DPOTrainer takes, with ref_model=None, and
+    Takes the arguments of DPOTrainer, with ref_model=None, and
 
     Args:
         reference: where the reference log-probs are.
-        run_command: have what is missing in a local store scored by `reflogp score`, run here as a process of its own.
-        policy_starts_at_reference: True (default) when the policy begins as the reference model: the first batch is then
-            checked against the stored values before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None picks one for the
-            dtypes in use (reflogp.trainer.tolerances).
-        on_finding: "fail" stops the run where reference values are wrong, "warn" logs that too.
+        run_command: True to have sequences that a local store lacks scored by `reflogp score`, here in a separate process.
+        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
+            against the stored values before the first step.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+            the dtypes in use (reflogp.trainer.tolerances).
+        on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
     Raises:
-        MissingLogpsError, UnusableLogpsError: as `CachedReference`, before anything trains.
-        AuditError, StepZeroError: while it trains, on all processes, see `RunAudit`.
+        MissingLogpsError, UnusableLogpsError: see `CachedReference`; raised before training begins.
+        AuditError, StepZeroError: raised during training, on all processes; see `RunAudit`.
         RankFailedError: another process has raised one of these.
         UsageError: arguments that contradict a stored reference.
 
     Attributes:
-        joins: dataset name ("train", "eval") -> what was joined from where. Also in reflogp_audit.json in --ckpt.output_dir.
-        audit: what watches the run.
+        joins: dataset name ("train", "eval") -> what was joined and from where. Also in reflogp_audit.json in
+            --ckpt.output_dir.
+        audit: the audit of the run.
     """
 
     def __init__(
@@ -65,13 +62,13 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         on_finding: Literal["fail", "warn"] = "fail",
         **kwargs: Any,
     ) -> None:
-        if not isinstance(ref_model, NoReferenceModel):  # the launcher's slot is one
+        if not isinstance(ref_model, NoReferenceModel):  # the launcher passes a ReferenceSlot, which is one
             refuse_reference_model("CachedReferenceDPOTrainer", ref_model)
         loaders = {"train": train_dataloader, "eval": eval_dataloader}
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         output_dir = Path(strategy.args.ckpt.output_dir)
         begin_report(str(output_dir), Rank.here().rank)
-        # Before the trainer opens a logger: a run that lacks values leaves no trace in one.
+        # Look up the values before the trainer opens a logger, so that a run without them leaves no entry there.
         cached = CachedReference(reference, datasets, output_dir, run_command)
         super().__init__(
             model, cached, strategy, tokenizer, optim, train_dataloader, eval_dataloader, scheduler, *args, **kwargs
@@ -84,7 +81,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.loss_fn.register_forward_hook(self._saw_loss)
 
     def fit(self, args: Any, consumed_samples: int = 0, num_update_steps_per_epoch: int | None = None) -> None:
-        """As DPOTrainer's, watched."""
+        """Train as DPOTrainer does, under the audit."""
         first_step = consumed_samples // args.train.batch_size
         if first_step:
             self.audit.skip_step_zero("the run was resumed")
@@ -106,7 +103,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         self.audit.end()
 
     def concatenated_forward(self, model: Any, *batch: Any) -> Any:
-        """As DPOTrainer's; before the first step the first batch is compared, and of both sides the passes are counted."""
+        """Run DPOTrainer's forward pass; compare the first batch with the reference, and count the forward passes."""
         if self._compares_first_batch:
             self._compares_first_batch = False
             seen = on_all_ranks("the comparison before the first step", lambda: self._differences(*batch))
@@ -118,7 +115,10 @@ class CachedReferenceDPOTrainer(DPOTrainer):
     def save_logs_and_checkpoints(
         self, args: Any, global_step: int, step_bar: Any, logs_dict: Any = None, client_states: Any = None
     ) -> None:
-        """As DPOTrainer's, with means over all processes where it has those of the first alone."""
+        """Log and save as DPOTrainer does, but with means over all processes.
+
+        DPOTrainer logs some means of the first process alone.
+        """
         if logs_dict and global_step % args.logger.logging_steps == 0:
             logs_dict = self.audit.over_all_processes(logs_dict)
         with self.audit.events(self, global_step):
@@ -131,12 +131,12 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         return policy
 
     def _saw_loss(self, module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        if self.model.training:  # evaluate() switches it off, and has no step
+        if self.model.training:  # evaluate() switches training mode off, and makes no step
             self.audit.saw_loss(*output)
 
     @torch.no_grad()
     def _differences(self, chosen_ids: Any, c_mask: Any, reject_ids: Any, r_mask: Any, prompt_id_lens: Any) -> list[float]:
-        """Policy and reference on one batch, without dropout."""
+        """Compare the policy with the reference on one batch, without dropout."""
         batch = (chosen_ids, c_mask, reject_ids, r_mask, prompt_id_lens)
         self.model.eval()
         policy, reference = (

@@ -1,0 +1,356 @@
+"""Score, join and report from Python: what the commands of the same names do, for datasets of any kind."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, Literal
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from reflogp.scoring.data.objects import kind_of, open_dataset
+from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import NotScoredError
+from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows
+from reflogp.scoring.reports.build import ReportSummary, write_report
+from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.progress import progress_bar
+from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.store import Store, UsageError, describe_reference, resolve_model
+from reflogp.store.commands import naming_command, score_command
+from reflogp.store.joins import ROW_COLUMN
+from reflogp.store.windows import check_truncation
+
+#: Row numbers that a message names.
+_NAMED_ROWS = 10
+
+
+def score(
+    model: str,
+    dataset: Any,
+    store: str | os.PathLike[str] | Store,
+    *,
+    dtype: str = "bfloat16",
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    engine: EngineChoice | None = None,
+    progress: bool | None = None,
+) -> Any:
+    """Score the sequences of a dataset that the store lacks.
+
+    Rows that cannot be used are left out and printed; what is computed is committed every 30 seconds, so that an interrupted
+    call goes on where it stopped.
+
+    Args:
+        model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
+        dataset: preference pairs, KTO rows or tokens: a path, a hub name (its train split), a `datasets.Dataset`,
+            `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
+        store: where the values go: a folder, s3://…, gs://…, az://…, or an open Store.
+        dtype: what the model computes in: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast". Part of
+            the reference id.
+        max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
+        truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
+        tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id.
+        engine: what computes; None for torch on a GPU, or on the CPU where there is none.
+        progress: show a progress bar; None shows it in terminals and notebooks.
+
+    Returns:
+        A ScoreSummary; of a DatasetDict one for each split, by name.
+
+    Raises:
+        UsageError: a model, a dataset or settings that cannot be used.
+        EngineError: the model cannot be loaded, or a forward pass failed. What was computed is committed.
+        StoreError: the store cannot be read or written.
+
+    Example:
+        >>> from reflogp.scoring import score
+        >>> rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}]
+        >>> score(model, rows, store, dtype="float32").scored
+        2
+    """
+    choice = engine or EngineChoice()
+    opened = store if isinstance(store, Store) else Store(store)
+    reference = describe_reference(model, dtype)
+    choice.require_dtype(reference.dtype)
+    folder = str(resolve_model(model, None))
+    find_tokenizer = _tokenizer(folder, tokenizer, choice.trust_remote_code)
+
+    def score_rows(rows: Any, split: str) -> ScoreSummary:
+        source = open_dataset(rows)
+        with (
+            closing(LocalScorer(lambda: choice.make(folder, reference))) as scorer,
+            progress_bar(f"scoring {split}".strip(), progress) as bar,
+        ):
+            summary = score_dataset(
+                TokenizedDataset(source, find_tokenizer),
+                opened,
+                reference,
+                scorer,
+                max_length=max_length,
+                truncation_mode=truncation_mode,
+                watcher=bar,
+            )
+        source.check_unchanged()
+        return summary
+
+    return _of_each_split(dataset, score_rows)
+
+
+def join(
+    model: str,
+    dataset: Any,
+    store: str | os.PathLike[str] | Store,
+    *,
+    dtype: str = "bfloat16",
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    ld_alpha: float | None = None,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    snapshot: int | None = None,
+    on_miss: Literal["error", "drop"] = "error",
+) -> Any:
+    """Add the reference log-probs of each row to a dataset, from a store. Loads no model.
+
+    The columns are those of `reflogp join`: ref_chosen_logps and ref_rejected_logps (KTO: ref_logps), float32, in nats, summed
+    over each completion; ref_chosen_tokens and ref_rejected_tokens (ref_tokens), int64, how many log-probs each sum has;
+    chosen_key and rejected_key (completion_key), 16 bytes; ref_row, int64, the row's number in `dataset`, from 0. Rows whose
+    prompt alone fills max_length are left out, as TRL drops them.
+
+    Args:
+        model, dataset, store, dtype, max_length, truncation_mode, tokenizer: see score; give both the same.
+        ld_alpha: weight of the longer completion's tail in LD-DPO.
+        snapshot: number of a snapshot of the store; None for the latest.
+        on_miss: "error" raises where a row has no values; "drop" leaves such rows out.
+
+    Returns:
+        The same kind of dataset with the columns: a Dataset for a path or hub name, a DatasetDict for a DatasetDict, an
+        IterableDataset that is joined as it is read for an IterableDataset (and raises then), a pandas or Polars data frame, a
+        pyarrow.Table, or a list of dicts.
+
+    Raises:
+        NotScoredError: rows have no values, or cannot be used; names them.
+        ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
+        UsageError: see score.
+
+    Example:
+        >>> from reflogp.scoring import join
+        >>> [row] = join(model, rows, store, dtype="float32")
+        >>> sorted(name for name in row if name.endswith("_logps"))
+        ['ref_chosen_logps', 'ref_rejected_logps']
+    """
+    check_truncation(max_length, truncation_mode)
+    opened = store if isinstance(store, Store) else Store(store)
+    reference = describe_reference(model, dtype)
+    command = score_command(model, "DATA", opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
+    with naming_command(command):
+        at = opened.table_of(reference).snapshot(snapshot)
+    find_tokenizer = _tokenizer(str(resolve_model(model, None)), tokenizer)
+    settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
+
+    def windows(rows: Any) -> Iterator[JoinedWindow]:
+        source = open_dataset(rows)
+        summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
+        problems: dict[int, str] = {}
+        for window in joined_windows(source, find_tokenizer(), at, summary, **settings, watcher=_BadRows(problems)):
+            if on_miss == "error":
+                _require_values(summary, problems, command)
+            yield window
+        if on_miss == "error":
+            _require_values(summary, problems, command)
+        source.check_unchanged()
+
+    return _of_each_split(dataset, lambda rows, _: _joined(rows, lambda: windows(rows)))
+
+
+def report(
+    model: str,
+    dataset: Any,
+    store: str | os.PathLike[str] | Store,
+    output: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    progress: bool | None = None,
+) -> ReportSummary:
+    """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
+
+    Args:
+        model, dataset, store, dtype, max_length, truncation_mode, tokenizer: see score; give both the same.
+        output: folder to write: a new one, or one of an earlier report.
+        progress: see score.
+
+    Returns:
+        What the report found; `findings` is what its page says first.
+
+    Raises:
+        UsageError: settings or a dataset that cannot be used, or a folder that holds something else.
+        ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
+
+    Example:
+        >>> from reflogp.scoring import report
+        >>> report(model, rows, store, folder, dtype="float32").with_values
+        1
+    """
+    opened = store if isinstance(store, Store) else Store(store)
+    reference = describe_reference(model, dtype)
+    source = open_dataset(dataset)
+    command = score_command(model, source.name, opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
+    with naming_command(command):
+        at = opened.table_of(reference).snapshot(None)
+    folder = str(resolve_model(model, None))
+    with progress_bar("reading", progress) as bar:
+        return write_report(
+            source,
+            folder,
+            opened.uri,
+            reference,
+            at,
+            os.fspath(output),
+            score=command,
+            model=model,
+            max_length=max_length,
+            truncation_mode=truncation_mode,
+            tokenizer=_tokenizer(folder, tokenizer)(),
+            watcher=bar,
+        )
+
+
+class _BadRows:
+    """ProgressCallbacks that remember why rows cannot be used.
+
+    Args:
+        problems: row number -> problem, of the first rows.
+    """
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        self._problems = problems
+
+    def begin(self, sequences: int) -> None:
+        """See ProgressCallbacks.begin."""
+
+    def read(self, rows: int) -> None:
+        """See ProgressCallbacks.read."""
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        """See ProgressCallbacks.advance."""
+
+    def bad_row(self, row: int, problem: str) -> None:
+        """See ProgressCallbacks.bad_row."""
+        if len(self._problems) < _NAMED_ROWS:
+            self._problems[row] = problem
+
+    def note(self, row: int, remark: str) -> None:
+        """See ProgressCallbacks.note."""
+
+    def committed(self, snapshot: int) -> None:
+        """See ProgressCallbacks.committed."""
+
+
+def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
+    """Raise NotScoredError where a row that was read has no values."""
+    if summary.bad_rows:
+        named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
+        raise NotScoredError(f"{summary.bad_rows:,} rows cannot be used ({named}); leave them out with on_miss='drop'", summary)
+    if summary.missing:
+        named = ", ".join(map(str, summary.missing_row_numbers[:_NAMED_ROWS]))
+        named += ", …" if summary.missing > _NAMED_ROWS else ""
+        raise NotScoredError(
+            f"{summary.missing:,} rows have no values in snapshot {summary.snapshot} (rows {named}). Score the dataset with "
+            f"reflogp.scoring.score, or `{command}`; or leave the rows out with on_miss='drop'",
+            summary,
+        )
+
+
+def _tokenizer(
+    folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+) -> Callable[[], PreTrainedTokenizerBase]:
+    """Return a function that loads the tokenizer, or returns the one that was given."""
+    if tokenizer is None or isinstance(tokenizer, str):
+        return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
+    return lambda: tokenizer
+
+
+def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
+    """Apply a function to a dataset, or to each split of a DatasetDict; the function gets the split's name."""
+    kind = kind_of(dataset)
+    if kind not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
+        return function(dataset, "")
+    done = {name: function(split, name) for name, split in dataset.items()}
+    if any(isinstance(result, ScoreSummary) for result in done.values()):
+        return done
+    return type(dataset)(done)
+
+
+def _joined(dataset: Any, windows: Callable[[], Iterator[JoinedWindow]]) -> Any:
+    """Return the dataset's rows with the columns that a join adds, as the same kind of dataset."""
+    import datasets
+
+    kind = kind_of(dataset)
+    if kind == "datasets.IterableDataset":
+        return datasets.IterableDataset.from_generator(_Stream(windows))
+    found = list(windows())
+    if isinstance(dataset, list):
+        return [
+            {**row, **values} for window in found for row, values in zip(window.rows, window.columns.to_pylist(), strict=True)
+        ]
+    columns = (
+        pa.concat_tables([window.columns for window in found]) if found else pa.table({ROW_COLUMN: pa.array([], pa.int64())})
+    )
+    numbers = columns[ROW_COLUMN].to_numpy()
+    if kind == "pandas.DataFrame":
+        return dataset.iloc[numbers].assign(**{name: values.to_pandas().array for name, values in _named(columns)})
+    if kind == "polars.DataFrame":
+        import polars
+
+        return dataset[numbers].with_columns(polars.DataFrame(polars.from_arrow(columns)).get_columns())
+    if isinstance(dataset, pa.Table):
+        table = dataset.take(pa.array(numbers))
+        for name, values in _named(columns):
+            table = table.drop_columns([name]) if name in table.column_names else table
+            table = table.append_column(name, values)
+        return table
+    if kind == "datasets.Dataset":
+        kept = dataset.select(numbers)
+        kept = kept.remove_columns([name for name in columns.column_names if name in kept.column_names])
+        return datasets.concatenate_datasets([kept, datasets.Dataset(columns)], axis=1)
+    return datasets.Dataset.from_list([row for window in found for row in _rows(window)])
+
+
+class _Stream:
+    """A generator of joined rows, for IterableDataset.
+
+    Args:
+        windows: begins at the first row each time.
+    """
+
+    def __init__(self, windows: Callable[[], Iterator[JoinedWindow]]) -> None:
+        self._windows = windows
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        for window in self._windows():
+            yield from _rows(window)
+
+    def __reduce__(self) -> Any:
+        # `datasets` names a generator by a digest of its pickle, and an open store has none. Each join is a stream of its own.
+        return _unpickled, (uuid.uuid4().hex,)
+
+
+def _unpickled(_: str) -> Any:
+    raise UsageError("a joined stream cannot be sent to another process: join in that process, or start workers by fork")
+
+
+def _rows(window: JoinedWindow) -> Iterator[dict[str, Any]]:
+    for row, values in zip(window.rows, window.columns.to_pylist(), strict=True):
+        yield {**row, **values}
+
+
+def _named(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
+    return zip(table.column_names, table.columns, strict=True)

@@ -1,0 +1,104 @@
+"""Read datasets that are Python objects as rows: `datasets`, pandas, Polars, Arrow, lists of dicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from reflogp.scoring.data.bounds import BATCH_ROWS
+from reflogp.scoring.data.read import RowSource
+from reflogp.store import UsageError
+
+#: What a dataset without a name of its own is called in messages.
+_NAME = "the dataset"
+
+
+def open_dataset(dataset: Any) -> RowSource:
+    """Open a dataset of any kind as a source of rows.
+
+    Args:
+        dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`; a pandas or Polars data
+            frame; a `pyarrow.Table`; or a list of dicts. Columns as for `reflogp score`.
+
+    Raises:
+        DatasetError: a path or name that cannot be opened.
+        UsageError: another kind of object.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return RowSource(os.fspath(dataset))
+    if isinstance(dataset, pa.Table):
+        return _ObjectRows(lambda: _rows_of_table(dataset), len(dataset))
+    kind = kind_of(dataset)
+    if kind == "datasets.Dataset":
+        return _ObjectRows(lambda: _rows_of_batches(dataset.with_format(None)), len(dataset))
+    if kind == "datasets.IterableDataset":
+        return _ObjectRows(lambda: iter(dataset), 0)
+    if kind == "pandas.DataFrame":
+        table = pa.Table.from_pandas(dataset, preserve_index=False)
+        return _ObjectRows(lambda: _rows_of_table(table), len(table))
+    if kind == "polars.DataFrame":
+        return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
+    if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
+        return _ObjectRows(lambda: iter(dataset), len(dataset))
+    raise UsageError(
+        f"a dataset of type {type(dataset).__module__}.{type(dataset).__name__} cannot be read: give a path, a hub name, a "
+        "datasets.Dataset or IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts"
+    )
+
+
+def kind_of(dataset: Any) -> str | None:
+    """Return which library's class an object is of, without importing libraries that are not installed."""
+    known = {
+        "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
+        "pandas": ("DataFrame",),
+        "polars": ("DataFrame",),
+    }
+    for kind in type(dataset).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if kind.__name__ in known.get(library, ()):
+            return f"{library}.{kind.__name__}"
+    return None
+
+
+def _rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches():
+        yield from batch.to_pylist()
+
+
+def _rows_of_batches(dataset: Any) -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(batch_size=BATCH_ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+class _ObjectRows(RowSource):
+    """Rows that are in memory, or come from a stream.
+
+    Args:
+        rows: begins at the first row each time.
+        count: number of rows; 0 where it is not known.
+    """
+
+    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int) -> None:
+        self.name = _NAME
+        self.split = "train"
+        self.format = "json"
+        self.files = ()
+        self._bounds = None
+        self._check = None
+        self._dataset = None
+        self._numbers = None
+        self._identities = {}
+        self._make = rows
+        self._count = count
+
+    def count(self) -> int:
+        """Return the number of rows; 0 where it is not known."""
+        return self._count
+
+    def _read(self) -> Iterator[tuple[dict[str, Any] | None, str | None, int]]:
+        for row in self._make():
+            yield dict(row), None, 0

@@ -1,0 +1,174 @@
+"""The Python API: every kind of dataset goes in and comes back, with the values of an independent computation."""
+
+import doctest
+
+import datasets
+import numpy as np
+import pandas
+import polars
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import reflogp.scoring.api
+from reflogp.scoring import join, report, score
+from reflogp.scoring.errors import NotScoredError
+from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError
+from tests.conftest import plain_token_logps, write_rows
+
+COLUMNS = {"chosen_key", "rejected_key", "ref_chosen_logps", "ref_rejected_logps", "ref_row"}
+COLUMNS |= {"ref_chosen_tokens", "ref_rejected_tokens"}
+
+
+@pytest.fixture(scope="module")
+def rows(pair_rows):
+    """Pairs as text."""
+    sides = ("chosen", "rejected")
+    return [{"prompt": "Q:"} | {name: " " + row[name][-1]["content"] for name in sides} for row in pair_rows[:12]]
+
+
+@pytest.fixture(scope="module")
+def model(reference_folder):
+    return str(reference_folder)
+
+
+@pytest.fixture(scope="module")
+def scored(rows, model, tmp_path_factory):
+    """A store with the values of all rows."""
+    store = tmp_path_factory.mktemp("scored") / "store"
+    score(model, rows, store, dtype="float32")
+    return store
+
+
+@pytest.fixture(scope="module")
+def expected(rows, model):
+    """(sum of chosen, sum of rejected) of each row, by a plain forward of each sequence."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def total(prompt, completion):
+        ids = tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
+        start = len(tokenizer(prompt)["input_ids"])
+        return sum(plain_token_logps(plain, ids[:start], ids[start:]))
+
+    return [(total(row["prompt"], row["chosen"]), total(row["prompt"], row["rejected"])) for row in rows]
+
+
+def kinds(rows, folder):
+    """Each kind of dataset of the rows, and how its rows are read as dicts."""
+    table = pa.Table.from_pylist(rows)
+
+    def each(dataset):
+        return list(dataset)
+
+    def as_path(dataset):
+        return [dict(row) for row in dataset]
+
+    return {
+        "path": (write_rows(folder / "rows.jsonl", rows), as_path, datasets.Dataset),
+        "list": (rows, each, list),
+        "dataset": (datasets.Dataset.from_list(rows), each, datasets.Dataset),
+        "shuffled dataset": (
+            datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1)),
+            each,
+            datasets.Dataset,
+        ),
+        "stream": (datasets.Dataset.from_list(rows).to_iterable_dataset(), each, datasets.IterableDataset),
+        "pandas": (pandas.DataFrame(rows, index=range(100, 100 + len(rows))), lambda f: f.to_dict("records"), pandas.DataFrame),
+        "polars": (polars.DataFrame(rows), lambda f: f.to_dicts(), polars.DataFrame),
+        "arrow": (table, lambda t: t.to_pylist(), pa.Table),
+    }
+
+
+KINDS = ("path", "list", "dataset", "shuffled dataset", "stream", "pandas", "polars", "arrow")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_scored_and_joined(kind, rows, model, expected, tmp_path):
+    dataset, read, returned = kinds(rows, tmp_path)[kind]
+    summary = score(model, dataset, tmp_path / "store", dtype="float32")
+    assert (summary.rows, summary.bad_rows) == (12, 0)
+    assert summary.scored + summary.duplicates == 24
+    assert score(model, dataset, tmp_path / "store", dtype="float32").scored == 0
+    joined = join(model, dataset, tmp_path / "store", dtype="float32")
+    assert isinstance(joined, returned)
+    seen = read(joined)
+    assert [{name: row[name] for name in rows[0]} for row in seen] == rows
+    assert set(seen[0]) == set(rows[0]) | COLUMNS
+    values = np.array([(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in seen])
+    assert np.abs(values - np.array(expected)).max() < 1e-3
+    assert [row["ref_row"] for row in seen] == list(range(12))
+    again = read(join(model, joined, tmp_path / "store", dtype="float32"))  # columns of an earlier join are replaced
+    assert [set(row) for row in again] == [set(row) for row in seen]
+
+
+def test_a_dictionary_of_splits(rows, model, tmp_path):
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_list(rows[:5]))
+    summaries = score(model, splits, tmp_path / "store", dtype="float32")
+    assert {name: summary.rows for name, summary in summaries.items()} == {"train": 12, "test": 5}
+    assert summaries["test"].scored == 0
+    joined = join(model, splits, tmp_path / "store", dtype="float32")
+    assert isinstance(joined, datasets.DatasetDict) and {name: len(split) for name, split in joined.items()} == {
+        "train": 12,
+        "test": 5,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_without_values_are_an_error_or_left_out(kind, rows, model, tmp_path):
+    score(model, rows[:9], tmp_path / "store", dtype="float32")
+    bad = [*rows[:3], {"prompt": "Q:", "chosen": None, "rejected": "x"}, *rows[3:]]
+    dataset, read, _ = kinds(bad, tmp_path)[kind]
+    with pytest.raises(NotScoredError, match=r"cannot be used \(row 3: ") as caught:
+        read(join(model, dataset, tmp_path / "store", dtype="float32"))
+    assert caught.value.summary.bad_row_numbers == [3]
+    seen = read(join(model, dataset, tmp_path / "store", dtype="float32", on_miss="drop"))
+    assert [row["ref_row"] for row in seen] == [0, 1, 2, *range(4, 10)]
+    with pytest.raises(
+        NotScoredError, match=r"3 rows have no values in snapshot \d+ \(rows 9, 10, 11\).*reflogp score .* --store"
+    ):
+        read(join(model, kinds(rows, tmp_path)[kind][0], tmp_path / "store", dtype="float32"))
+
+
+def test_rows_that_trl_drops_are_left_out(rows, model, tmp_path):
+    long = [{**rows[0], "prompt": "many words " * 60}, *rows[1:4]]
+    options = {"dtype": "float32", "max_length": 64}
+    score(model, long, tmp_path / "store", **options)
+    assert [row["ref_row"] for row in join(model, long, tmp_path / "store", **options)] == [1, 2, 3]
+
+
+def test_nothing_was_scored(rows, model, scored, tmp_path):
+    with pytest.raises(StoreNotFoundError, match="reflogp score"):
+        join(model, rows, tmp_path / "nowhere", dtype="float32")
+    with pytest.raises(ReferenceNotFoundError, match="--dtype bfloat16"):
+        join(model, rows, scored, dtype="bfloat16")
+
+
+def test_an_own_tokenizer_and_an_open_store(rows, model, scored):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert score(model, rows, Store(scored), dtype="float32", tokenizer=tokenizer).scored == 0
+    assert len(join(model, rows, Store(scored), dtype="float32", tokenizer=tokenizer)) == 12
+
+
+@pytest.mark.parametrize("dataset", [7, ["a row"], None, {"train": []}])
+def test_what_is_no_dataset(dataset, model, scored):
+    with pytest.raises(UsageError, match="cannot be read: give a path"):
+        score(model, dataset, scored, dtype="float32")
+
+
+def test_a_report_of_rows(rows, model, scored, tmp_path):
+    found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32")
+    assert (found.rows, found.with_values) == (12, 12)
+    assert (tmp_path / "report" / "index.html").is_file()
+
+
+def test_the_examples_of_the_docstrings(model, tmp_path):
+    given = {"model": model, "store": str(tmp_path / "store"), "folder": str(tmp_path / "report")}
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for name in ("score", "join", "report"):
+        [example] = [test for test in finder.find(getattr(reflogp.scoring.api, name), name) if test.examples]
+        example.globs.update(given)
+        runner = doctest.DocTestRunner()
+        assert runner.run(example, clear_globs=False).failed == 0
+        given |= {"rows": example.globs.get("rows")}
