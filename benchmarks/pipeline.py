@@ -29,8 +29,8 @@ import torch
 from sides import make_tokenizer, quiet, read_pairs
 
 from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.confined_paths import digest_below
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.rooted import digest_below
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
@@ -43,7 +43,7 @@ from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
-from reflogp.service.worker.job import JobPlace, Progress, run_job
+from reflogp.service.worker.job import JobContext, Progress, run_job
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import Store, describe_reference
 
@@ -142,7 +142,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
     limits = (ReadBounds(sys.maxsize, sys.maxsize, sys.maxsize), RowLimits())
-    place = JobPlace(store, state / "tokens", 1 << 30, 30.0, *limits)
+    place = JobContext(store, state / "tokens", 1 << 30, 30.0, *limits)
     answers: dict[str, tuple[threading.Event, list[Answer]]] = {}
 
     def answered(answer: Answer) -> None:

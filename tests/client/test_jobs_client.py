@@ -648,8 +648,8 @@ def test_what_cannot_be_divided_is_refused_as_the_service_says():
 
 def test_a_divided_lookup_reads_one_snapshot():
     keys = [bytes([n % 256]) * 16 for n in range(1000)]
-    found, sizes = driven(protocol.looking_up("sft", keys, True, None), most=400)
+    found, sizes = driven(protocol.lookup_plan("sft", keys, True, None), most=400)
     assert sizes == [1000, 500, 250, 250, 250, 250]
     assert found.lengths.tolist() == [n % 256 or -1 for n in range(1000)] and found.snapshot == 7
     assert [0 if v is None else len(v) for v in found.token_logps] == [n % 256 for n in range(1000)]
-    assert driven(protocol.looking_up("sft", [], False, None), most=400)[0].lengths.tolist() == []
+    assert driven(protocol.lookup_plan("sft", [], False, None), most=400)[0].lengths.tolist() == []

@@ -218,7 +218,7 @@ def test_a_file_that_a_live_process_writes_is_not_deleted(tmp_path):
     next(windows)
     [partial] = kept.parent.glob(".*.partial")
     (kept.parent / ".other.arrow.12345678.partial").write_bytes(b"left by a killed process")
-    tokenized.forget_abandoned(kept.parent)
+    tokenized.delete_abandoned(kept.parent)
     assert list(kept.parent.glob(".*")) == [partial]
     assert sum(len(window.table) for window in windows) == 3000 - 1024
     assert kept.is_file() and not list(kept.parent.glob(".*"))

@@ -17,7 +17,7 @@ import pytest
 
 from reflogp.scoring.errors import DatasetError
 from reflogp.service import fetch as fetching
-from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.ledger import Ledger
@@ -171,7 +171,7 @@ def allowing(*prefixes: str, **settings) -> ServerSettings:
 
 def get(uri: str, folder, settings, cancelled=lambda: False):
     with closing(Ledger(folder.parent / f"{folder.name}.sqlite")) as ledger:
-        return fetch(uri, FetchedFolder(folder, ledger, DatasetRoom(settings.max_uploads_bytes)), settings, cancelled)
+        return fetch(uri, FetchedFolder(folder, ledger, DatasetQuota(settings.max_uploads_bytes)), settings, cancelled)
 
 
 # What is allowed
@@ -490,7 +490,7 @@ def test_a_cancelled_fetch_ends_soon(port, folder):
 def test_a_folder_that_went_away_is_said(port, tmp_path):
     settings = allowing(f"http://127.0.0.1:{port}")
     with closing(Ledger(tmp_path / "jobs.sqlite")) as ledger:
-        fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetRoom(settings.max_uploads_bytes))
+        fetched = FetchedFolder(tmp_path / "gone", ledger, DatasetQuota(settings.max_uploads_bytes))
         fetched.folder.rmdir()
         with pytest.raises(DatasetError, match="cannot be written"):
             fetch(f"http://127.0.0.1:{port}/good.jsonl", fetched, settings, lambda: False)

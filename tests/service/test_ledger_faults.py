@@ -52,7 +52,7 @@ CALLS = {
     "counts": (waiting, lambda ledger, job: ledger.counts()),
     "requeue_running": (running, lambda ledger, job: ledger.requeue_running() in (0, 1)),
     "waiting": (waiting, lambda ledger, job: ledger.waiting()),
-    "highest_waiting": (waiting, lambda ledger, job: ledger.highest_waiting()),
+    "highest_queued_priority": (waiting, lambda ledger, job: ledger.highest_queued_priority()),
     "claim": (waiting, lambda ledger, job: ledger.claim([], 0) is not None),
     "cancel": (running, lambda ledger, job: ledger.cancel(job)),
     "progressed": (running, lambda ledger, job: ledger.progressed(job, JobProgress(done=5), True)),
@@ -365,7 +365,7 @@ def test_a_job_that_has_to_be_fetched_is_passed_over_until_it_has_a_file(tmp_pat
         db.execute('update job set source = \'{"uri": "https://h/a.jsonl", "name": "n", "split": "train"}\'')
     file = put(ledger, "file")[0].id
     assert [job for job, _ in ledger.to_fetch(5)] == [uri]
-    assert ledger.highest_waiting() == 0 and ledger.claim([], 0).id == file and ledger.claim([], 0) is None
+    assert ledger.highest_queued_priority() == 0 and ledger.claim([], 0).id == file and ledger.claim([], 0) is None
     ledger.note(uri, "being fetched")
     assert ledger.get(uri).note == "being fetched"
     ledger.fetched(uri, {"uri": "https://h/a.jsonl", "file": "/f", "digest": "d"})

@@ -18,7 +18,7 @@ from reflogp.scoring.runs.ahead import Ahead
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
-from reflogp.service.worker.engine_loop import DisplacedError, EngineLoop, OnlineRequest
+from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
@@ -324,7 +324,7 @@ def test_a_job_whose_model_makes_room_for_another_goes_on_later(reference_folder
     thread = threading.Thread(target=loop.run)
     thread.start()
     groups = itertools.chain([random_sequences(40)], itertools.repeat([]))
-    with pytest.raises(DisplacedError):
+    with pytest.raises(ModelUnloadedError):
         for number, _ in enumerate(loop.flow("a", groups, lambda numbers: None, lambda: None)):
             if number == 2:
                 loop.ask(OnlineRequest("1", "b", random_sequences(2), 1.0, False, None))

@@ -18,7 +18,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.reports.outliers import robust_z_by_length
 from reflogp.scoring.reports.similarity import shared_starts, similarities, similarity
 from reflogp.scoring.reports.sketches import NEAR, RUN_TOKENS, Sketches
-from reflogp.scoring.reports.truncation import Lengths, cut, cuts, enough_for
+from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
 from reflogp.scoring.reports.visible import token_texts, visible
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
@@ -157,7 +157,7 @@ def test_truncation_is_what_cutting_token_lists_gives(mode):
             values = sum(view.needed[~view.dropped].sum() for view in views)
             assert values == found.tokens - found.lost - found.dropped_tokens
     assert [one.max_length for one in cuts(lengths, 70, mode)] == [70, 128]
-    enough = enough_for(lengths, 0.99)
+    enough = max_length_for_share(lengths, 0.99)
     assert cut(lengths, enough, mode).touched <= 2 < cut(lengths, enough - 1, mode).touched + 1
 
 

@@ -332,11 +332,11 @@ def test_http_1_0_needs_no_host(opened):
 
 def test_a_token_alone_allows_every_host():
     """As in containers, which are asked by names that nobody tells them."""
-    from reflogp.service.sites import OwnSite
+    from reflogp.service.sites import SameSiteGuard
 
-    token = OwnSite(None, [], has_tokens=True)
+    token = SameSiteGuard(None, [], has_tokens=True)
     assert token._is_own("reflogp:8311") and token._is_own("data.example.org")
-    none = OwnSite(None, [PROXIED], has_tokens=False)
+    none = SameSiteGuard(None, [PROXIED], has_tokens=False)
     assert [none._is_own(host) for host in (PROXIED, "127.0.0.1", "[::1]:8311", "10.0.0.1", "reflogp")] == [True] * 3 + [
         False
     ] * 2

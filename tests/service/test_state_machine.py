@@ -82,7 +82,7 @@ HEALTH_SECONDS = 15
 #: Seconds that an operation waits for an answer before the next one begins.
 _ASK_SECONDS, _SCORE_SECONDS = 10, 3
 
-FINAL = ("done", "failed", "cancelled")
+FINAL_STATES = ("done", "failed", "cancelled")
 #: Fault -> what a job's reason may then say.
 REASONS = {
     "weights": r"chang|restart|reference|weights",
@@ -355,7 +355,7 @@ class Sequence(RuleBasedStateMachine):
         outcome = [self.uploaded("one.jsonl", first)]
         told, answer = self.submitted(reference, "one.jsonl", True, None, 0)
         if told is not None:
-            self.wait_for_job(told, FINAL.__contains__, 2)
+            self.wait_for_job(told, FINAL_STATES.__contains__, 2)
         outcome += [answer, self.swapped_tokenizer(reference, kind), self.uploaded("two.jsonl", second)]
         outcome.append(self.submitted(reference, "two.jsonl", True, None, 0)[1])
         return ", ".join(outcome)
@@ -428,7 +428,7 @@ class Sequence(RuleBasedStateMachine):
             told = Seen(job["id"], reference, job["reference_id"], contents, {kind}, max_length, None if upload else name)
             self.jobs[told.id] = told
         told.contents |= contents
-        if job["state"] not in FINAL:
+        if job["state"] not in FINAL_STATES:
             told.cancelled_at = None
             self.again(told)
         return told, f"{told.id} {answer.status_code} {job['state']}, datasets {contents}"
@@ -553,7 +553,7 @@ class Sequence(RuleBasedStateMachine):
         answer = self.ask("GET", "/v1/jobs", params={"limit": 200}, timeout=3)
         if answer is not None and answer.status_code == 200:
             for job in answer.json()["jobs"]:
-                if job["id"] in self.jobs and job["state"] in FINAL:
+                if job["id"] in self.jobs and job["state"] in FINAL_STATES:
                     self.jobs[job["id"]].ended = True
 
     def id_of(self, version: int) -> str:
@@ -676,7 +676,7 @@ class Sequence(RuleBasedStateMachine):
                 continue
             job = answer.json()
             self.findings.jobs[job["state"]] += 1
-            if job["state"] not in FINAL:
+            if job["state"] not in FINAL_STATES:
                 self.wrong.append(f"job {told.id}: it is {job['state']}")
             if told.cancelled_at is not None and job["state"] != "cancelled" and job["attempts"] > told.cancelled_at:
                 self.wrong.append(f"job {told.id}: it was cancelled, and began again: {job['state']}")

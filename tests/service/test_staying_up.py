@@ -361,7 +361,7 @@ def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_
         "to_fetch",
         "fetched",
     } <= set(hit)
-    assert {"requeue_running", "highest_waiting", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
+    assert {"requeue_running", "highest_queued_priority", "put_upload", "upload", "delete_upload", "page"} <= set(hit)
     record_property("told", f"ledger calls failed in a working service: {sum(hit.values())}, of {len(hit)} methods: {hit}")
     [reference] = Store(tmp_path / "store").references()
     assert Store(tmp_path / "store").table(reference.reference_id).totals()[1] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.ledger import Ledger, Submission
 from reflogp.service.models import DatasetSpec, JobSettings
 from reflogp.service.problems import Problem
@@ -30,7 +30,7 @@ class Place:
 
     def open(self) -> UploadFolder:
         """The folder as a service that starts now sees it."""
-        return UploadFolder(self.folder, self.ledger, self.settings, DatasetRoom(self.settings.max_uploads_bytes))
+        return UploadFolder(self.folder, self.ledger, self.settings, DatasetQuota(self.settings.max_uploads_bytes))
 
     def send(self, name: str, *chunks: bytes, declared: int | None = None):
         return asyncio.run(self.uploads.receive(name, arriving(*chunks), declared))

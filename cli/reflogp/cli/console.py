@@ -56,7 +56,7 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 
 
-def needs(extra: str, error: ImportError) -> typer.Exit:
+def missing_extra(extra: str, error: ImportError) -> typer.Exit:
     """Print that a subcommand's extra is not installed, and return the exit to raise."""
     err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})", style="red")
     return typer.Exit(EXIT_FAILED)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from reflogp.cli.console import needs, out, progress_bar, quiet_libraries
+from reflogp.cli.console import missing_extra, out, progress_bar, quiet_libraries
 from reflogp.store import Store, UsageError, describe_reference
 
 _DATA_FILE = "gsm8k_pairs.jsonl"
@@ -48,7 +48,7 @@ def demo(
         from reflogp.scoring.torch_engine import TorchEngine
         from reflogp.trainer import CachedDPOTrainer, ReferenceSource
     except ImportError as error:
-        raise needs("service,trainer", error) from error
+        raise missing_extra("service,trainer", error) from error
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     data_file = data or str(shipped_data())

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, needs, out, print_json
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json
 from reflogp.cli.exports import (
     JoinedPairs,
     LossType,
@@ -85,7 +85,7 @@ def export(
             print_json({"stack": stack, "rows": error.rows, "written": 0, **missing, "files": []})
         raise typer.Exit(EXIT_MISSES) from error
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     if as_json:
         values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
         counts = {"rows": len(pairs), "written": len(pairs), "missing": 0, "missing_row_numbers": []}

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp.cli.reference import find_reference
 from reflogp.store import Store
 from reflogp.store.commands import naming_command, score_command
@@ -41,11 +41,11 @@ def join(
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
     try:
-        from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.joining import join_dataset
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     quiet_libraries()
     source = RowSource(data, split)
     folder, reference = find_reference(model, dtype, lm_head_dtype, revision)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, needs, out, print_dropped, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
 from reflogp.cli.reference import find_reference
 from reflogp.store import Store, UsageError
 from reflogp.store.commands import naming_command, score_command
@@ -40,12 +40,12 @@ def report(
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
     try:
-        from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.data.shape import FORMATS
         from reflogp.scoring.reports.build import write_report
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     quiet_libraries()
     if form is not None and form not in FORMATS:
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from reflogp.cli import engine_options, options
-from reflogp.cli.console import EXIT_MISSES, needs, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.reference import find_reference
 from reflogp.store import Reference, Store, UsageError, resolve_model
@@ -86,13 +86,13 @@ def score(
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
-        from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
+        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
         from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.data.shape import FORMATS
         from reflogp.scoring.data.tokenized import TokenizedDataset
         from reflogp.scoring.runs.score import score_dataset
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     quiet_libraries()
     if form is not None and form not in FORMATS:
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
@@ -192,7 +192,7 @@ def _on_ray(
         from reflogp.scoring.on_ray.cluster import connected
         from reflogp.scoring.on_ray.workers import ClusterWorkers
     except ImportError as error:
-        raise needs("ray", error) from error
+        raise missing_extra("ray", error) from error
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
     with connected(address or None):

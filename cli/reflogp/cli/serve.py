@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from reflogp.cli.console import err, needs, out
+from reflogp.cli.console import err, missing_extra, out
 from reflogp.store import UsageError
 
 
@@ -47,7 +47,7 @@ def serve(
         from reflogp.service.run import run
         from reflogp.service.settings import read_settings
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     references: dict[str, Any] = {}
     for entry in model or []:
         name, equals, path = entry.partition("=")
@@ -73,7 +73,7 @@ def token(
         from reflogp.service.auth import new_token
         from reflogp.service.settings import SCOPES
     except ImportError as error:
-        raise needs("service", error) from error
+        raise missing_extra("service", error) from error
     scopes = scope or ["read", "score"]
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")

@@ -25,7 +25,7 @@ from reflogp.client.events import Following
 from reflogp.client.models import Job, JobPage, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
 from reflogp.client.scoring import Scores, TokenIds
 from reflogp.store import UsageError
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Client:
             values: return token_logps too.
             snapshot: number of the snapshot; None for the latest.
         """
-        return self._run(protocol.looking_up(reference, keys, values, snapshot))
+        return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
 
     def score(
         self,
@@ -125,7 +125,7 @@ class Client:
         Raises:
             UsageError: no such file, a folder, an unknown suffix, or a file that changes while it is sent.
         """
-        return self._run(jobs.uploading(files.local_file(path, name, progress)))
+        return self._run(jobs.upload_plan(files.local_file(path, name, progress)))
 
     def submit(
         self,
@@ -192,7 +192,7 @@ class Client:
 
         Raises RequestRefusedError (409) if the job is done or failed.
         """
-        return self._run(jobs.cancelling(job))
+        return self._run(jobs.cancel_plan(job))
 
     def retry(self, job: str) -> Job:
         """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for any other job."""
@@ -210,7 +210,7 @@ class Client:
             UsageError: the file cannot be written.
         """
         output = files.check_output(output_path)
-        with appears_whole(output) as hidden, hidden.open("wb") as partial:
+        with write_atomically(output) as hidden, hidden.open("wb") as partial:
             self._send(jobs.result_call(job, partial))
         return output
 
@@ -326,7 +326,7 @@ class AsyncClient:
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> protocol.Lookup:
         """See Client.lookup."""
-        return await self._run(protocol.looking_up(reference, keys, values, snapshot))
+        return await self._run(protocol.lookup_plan(reference, keys, values, snapshot))
 
     async def score(
         self,
@@ -348,7 +348,7 @@ class AsyncClient:
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
         """See Client.upload. `progress` is called outside the event loop's thread."""
-        return await self._run(jobs.uploading(await asyncio.to_thread(files.local_file, path, name, progress)))
+        return await self._run(jobs.upload_plan(await asyncio.to_thread(files.local_file, path, name, progress)))
 
     async def submit(
         self,
@@ -391,7 +391,7 @@ class AsyncClient:
 
     async def cancel(self, job: str) -> Job:
         """See Client.cancel."""
-        return await self._run(jobs.cancelling(job))
+        return await self._run(jobs.cancel_plan(job))
 
     async def retry(self, job: str) -> Job:
         """See Client.retry."""
@@ -404,7 +404,7 @@ class AsyncClient:
     async def result(self, job: str, output_path: str | Path) -> Path:
         """See Client.result."""
         output = files.check_output(output_path)
-        with appears_whole(output) as hidden, hidden.open("wb") as partial:
+        with write_atomically(output) as hidden, hidden.open("wb") as partial:
             await self._send(jobs.result_call(job, partial))
         return output
 
@@ -482,7 +482,7 @@ class AsyncClient:
         return answer
 
     async def _send_once(self, call: protocol.Call) -> httpx.Response:
-        body = call.content.chunks_in_turn() if isinstance(call.content, files.LocalFile) else call.content
+        body = call.content.async_chunks() if isinstance(call.content, files.LocalFile) else call.content
         async with self._http.stream(**protocol.arguments(call), content=body) as answer:
             if call.into is None or not answer.is_success:
                 await answer.aread()

@@ -58,7 +58,7 @@ class LocalFile:
         if sent != self.size:
             raise UsageError(f"{self.path} changed while it was sent; send it again when it is complete")
 
-    async def chunks_in_turn(self) -> AsyncIterator[bytes]:
+    async def async_chunks(self) -> AsyncIterator[bytes]:
         """Yield the same chunks as `chunks`, but read outside the event loop's thread."""
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:

@@ -96,7 +96,7 @@ def submit_call(
     return protocol.Call("POST", "/v1/jobs", content=json.dumps(asked).encode(), headers=headers)
 
 
-def cancelling(job: str) -> protocol.Plan[Job]:
+def cancel_plan(job: str) -> protocol.Plan[Job]:
     """Cancel a job, and return it when it is cancelled or about to be.
 
     Safe to repeat: a job that is already cancelled is returned unchanged.
@@ -112,7 +112,7 @@ def cancelling(job: str) -> protocol.Plan[Job]:
         return found
 
 
-def uploading(file: LocalFile) -> protocol.Plan[UploadInfo]:
+def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
     """Upload the file unless the service already has it, and return what the service keeps.
 
     Safe to repeat: the same content is stored under the same name.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: States that a job does not leave on its own.
-FINAL: tuple[JobState, ...] = ("done", "failed", "cancelled")
+FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether the job is done, failed or cancelled."""
-        return self.state in FINAL
+        return self.state in FINAL_STATES
 
     def as_dict(self) -> dict[str, Any]:
         """Return the job as a dict for JSON."""

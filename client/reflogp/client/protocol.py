@@ -131,7 +131,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
     return parsed(response, lambda body: [ReferenceInfo(**known(ReferenceInfo, entry)) for entry in body["references"]])
 
 
-def looking_up(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
+def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
     """Look keys up, in as many requests as the service's limits require, all at the same snapshot."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
 from reflogp.scoring.data.objects import kind_of, open_dataset
-from reflogp.scoring.data.own_tokenizer import chosen_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import NotScoredError

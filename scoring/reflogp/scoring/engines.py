@@ -1,6 +1,6 @@
-"""What scoring needs of an engine, and the choice of one as data: made on the command line or by a service, loaded elsewhere.
+"""Define the protocols of engines, and the choice of an engine as data that can be sent to another process.
 
-Knows each engine's name and settings. Loads an engine's own libraries only when that engine is made.
+An engine's own libraries are imported only when that engine is made.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ from typing import Any, Literal, Protocol
 
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.operations import Operations
-from reflogp.store import FileChangedError, OtherContentError, Reference, UsageError
+from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
 
-#: Loads of one model, when its files' times change while they are read, before that is an error.
+#: Attempts to load a model whose files' times change while they are read; after the last one that is an error.
 _LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
 
 
 class Engine(Protocol):
-    """What scoring a dataset needs of an engine."""
+    """An engine that scores a dataset."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Index -> why this engine cannot score that sequence."""
+        """Return index -> why this engine cannot score that sequence."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """(number, outcome) of a pass's sequences, numbered from 0 through all groups, for as long as groups come.
+        """Score groups as they arrive; yield (number, outcome) of each pass's sequences, numbered from 0 through all groups.
 
-        An empty group says that there is none at the moment. Then what is under way ends, and an empty list is the item.
+        An empty group means that no group is available at the moment. The passes in flight then finish, and after them an empty
+        list is yielded.
         """
 
     def provenance(self) -> dict[str, Any]:
-        """How this engine makes values; stored beside them."""
+        """Return how this engine computes values; it is stored with the values."""
 
     def operations(self) -> Operations:
-        """Operations of everything scored so far; both counts stay 0 where this engine cannot count them."""
+        """Return the operations of everything scored so far; both counts stay 0 if this engine cannot count them."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Matrix product rate of the device, or None where this engine cannot measure it."""
+        """Return the matrix product rate of the device, or None if this engine cannot measure it."""
 
     def close(self) -> None:
-        """End what the engine started and let go of the model. No values are asked of it afterwards."""
+        """End the engine's processes and connections, and release the model. The engine cannot score afterwards."""
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that takes turns: what a service's worker needs.
+    """An engine that can switch between callers after each pass, as a service's worker needs it.
 
     Attributes:
         token_budget: about how many tokens of several requests are worth merging.
-        pass_seconds: device time of a pass at most, or None for as long as pays.
+        pass_seconds: longest device time of a pass, or None for no limit.
     """
 
     token_budget: int
@@ -68,7 +69,7 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """(index, outcome) of all but the skipped ones; `before` is told each pass's indices."""
+        """Yield (index, outcome) of each pass's sequences, except skipped ones; call `before` with each pass's indices."""
 
     def flow(
         self,
@@ -76,23 +77,26 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """As Engine.flow: the caller may do something else between two passes; `before` is told each one's numbers."""
+        """Score groups as they arrive; see Engine.flow. `before` is called with the numbers of each pass.
+
+        The caller may use the engine for something else between two items.
+        """
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine that is not loaded yet. Of plain values only: it travels to workers as JSON.
+    """The name and settings of an engine that is not loaded yet. All are plain values, so they can be sent to workers as JSON.
 
     Attributes:
-        name: what computes: torch here, vllm in a process of its own environment, remote a `vllm serve` that runs already.
-        device: of torch: "auto", "cpu", "cuda", "cuda:1", …
-        token_budget: of torch: tokens of one pass, or "auto".
-        trust_remote_code: run modelling code that the checkpoint brings.
-        vllm_python: interpreter of vLLM's environment; None takes REFLOGP_VLLM_PYTHON, or this one.
-        tensor_parallel: of vllm: GPUs that one model is spread over.
-        vllm_options: of vllm: further arguments, of vllm.options.ALLOWED.
-        url, served_model, concurrency, patience_seconds: of remote, as ServerPlace; its key is read from VLLM_API_KEY.
-        check_claim: of remote: compare its values with those of the weights at hand before it is believed.
+        name: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running `vllm serve`.
+        device: torch: "auto", "cpu", "cuda", "cuda:1", … Also the device on which `check_claim` loads the local weights.
+        token_budget: torch: tokens of one pass, or "auto".
+        trust_remote_code: run modelling code from the checkpoint.
+        vllm_python: vllm: interpreter of vLLM's environment; None for $REFLOGP_VLLM_PYTHON, or this process's interpreter.
+        tensor_parallel: vllm: number of GPUs that one model is spread over.
+        vllm_options: vllm: further arguments; names from vllm_engine.options.ALLOWED.
+        url, served_model, concurrency, patience_seconds: remote: see ServerPlace; the API key is read from $VLLM_API_KEY.
+        check_claim: remote: compare the server's values with those of the local weights before scoring.
     """
 
     name: EngineName = "torch"
@@ -109,13 +113,13 @@ class EngineChoice:
     check_claim: bool = True
 
     def gpus(self) -> int:
-        """GPUs that one engine takes, where the device is settled: the group of a tensor-parallel one."""
+        """Return the number of GPUs of one engine: 0 on the CPU or for a remote engine. "auto" counts as a GPU."""
         if self.device == "cpu" or self.name == "remote":
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def require_dtype(self, dtype: str) -> None:
-        """Raise UsageError where this engine cannot compute in `dtype`."""
+        """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:
             raise UsageError(
                 f"{dtype} is float32 weights under torch.autocast, which the {self.name} engine cannot compute: use the torch "
@@ -123,26 +127,26 @@ class EngineChoice:
             )
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """The engine, loaded with exactly the files that the reference names.
+        """Load the engine with exactly the files of the reference and return it.
 
-        The files are opened and hashed at every load (digests of unchanged files are remembered), read through the open files,
-        and compared with what they were when everything is in memory.
+        The files are opened and hashed at each load (digests of unchanged files are cached) and read through the open file
+        handles. When everything is in memory, they are checked for changes.
 
         Args:
             model: local folder of the model.
-            reference: the model under the numerics that are wanted.
+            reference: the reference whose values are computed.
 
         Raises:
-            OtherContentError: the folder holds another model than the reference.
-            FileChangedError: it is being written to.
-            UsageError, CheckpointError, EngineError: it cannot be loaded.
+            ContentMismatchError: the folder holds another model than the reference.
+            FileChangedError: a file changed during the load.
+            UsageError, CheckpointError, EngineError: the engine cannot be loaded.
         """
         self.require_dtype(reference.dtype)
         for attempt in range(_LOAD_ATTEMPTS):
             try:
                 return self._made(model, reference)
-            except FileChangedError as error:  # permissions or a further link change a file's times too, so look again
-                if isinstance(error, OtherContentError) or attempt == _LOAD_ATTEMPTS - 1:
+            except FileChangedError as error:  # new permissions or hard links change a file's times too, so try again
+                if isinstance(error, ContentMismatchError) or attempt == _LOAD_ATTEMPTS - 1:
                     raise
                 gc.collect()
         raise AssertionError("unreachable")
@@ -181,12 +185,12 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """vLLM's processes open the paths by themselves, so the paths must lead to the open files before and after."""
+            """Check that the paths lead to the open files before and after the block: vLLM's processes open the paths."""
             with opened_as(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
                     yield
-                finally:  # what went wrong is explained by a file that changed, where one did
+                finally:  # a changed file explains an error of the block, so it is raised instead
                     opened.files.check(by_path=True)
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
@@ -216,7 +220,7 @@ class EngineChoice:
 
 @contextmanager
 def opened_as(model: str, reference: Reference) -> Iterator[OpenModel]:
-    """A model's open files. Raises OtherContentError when they are not the reference's, and as `open_model`."""
+    """Open a model's files for the block. Raises ContentMismatchError if they are not the reference's; see also `open_model`."""
     with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
         opened.require(reference)
         yield opened

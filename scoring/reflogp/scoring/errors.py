@@ -77,7 +77,8 @@ class WorkerGoneError(EngineError):
     """One of a run's workers is gone; others go on.
 
     Attributes:
-        blamed: True if the sequences that it was processing may be the reason; False if it was taken away from the run.
+        blamed: True if the sequences that it was processing may be the reason; False if it was withdrawn from
+            the run, or was gone before.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:

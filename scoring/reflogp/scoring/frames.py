@@ -1,7 +1,4 @@
-"""Messages between the service and its workers: a JSON object and bytes, length-prefixed, over pipes. Nothing is pickled.
-
-Knows the framing only. Called by both sides.
-"""
+"""Encode and read messages between processes over pipes: a JSON object and bytes, length-prefixed. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from typing import Any, BinaryIO
 
 _LENGTHS = struct.Struct(">IQ")
 
-#: A JSON object that says what it is in `op`, and what goes with it: an Arrow IPC stream, mostly.
+#: A JSON object whose `op` names the kind of message, and the message's bytes: usually an Arrow IPC stream.
 Frame = tuple[dict[str, Any], bytes]
 
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
-    """A frame as bytes."""
+    """Return a frame as bytes."""
     head = json.dumps(message).encode()
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def read_frame(file: BinaryIO) -> Frame | None:
-    """The next frame; None where the other side is gone, also in the middle of a frame."""
+    """Return the next frame; None if the other side is gone, even in the middle of a frame."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None
@@ -33,7 +30,7 @@ def read_frame(file: BinaryIO) -> Frame | None:
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """As `read_frame`, for asyncio."""
+    """Return the next frame of an asyncio stream; see `read_frame`."""
     try:
         head_size, body_size = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         head = await reader.readexactly(head_size)

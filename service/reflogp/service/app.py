@@ -18,11 +18,11 @@ from reflogp.service import problems
 from reflogp.service.auth import Sessions
 from reflogp.service.connections import ActiveRequests
 from reflogp.service.context import Context
-from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.metrics import Metrics
-from reflogp.service.middleware import HeadBounds, Timed
+from reflogp.service.middleware import HeadLimit, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
@@ -36,10 +36,10 @@ from reflogp.service.routes.pages import pages_router
 from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.settings import ServerSettings
-from reflogp.service.sites import OwnSite, SafeHeaders
+from reflogp.service.sites import SameSiteGuard, SecurityHeaders
 from reflogp.service.state_lock import StateLock
 from reflogp.service.uploads import UploadFolder
-from reflogp.service.worker.protocol import ModelPlace, WorkerConfiguration
+from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
 _DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
@@ -49,7 +49,7 @@ class _App(FastAPI):
     """An app that sets safe headers on every response, even of an unexpected error, which added middleware never sees."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return SafeHeaders(super().build_middleware_stack())
+        return SecurityHeaders(super().build_middleware_stack())
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -64,7 +64,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     metrics = Metrics()
     registry = ReferenceRegistry(settings)
     ledger = Ledger(folder / "jobs.sqlite", settings.ledger_seconds)
-    room = DatasetRoom(settings.max_uploads_bytes)
+    room = DatasetQuota(settings.max_uploads_bytes)
     uploads = UploadFolder(folder / "uploads", ledger, settings, room)
     fetched = FetchedFolder(folder / "fetched", ledger, room)
     precompute = Precompute(settings, folder, ledger, registry, uploads, fetched, metrics)
@@ -114,8 +114,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.sessions = Sessions(settings.tokens)
     problems.install(app)
     app.add_middleware(RequestMemoryGuard, memory=request_memory)
-    app.add_middleware(OwnSite, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
-    app.add_middleware(HeadBounds, max_bytes=settings.max_head_bytes)
+    app.add_middleware(SameSiteGuard, allowed_hosts=settings.allowed_hosts, has_tokens=bool(settings.tokens))
+    app.add_middleware(HeadLimit, max_bytes=settings.max_head_bytes)
     app.add_middleware(ActiveRequests, most=settings.max_connections)
     app.add_middleware(Timed, metrics=metrics)
     app.include_router(health_router(context, pool))
@@ -156,7 +156,7 @@ def _configurations(
 ) -> list[WorkerConfiguration]:
     """Return the configuration of one worker for each place. Raise UsageError if one model has two different engines."""
     named = registry.named()
-    models: dict[str, ModelPlace] = {}
+    models: dict[str, ModelConfig] = {}
     for name, reference in named.items():
         place = settings.references[name].place()
         if models.setdefault(reference.reference_id, place).engine != place.engine:

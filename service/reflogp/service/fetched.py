@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 
 from reflogp.scoring.data.formats import byte_count
-from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.ledger import Ledger
 
 #: Prefix of the names of files that are still being written.
@@ -23,7 +23,7 @@ class FetchedFolder:
         room: bounds the size of these files together with uploads.
     """
 
-    def __init__(self, folder: Path, ledger: Ledger, room: DatasetRoom) -> None:
+    def __init__(self, folder: Path, ledger: Ledger, room: DatasetQuota) -> None:
         self.folder = folder
         self._ledger = ledger
         self._room = room

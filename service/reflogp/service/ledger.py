@@ -218,7 +218,7 @@ class Ledger:
         """
 
         def requeue(db: sqlite3.Connection) -> int:
-            return _back_in_line(db, f"state = 'running' and id not in ({_marks(but)})", note, *but)
+            return _requeue(db, f"state = 'running' and id not in ({_marks(but)})", note, *but)
 
         return self._file.write(requeue)
 
@@ -227,7 +227,7 @@ class Ledger:
         row = self._one("select count(*) n from job where state = 'queued'")
         return int(row["n"]) if row else 0
 
-    def highest_waiting(self) -> int | None:
+    def highest_queued_priority(self) -> int | None:
         """Return the priority of the first queued job that a worker can begin; None if there is no such job."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
@@ -342,7 +342,7 @@ class Ledger:
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
-            _back_in_line(db, "id = ? and state = 'running'", note, job)
+            _requeue(db, "id = ? and state = 'running'", note, job)
 
         self._file.write(fetch_again)
 
@@ -353,7 +353,7 @@ class Ledger:
 
     def give_back(self, job: str, note: str) -> None:
         """Queue a running job again at its old place; the note says why. A cancelled job ends instead."""
-        self._file.write(lambda db: _back_in_line(db, "id = ? and state = 'running'", note, job))
+        self._file.write(lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
@@ -381,7 +381,7 @@ class Ledger:
                 error = f"{deaths} workers died one after the other without getting on; {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
-            _back_in_line(db, "id = ? and state = 'running'", note, job)
+            _requeue(db, "id = ? and state = 'running'", note, job)
             return deaths
 
         return self._file.write(died)
@@ -466,7 +466,7 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
     return changed.rowcount > 0
 
 
-def _back_in_line(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
+def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
     """Queue the jobs that match a condition again, or end them if they were cancelled; return how many matched."""
     query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
     changed = db.execute(query, [_now(), note, *values])

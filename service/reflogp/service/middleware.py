@@ -36,7 +36,7 @@ class Timed:
             self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
 
 
-class HeadBounds:
+class HeadLimit:
     """Middleware that refuses requests with a long target or long headers.
 
     The server's own limit applies only to heads that arrive in several pieces.

@@ -124,7 +124,7 @@ class OnlineScoring:
         model = self._registry.model_of(reference)
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
-        if temperature != 1.0 and not self._registry.takes_temperatures(model.reference_id):
+        if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
             raise UsageError(f"temperature {temperature}: vLLM, which computes {reference!r} here, knows 1 only")
         known: list[Any] = [None] * len(sequences)
         snapshot = None

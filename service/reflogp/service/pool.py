@@ -21,7 +21,7 @@ from typing import Any
 from anyio import to_thread
 
 from reflogp.scoring.frames import encode
-from reflogp.scoring.machine.freed_memory import give_freed_memory_back
+from reflogp.scoring.machine.freed_memory import return_freed_memory
 from reflogp.service.processes import Start, WorkerProcess, memory_of
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration
@@ -126,7 +126,7 @@ class WorkerHandle:
         elif self.process is not None:
             self.asked = self.process.send(encode({"op": "ping"}))
 
-    def take_answer(self, message: dict[str, Any]) -> None:
+    def on_pong(self, message: dict[str, Any]) -> None:
         """Handle the answer to a ping."""
         self.answered, self.asked, self.silent_seconds, self.late = True, False, 0.0, False
         self.doing = (message["doing"], message["seconds"]) if message["doing"] else None
@@ -238,7 +238,7 @@ class Pool:
             case "loaded":
                 worker.loaded = message["references"]
             case "pong":
-                worker.take_answer(message)
+                worker.on_pong(message)
                 return
             case "dying":
                 worker.last_error = message["error"]
@@ -255,7 +255,7 @@ class Pool:
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:
                 trimmed = now
-                await to_thread.run_sync(give_freed_memory_back)
+                await to_thread.run_sync(return_freed_memory)
 
     async def _look(self, worker: WorkerHandle, passed: float) -> None:
         if worker.process is None:

@@ -71,7 +71,7 @@ class _Running:
         self.claim = claim
         self.in_flight: list[str] = []
         self.cancelled = threading.Event()
-        self.why_stopped: str | None = None
+        self.stop_reason: str | None = None
         self.began = False
         self.counted = JobProgress()
 
@@ -307,7 +307,7 @@ class Precompute:
                 self._find_help(worker.number, running)
                 await self._pending.progressed(job, progress, message["committed"], lambda _: self._notify(job))
             case "job" if running is not None and running.claim.id == message["job"]:
-                await self._let_go(worker.number, running, self._end_of(running, message))
+                await self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """Requeue the job of a worker whose process has ended, or let the job fail after too many deaths.
@@ -323,11 +323,11 @@ class Precompute:
             return
         job = running.claim.id
         if running.cancelled.is_set():
-            await self._let_go(worker.number, running, self._finish(job, "cancelled"))
+            await self._release(worker.number, running, self._finish(job, "cancelled"))
             return
         note = f"its worker ended: {reason}"
         if not blame or self._closing:
-            await self._let_go(worker.number, running, self._give_back(job, note))
+            await self._release(worker.number, running, self._give_back(job, note))
             return
         suspects, poison = running.claim.suspects, dict(running.claim.poison)
         known = set(suspects)
@@ -348,9 +348,9 @@ class Precompute:
                 self._notify(job)
 
         died = partial(self._ledger.died, job, suspects, poison, note, narrowed, _DEATHS)
-        await self._let_go(worker.number, running, (died, recorded))
+        await self._release(worker.number, running, (died, recorded))
 
-    async def _let_go(self, number: int, running: _Running, write: _Write) -> None:
+    async def _release(self, number: int, running: _Running, write: _Write) -> None:
         """Take a job from its worker and record that. At any moment the job is in `_running` or among the pending writes."""
         job = running.claim.id
         recorded = self._pending.put(job, *write)
@@ -460,8 +460,8 @@ class Precompute:
             self._begins.add(begin)
             begin.add_done_callback(self._begins.discard)
             self._notify(claim.id)
-        highest = await to_thread.run_sync(self._ledger.highest_waiting)
-        busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.why_stopped]
+        highest = await to_thread.run_sync(self._ledger.highest_queued_priority)
+        busy = [(running.claim.priority, number) for number, running in self._running.items() if not running.stop_reason]
         if highest is not None and busy and min(busy)[0] < highest:
             number = min(busy)[1]
             self._stop(number, self._running[number], "interrupted")
@@ -469,7 +469,7 @@ class Precompute:
     def _find_help(self, owner: int, running: _Running) -> None:
         """Let workers without a job help with this one. Queued jobs go first: a helper that gets a job stops helping."""
         assert self._pool is not None
-        if self._wanted.is_set() or self._closing or running.why_stopped is not None:
+        if self._wanted.is_set() or self._closing or running.stop_reason is not None:
             return
         idle = [worker for worker in self._pool.workers if worker.answering and worker.number not in self._running]
         if idle:
@@ -494,7 +494,7 @@ class Precompute:
         if running.cancelled.is_set():
             write = self._finish(claim.id, "cancelled")
         if write is not None:
-            await self._let_go(worker.number, running, write)
+            await self._release(worker.number, running, write)
             return
         settings = claim.settings
         order = JobOrder(
@@ -516,8 +516,8 @@ class Precompute:
         logger.info("job begins on worker %d", worker.number, extra={"job": claim.id})
         running.began = True
         worker.send({"op": "job", "order": asdict(order)})
-        if running.why_stopped is not None:
-            worker.send({"op": "stop", "job": claim.id, "why": running.why_stopped})
+        if running.stop_reason is not None:
+            worker.send({"op": "stop", "job": claim.id, "why": running.stop_reason})
 
     def _stop_if_cancelled(self) -> None:
         """Tell workers to stop jobs that were cancelled."""
@@ -528,7 +528,7 @@ class Precompute:
 
     def _stop(self, number: int, running: _Running, why: str) -> None:
         assert self._pool is not None
-        running.why_stopped = why
+        running.stop_reason = why
         if running.began:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
@@ -567,7 +567,7 @@ class Precompute:
             await to_thread.run_sync(self._ledger.probe)
             if isinstance(self._ledger.trouble, LedgerTakenError):
                 for number, running in self._running.items():
-                    if running.why_stopped is None:
+                    if running.stop_reason is None:
                         self._stop(number, running, "taken")
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 

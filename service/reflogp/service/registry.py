@@ -109,7 +109,7 @@ class ReferenceRegistry:
         """Return name -> reference, for the references that have a name and a model."""
         return dict(self._named)
 
-    def takes_temperatures(self, reference_id: str) -> bool:
+    def supports_temperature(self, reference_id: str) -> bool:
         """Return whether a reference's engine supports temperatures other than 1, which divide the logits."""
         return any(
             reference.reference_id == reference_id and self._engines[name] == "torch" for name, reference in self._named.items()

@@ -28,7 +28,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.vllm_engine.options import check_options
-from reflogp.service.worker.protocol import ModelPlace
+from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import normalize_uri
 
@@ -79,12 +79,12 @@ class ReferenceSettings(BaseModel):
             raise ValueError(str(error)) from error
         return self
 
-    def place(self) -> ModelPlace:
+    def place(self) -> ModelConfig:
         """Return the worker's form of these settings."""
         of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
         fields = self.model_dump()
         choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
-        return ModelPlace(**{name: fields[name] for name in of_the_model}, engine=choice)
+        return ModelConfig(**{name: fields[name] for name in of_the_model}, engine=choice)
 
 
 class TokenSettings(BaseModel):

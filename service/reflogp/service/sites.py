@@ -41,7 +41,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
 
-class SafeHeaders:
+class SecurityHeaders:
     """ASGI middleware that adds HEADERS to every response, including errors."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -58,7 +58,7 @@ class SafeHeaders:
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
-class OwnSite:
+class SameSiteGuard:
     """ASGI middleware that refuses requests which a page of another site makes a browser send.
 
     Args:

@@ -22,7 +22,7 @@ from typing import BinaryIO
 from anyio import to_thread
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
-from reflogp.service.dataset_room import DatasetRoom
+from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import NAME_PATTERN, Upload
 from reflogp.service.problems import Problem
@@ -48,7 +48,7 @@ class UploadFolder:
         room: room of uploads and fetched datasets together.
     """
 
-    def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetRoom) -> None:
+    def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetQuota) -> None:
         self._folder = folder.absolute()
         self._ledger = ledger
         self._settings = settings

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from reflogp.store.checkpoint import read_checkpoint, resolve_model
 from reflogp.store.errors import (
     CheckpointError,
+    ContentMismatchError,
     DamagedStoreError,
     FileChangedError,
-    OtherContentError,
     ReferenceNotFoundError,
     ReflogpError,
     SnapshotNotFoundError,
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "ContentMismatchError",
     "DamagedStoreError",
     "FileChangedError",
     "Join",
     "LogprobTable",
-    "OtherContentError",
     "Reference",
     "ReferenceNotFoundError",
     "ReflogpError",

@@ -139,7 +139,7 @@ class OpenFiles:
             try:
                 for path in wanted:
                     self.files[path] = OpenFile.open(path)
-                let_clocks_pass(self.files.values())
+                wait_for_clock_tick(self.files.values())
                 self.check(by_path=True)
                 return
             except FileChangedError:
@@ -222,7 +222,7 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
     """Return the sha256 (hex) of open files, by path. Uses remembered digests, and trustworthy names of blobs in a hub cache.
 
     Args:
-        files: open files for which `let_clocks_pass` was called after they were opened.
+        files: open files for which `wait_for_clock_tick` was called after they were opened.
         progress: as in `file_digests`.
 
     Raises FileChangedError if a file is written to while it is read.
@@ -252,7 +252,7 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
     return digests
 
 
-def let_clocks_pass(files: Iterable[OpenFile]) -> None:
+def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
     """Wait until any further change of these files must give them a new change time. Call it before the files are read.
 
     Two changes within one step of a file system's clock have the same time, so the second one would go unnoticed (the problem

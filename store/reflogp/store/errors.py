@@ -11,7 +11,7 @@ ReflogpError                    base of every error of all packages: the command
     ├── SnapshotNotFoundError   no such snapshot number, or the snapshot was vacuumed
     ├── CheckpointError         weight files that are missing, truncated or of a refused kind
     └── FileChangedError        a file was replaced or written to while it was read
-        └── OtherContentError   its content does not match an id or a digest
+        └── ContentMismatchError   its content does not match an id or a digest
 
 StoreDamageWarning (a UserWarning): a reader continues without a damaged part, and names it.
 """
@@ -65,5 +65,5 @@ class FileChangedError(StoreError):
     """A file was replaced or written to while it was read; reading it again may help."""
 
 
-class OtherContentError(FileChangedError):
+class ContentMismatchError(FileChangedError):
     """A file's content does not match an id or a digest; reading it again does not help."""

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 
 from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
 from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
-from reflogp.store.errors import FileChangedError, OtherContentError, ReflogpError, StoreFormatError, UsageError
+from reflogp.store.errors import ContentMismatchError, FileChangedError, ReflogpError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
 
 #: Dtypes that a model can compute in. A plain name: weights and activations have that dtype. "…-autocast": weights are float32
@@ -27,7 +27,7 @@ _AUTOCAST = "-autocast"
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
 #: which software wrote it, settings of generation and training, and how attention is computed (recorded as provenance).
 #: Every other entry is part of the id, so an entry that reflogp does not know makes a new id rather than a false cache hit.
-NOT_SEMANTIC = frozenset(
+IGNORED_CONFIG_KEYS = frozenset(
     {
         "_attn_implementation",
         "_attn_implementation_internal",
@@ -172,7 +172,7 @@ class OpenModel:
     digests: dict[Path, str]
 
     def require(self, reference: Reference) -> None:
-        """Raise OtherContentError with the names of the changed files if the files are not those of `reference`."""
+        """Raise ContentMismatchError with the names of the changed files if the files are not those of `reference`."""
         if self.reference.reference_id == reference.reference_id:
             return
         adapter, known = self.checkpoint.adapter, reference.adapter or {}
@@ -186,7 +186,7 @@ class OpenModel:
             changed.append(adapter.folder / "adapter_config.json")
         changed = changed or sorted(file for file in self.digests if file.suffix == ".py") or [self.checkpoint.folder]
         named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
-        raise OtherContentError(
+        raise ContentMismatchError(
             f"{named} changed: the model there is now reference {self.reference.reference_id}, not {reference.reference_id}. "
             "Put the old files back, or run again with the new ones (restart a service)"
         )
@@ -328,7 +328,7 @@ def autocast_dtype(dtype: str) -> str | None:
 
 def _semantic(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _semantic(entry) for key, entry in value.items() if key not in NOT_SEMANTIC}
+        return {key: _semantic(entry) for key, entry in value.items() if key not in IGNORED_CONFIG_KEYS}
     if isinstance(value, list):
         return [_semantic(entry) for entry in value]
     return value

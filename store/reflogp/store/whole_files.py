@@ -11,7 +11,7 @@ from reflogp.store.errors import UsageError
 
 
 @contextmanager
-def appears_whole(target: Path) -> Iterator[Path]:
+def write_atomically(target: Path) -> Iterator[Path]:
     """Yield a temporary path to write; it becomes `target` if the block succeeds, and is deleted if the block fails.
 
     A block that writes nothing leaves `target` unchanged. Missing parent folders are created.

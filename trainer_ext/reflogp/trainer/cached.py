@@ -21,7 +21,7 @@ from reflogp.store.joins import Join
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.report import begin_report
 from reflogp.trainer.construction import unchanged_by_failure
-from reflogp.trainer.distributed_join import NothingScored, all_missing, join_everywhere, open_everywhere, raise_missing
+from reflogp.trainer.distributed_join import NothingScored, agree_on_snapshot, all_missing, join_on_all_ranks, raise_missing
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
 from reflogp.trainer.layouts import layout_of
 from reflogp.trainer.media import refuse_media
@@ -158,7 +158,7 @@ class CachedReferenceMixin(_AnyTrainer):
         settings = self._reference_settings()
         policy = self.accelerator.unwrap_model(self.model)
         self.reference = self.reference.in_dtype_of_run(computes_in(policy, self.accelerator))
-        where = self._where = open_everywhere(self.reference)
+        where = self._where = agree_on_snapshot(self.reference)
         if isinstance(dataset, IterableDataset):
             joined = self._join_stream(dataset, name, where, settings)
         elif isinstance(where, NothingScored):
@@ -177,7 +177,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _join_rows(self, dataset: Any, name: str, where: Where, settings: Settings) -> Any:
         layout = layout_of(dataset.column_names, self)
-        found = join_everywhere(dataset, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
+        found = join_on_all_ranks(dataset, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
         columns, misses = found.columns, found.misses
         if misses is not None and self.reference.on_miss == "compute":
             columns = {column: values.copy() for column, values in columns.items()}

@@ -52,7 +52,7 @@ class NothingScored:
     error: ReferenceNotFoundError | StoreNotFoundError
 
 
-def open_everywhere(source: ReferenceSource) -> Where | NothingScored:
+def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
     """Return the reference and snapshot that the first process sees.
 
     All processes read that snapshot, even if others are committed meanwhile.
@@ -118,7 +118,7 @@ def raise_missing(
     on_all_ranks(f"looking up {', '.join(part.dataset for part in misses)}", tell)
 
 
-def join_everywhere(
+def join_on_all_ranks(
     dataset: Dataset,
     name: str,
     layout: Layout,

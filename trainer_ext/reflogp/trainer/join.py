@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from reflogp.client import Job
 from reflogp.store import UsageError
 from reflogp.store.joins import Asked, Join, ask
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
 from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
@@ -198,7 +198,7 @@ def write_tokens(misses: Sequence[Misses], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "reflogp-missing.parquet"
     tables = [part.tokens for part in misses if part.tokens is not None]
-    with appears_whole(file) as partial:
+    with write_atomically(file) as partial:
         pq.write_table(pa.concat_tables(tables, promote_options="permissive"), partial)
     return str(file)
 

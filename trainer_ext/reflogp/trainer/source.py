@@ -151,7 +151,7 @@ class ReferenceSource:
             reference = replace(reference, lm_head_dtype=dtype)
         return command_to_score(str(self.model), reference, data, self.location, settings or Settings())
 
-    def how_to_score_in(self, dtype: str) -> str:
+    def advice_for_dtype(self, dtype: str) -> str:
         """Return advice on how to get this reference's values in another dtype, as a sentence without its full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"

@@ -13,7 +13,7 @@ import numpy as np
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 #: Fields that fairseq2 reads from every line (GenericPreferenceDataset.create_reader).
 _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
@@ -40,7 +40,7 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     if zero.any():
         raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 takes for missing: {named_rows(np.flatnonzero(zero))}")
     scores = zip(pairs.own_rows(), pairs.chosen_logps.tolist(), pairs.rejected_logps.tolist(), strict=True)
-    with appears_whole(file) as partial, partial.open("w", encoding="utf-8") as out:
+    with write_atomically(file) as partial, partial.open("w", encoding="utf-8") as out:
         for number, (row, chosen, rejected) in enumerate(scores):
             line = {**row, "reference_score_chosen": chosen, "reference_score_rejected": rejected}
             try:

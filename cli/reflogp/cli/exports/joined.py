@@ -57,7 +57,7 @@ class JoinedPairs:
 
     def own_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the dataset's own columns, reading the file in batches."""
-        with _said_as_usage_error(self.file):
+        with _as_usage_error(self.file):
             for batch in pq.ParquetFile(self.file).iter_batches(columns=list(self.own_columns)):
                 yield from batch.to_pylist()
 
@@ -98,7 +98,7 @@ def read_pairs(file: Path) -> JoinedPairs:
         raise UsageError(f"{file} has no {', '.join(lacking)}: write it again with this version of reflogp")
     if ld_alpha is not None:
         raise UsageError(f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums: join it without")
-    with _said_as_usage_error(file):
+    with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])
     rows = table[row_column].to_numpy()
     if not (np.diff(rows) > 0).all():
@@ -121,7 +121,7 @@ def read_pairs(file: Path) -> JoinedPairs:
 
 
 @contextmanager
-def _said_as_usage_error(file: Path) -> Iterator[None]:
+def _as_usage_error(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:

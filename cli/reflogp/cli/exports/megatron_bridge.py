@@ -13,7 +13,7 @@ from typing import Any
 
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.store import UsageError
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 
@@ -53,9 +53,9 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
     values = {name: getattr(pairs, name) for name in ("reference_id", "reference_dtype", "snapshot")}
     metadata = {**fingerprint, "num_pairs": len(pairs), "reflogp": values}
     logprobs_file, metadata_file = folder / LOGPROBS_FILE, folder / METADATA_FILE
-    with appears_whole(metadata_file) as partial_metadata:
+    with write_atomically(metadata_file) as partial_metadata:
         partial_metadata.write_text(json.dumps(metadata, indent=2), encoding="utf-8")
-        with appears_whole(logprobs_file) as partial:
+        with write_atomically(logprobs_file) as partial:
             with partial.open("w", encoding="utf-8") as out:
                 for pair_id, record in enumerate(_records(pairs)):
                     out.write(json.dumps({"pair_id": pair_id, **record}) + "\n")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]
@@ -52,7 +52,7 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         for side, (logps, tokens) in sides.items()
     }
     target = folder / f"{cache_hash}.pt"
-    with appears_whole(target) as partial, partial.open("wb") as out:
+    with write_atomically(target) as partial, partial.open("wb") as out:
         torch.save(tensors, out)
     return target
 

@@ -195,14 +195,14 @@ class RowSource:
         meter = Meter(self._bounds, self.name, self._check)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
         for file in self.files:
-            with _said_as_dataset_error(file, self.format):
+            with _as_dataset_error(file, self.format):
                 yield from read(file, meter)
 
     def _lines(self) -> Iterator[bytes | None]:
         """Yield the lines that are not blank; None for a line that is too long."""
         meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
-            with _said_as_dataset_error(file, self.format), open_text(file, meter) as reader:
+            with _as_dataset_error(file, self.format), open_text(file, meter) as reader:
                 yield from (line for line in lines(reader, meter.bounds.row_bytes) if line is None or line.strip())
 
 
@@ -230,7 +230,7 @@ def dataset_suffix(name: str) -> str | None:
 
 
 @contextmanager
-def _said_as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
+def _as_dataset_error(file: Path, form: FileFormat) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, EOFError, UnicodeDecodeError, csv.Error) as error:

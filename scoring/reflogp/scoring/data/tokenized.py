@@ -39,7 +39,7 @@ class TokenizedDataset:
         load: returns the tokenizer; called when something must be tokenised.
         form: the dataset's format; None detects it.
         kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
-            Name it by `kept_name`, so that it cannot be another dataset's. The rows' original columns are not kept. Nothing is
+            Name it by `cache_name`, so that it cannot be another dataset's. The rows' original columns are not kept. Nothing is
             kept when a row reached a limit of time or memory, because the row may be usable under another limit.
         unchanged: called after each pass over `source`, before its tokens are kept; raises if the content that was read may
             differ from the content that `kept` is named after.
@@ -95,7 +95,7 @@ class TokenizedDataset:
 
     def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        forget_abandoned(kept.parent)
+        delete_abandoned(kept.parent)
         with _partial(kept) as partial:
             yield from self._written(partial, kept)
 
@@ -126,7 +126,7 @@ class TokenizedDataset:
                 writer.close()
 
 
-def kept_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
+def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
     """Return the file name of a tokenisation: a digest of everything that the token ids depend on."""
     content = {
         "dataset": dataset_digest,
@@ -139,7 +139,7 @@ def kept_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, s
     return f"{digest.hexdigest()}.arrow"
 
 
-def forget_oldest(folder: Path, max_bytes: int) -> None:
+def delete_oldest(folder: Path, max_bytes: int) -> None:
     """Delete the least recently used tokenisations until the rest takes at most `max_bytes`."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
     kept = 0
@@ -149,7 +149,7 @@ def forget_oldest(folder: Path, max_bytes: int) -> None:
             file.unlink(missing_ok=True)
 
 
-def forget_abandoned(folder: Path) -> None:
+def delete_abandoned(folder: Path) -> None:
     """Delete partial files of killed processes. A process holds a lock on the file that it writes, until it ends."""
     for partial in folder.glob(".*.partial"):
         with suppress(OSError):  # the file is locked, or has just been renamed

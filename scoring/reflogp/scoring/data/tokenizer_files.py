@@ -96,12 +96,12 @@ class TokenizerCache:
         self._most = most
         self._loaded: OrderedDict[tuple[str, bool], PreTrainedTokenizerBase] = OrderedDict()
 
-    def find(self, model: str, trust_remote_code: bool) -> NamedTokenizer:
+    def find(self, model: str, trust_remote_code: bool) -> TokenizerRef:
         """Identify the current tokenizer of a model folder without loading it. Raises the errors of `open_tokenizer`."""
         with open_tokenizer(model) as opened:
-            return NamedTokenizer(model, trust_remote_code, opened.digest, self)
+            return TokenizerRef(model, trust_remote_code, opened.digest, self)
 
-    def get(self, named: NamedTokenizer) -> PreTrainedTokenizerBase:
+    def get(self, named: TokenizerRef) -> PreTrainedTokenizerBase:
         key = (named.digest, named.trust_remote_code)
         if key not in self._loaded:
             with open_tokenizer(named.model) as opened:
@@ -115,7 +115,7 @@ class TokenizerCache:
 
 
 @dataclass(frozen=True)
-class NamedTokenizer:
+class TokenizerRef:
     """A tokenizer identified by its content: `load` returns exactly this tokenizer, or fails if its files have changed.
 
     Attributes:

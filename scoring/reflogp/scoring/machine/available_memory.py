@@ -1,6 +1,6 @@
-"""The memory that this process may use: the machine's, or less where its control group (cgroup v1 or v2) has a limit.
+"""Measure the memory that this process may use: the machine's, or less if its control group (cgroup v1 or v2) has a limit.
 
-Containers, systemd units and batch schedulers set such limits; the kernel kills a process of a group that goes beyond.
+Containers, systemd units and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-#: Where a group (version 2, version 1) says what it and the groups in it have taken, and how its page cache is named.
+#: For cgroup versions 2 and 1: the file with the memory that a group and its subgroups use, and the prefix of the names of its
+#: page cache in memory.stat.
 _USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process and its workers may use together.
+    """Return the bytes of memory that this process and its workers may use together.
 
     Args:
-        root: the file system in which /proc and the cgroup file systems are looked for.
+        root: root of the file system that has /proc and the cgroup file systems.
     """
     return min([int(psutil.virtual_memory().total), *(limit for _, limit in _limits(root))])
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process may still take: the machine's, or what a control group's limit leaves.
+    """Return the bytes of memory that this process may still take: the machine's, or what a control group's limit leaves.
 
-    The page cache counts as free, since the kernel drops it when memory is asked for.
+    The page cache counts as free, because the kernel drops it when memory is needed.
 
     Args:
-        root: as of `total_memory`.
+        root: see `total_memory`.
     """
     left = [limit - used for folder, limit in _limits(root) if (used := _used(folder)) is not None]
     return max(0, min([int(psutil.virtual_memory().available), *left]))
 
 
 def _limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """(folder, limit in bytes) of this process's cgroup and of every group around it, where they have limits."""
+    """Yield (folder, limit in bytes) of each limit of this process's cgroup and of the cgroups that contain it."""
     groups = _own_groups(root)
     for kind, mounted_group, mount_point in _memory_mounts(root):
         folder = root / mount_point.lstrip("/")
@@ -52,7 +53,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _used(group: Path) -> int | None:
-    """Bytes that a group has taken, without its page cache; None where its files do not say."""
+    """Return the bytes that a group uses, without its page cache; None if its files do not say."""
     for usage, prefix in _USAGE_FILES:
         taken = list(_limit(group / usage))
         if taken:
@@ -63,7 +64,7 @@ def _used(group: Path) -> int | None:
 
 
 def _own_groups(root: Path) -> dict[str, str]:
-    """This process's memory cgroup by kind: "cgroup2" and "cgroup" (version 1)."""
+    """Return this process's memory cgroup by kind: "cgroup2" and "cgroup" (version 1)."""
     found: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -75,7 +76,7 @@ def _own_groups(root: Path) -> dict[str, str]:
 
 
 def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(kind, group at the top of the mount, mount point) of each cgroup file system with memory limits."""
+    """Yield (kind, group at the top of the mount, mount point) of each cgroup file system with memory limits."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
@@ -85,12 +86,12 @@ def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _plain(text: str) -> str:
-    """A path of mountinfo, where spaces and the like are written as octal numbers."""
+    """Decode a path of mountinfo, in which spaces and similar characters are written as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _limit(file: Path) -> Iterator[int]:
-    """A number of bytes where the file holds one; "max" and 0 mean no limit."""
+    """Yield the number of bytes in a file, if any; "max" and 0 mean no limit."""
     for line in _lines(file)[:1]:
         if line.strip().isdigit() and int(line) > 0:
             yield int(line)

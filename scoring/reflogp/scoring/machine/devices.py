@@ -1,7 +1,6 @@
-"""Devices by name, and the group of them that each engine gets.
+"""Assign devices, or groups of GPUs, to engines by name.
 
-Knows torch's names of devices and CUDA_VISIBLE_DEVICES. Does not import torch, which a service's process does without.
-Called by the command line and by a service.
+Does not import torch, so that a service's process need not load it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from reflogp.store import UsageError
 
-#: What lies in /dev where there is a GPU: of NVIDIA's driver, of WSL's, of AMD's.
+#: Files in /dev of a machine with a GPU: NVIDIA's driver, WSL's, AMD's.
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 _ASK = "import torch; print(torch.cuda.device_count())"
 _ASK_SECONDS = 300.0
@@ -25,12 +24,12 @@ _NAME = re.compile(r"all|auto|cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class Place:
-    """What one engine computes on.
+    """The device or the GPUs of one engine.
 
     Attributes:
-        name: in words.
-        device: for EngineChoice.
-        visible: CUDA_VISIBLE_DEVICES of its process, where it must see these GPUs alone; None for all.
+        name: name for messages.
+        device: the `device` of its EngineChoice.
+        visible: CUDA_VISIBLE_DEVICES of its process if it must see only its own GPUs; None for no change.
     """
 
     name: str
@@ -41,15 +40,15 @@ class Place:
 def places(
     devices: Sequence[str], count_gpus: Callable[[], int], gpus_each: int = 1, chooses_itself: bool = False
 ) -> list[Place]:
-    """The place of each engine.
+    """Return the place of each engine.
 
     Args:
-        devices: names as torch has them; "all" stands for every GPU, or the CPU where there is none, "auto" for one of them.
-        count_gpus: GPUs of this machine that are visible here.
-        gpus_each: that an engine is spread over.
-        chooses_itself: an engine chooses among the GPUs that its process sees, as vLLM does.
+        devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for one device.
+        count_gpus: returns the number of GPUs that are visible to this process; called only if the names need it.
+        gpus_each: number of GPUs that an engine is spread over.
+        chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
 
-    Raises UsageError for an unknown name, for a GPU that is not there, and for GPUs that do not fill their last group.
+    Raises UsageError for an unknown name, for a GPU that does not exist, and for GPUs that do not fill their last group.
     """
     if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
         raise UsageError(f"device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
@@ -68,7 +67,7 @@ def places(
     if others := [name for name in names if not name.startswith("cuda:")]:
         raise UsageError(f"device {others[0]}: an engine that chooses its GPUs itself needs them by number, as cuda:0,cuda:1")
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
-    if "all" in devices and len(groups) > 1:  # some are left over
+    if "all" in devices and len(groups) > 1:  # leave out GPUs that fill no group
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
         raise UsageError(f"{len(names)} GPUs make no groups of {gpus_each}: give a multiple of that many")
@@ -76,7 +75,10 @@ def places(
 
 
 def gpus_in_a_child() -> int:
-    """GPUs as torch counts them, asked in a process of its own where there is any. Raises UsageError where it does not say."""
+    """Return torch's number of GPUs, counted in a process of its own; 0 if /dev has no GPU.
+
+    Raises UsageError if that process fails.
+    """
     if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
         return 0
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
@@ -88,7 +90,7 @@ def gpus_in_a_child() -> int:
 
 
 def _visible(group: Sequence[str], count: int) -> str:
-    """What CUDA_VISIBLE_DEVICES names these GPUs, where this process may see only some of the machine's."""
+    """Return CUDA_VISIBLE_DEVICES for these GPUs; this process itself may see only some of the machine's GPUs."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(count)]
     return ",".join(names[int(name[5:])] for name in group)

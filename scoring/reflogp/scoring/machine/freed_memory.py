@@ -1,6 +1,6 @@
-"""Memory that was freed goes back to the system.
+"""Return freed memory to the system.
 
-glibc and Arrow keep what was freed for later, in an arena for each of some dozen threads. Over many small jobs those parts grow
+glibc and Arrow keep freed memory for later, in an arena for each of some dozen threads. Over many small jobs the arenas grow
 although nothing is in use.
 """
 
@@ -11,8 +11,8 @@ import ctypes
 import pyarrow as pa
 
 
-def give_freed_memory_back() -> None:
-    """Return unused memory to the system, where the C library can (glibc); takes milliseconds."""
+def return_freed_memory() -> None:
+    """Return unused memory to the system, if the C library can do so (glibc); takes milliseconds."""
     pa.default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

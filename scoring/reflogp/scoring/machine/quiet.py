@@ -1,4 +1,4 @@
-"""The model libraries' own progress bars and notices, kept out of a worker's log."""
+"""Keep progress bars and notices of the model libraries out of a worker's log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def quiet_libraries() -> None:
-    """Let transformers say errors only."""
+    """Make transformers log only errors and show no progress bars."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers.utils import logging as transformers_logging
 

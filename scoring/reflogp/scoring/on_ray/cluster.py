@@ -1,7 +1,4 @@
-"""The Ray cluster that is used: this machine or a running one, what it has, and what went wrong in it, in words.
-
-Knows ray's connection and its errors. Does not know what actors do. Called by the command line, a service, and the scorer.
-"""
+"""Connect to a Ray cluster or start Ray on this machine; describe the cluster's resources and errors in words."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, UsageError
 
-#: Ray on this machine alone, for as long as it is used.
+#: The address that starts Ray on this machine, until this process disconnects.
 LOCAL = "local"
 _CONNECT_SECONDS = 5.0
 
 
 def connect(address: str | None) -> bool:
-    """Use the cluster at an address; False where this process is connected to one already, which is then used.
+    """Connect to the cluster at an address; return False if this process is connected to a cluster already and keeps it.
 
     Args:
-        address: "auto", host:port, ray://host:port, "local"; None for $RAY_ADDRESS, or this machine where it is not set.
+        address: "auto", host:port, ray://host:port, or "local"; None for $RAY_ADDRESS, or this machine if that is not set.
 
-    Raises UsageError when there is none.
+    Raises UsageError if there is no cluster at the address.
     """
     if ray.is_initialized():
         return False
@@ -49,7 +46,7 @@ def connect(address: str | None) -> bool:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """The cluster for the time of the block, as `connect`. What runs on it for this process then ends."""
+    """Connect to a cluster for the block; see `connect`. A connection made here is closed afterwards, which ends its actors."""
     ours = connect(address)
     try:
         yield
@@ -59,9 +56,9 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
-    """The engine on workers that Ray gives their GPUs: "auto" is a GPU where the cluster has one.
+    """Return the choice with the device of Ray's workers: "auto" becomes "cuda" if the cluster has a GPU, else "cpu".
 
-    Raises UsageError for a device with a number.
+    Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
     if choice.device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {choice.device}: on Ray each worker is given its own GPU; use auto, cpu or cuda")
@@ -70,30 +67,30 @@ def on_workers(choice: EngineChoice) -> EngineChoice:
 
 
 def default_workers(choice: EngineChoice) -> int:
-    """As many as the cluster has room for now; one where it has none, for Ray may add nodes."""
+    """Return how many workers the whole cluster has room for, at least one, because Ray may add nodes."""
     resources = ray.cluster_resources()
     room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
     return max(1, int(room))
 
 
 def resources_of(choice: EngineChoice) -> dict[str, float]:
-    """What a worker asks Ray for, as options of an actor."""
+    """Return the resources of a worker as options of a Ray actor."""
     return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
 
 
 def what_there_is() -> str:
-    """The cluster's nodes and what they have, in words."""
+    """Return the cluster's GPUs, CPUs and nodes in words."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs in {len(alive)} nodes"
 
 
 def this_node() -> str:
-    """The node that this runs on, in words; for actors."""
+    """Return the name of the node that an actor runs on: IP address and short node id."""
     return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
 
 
 def reason_of(error: RayError) -> str:
-    """Why an actor is gone, in a few words."""
+    """Return in a few words why an actor is gone."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
         return "its node died"
@@ -103,7 +100,7 @@ def reason_of(error: RayError) -> str:
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
-    """An error that our own code raised on a node, with the node's name."""
+    """Return an error that our own code raised on a node, with the node's name in the message."""
     cause = error.cause
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"

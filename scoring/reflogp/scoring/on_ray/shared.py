@@ -1,7 +1,4 @@
-"""Whether a folder is the same one on another node: a file that is there for a moment, and that the node must see.
-
-Knows local folders. Called where workers are given a store or a state folder.
-"""
+"""Check that a folder is shared with another node: write a temporary file that the node must see."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from reflogp.scoring.errors import EngineError
 
 @contextmanager
 def probe(folder: Path) -> Iterator[str]:
-    """A file in the folder for the time of the block; its path. Raises EngineError when it cannot be written."""
+    """Write a file into the folder for the block; give its path. Raises EngineError if it cannot be written."""
     file = folder / f"probe-{uuid.uuid4()}"
     try:
         file.write_bytes(b"reflogp")
@@ -28,6 +25,6 @@ def probe(folder: Path) -> Iterator[str]:
 
 
 def require_seen(file: str) -> None:
-    """Raise EngineError where a probe that lies in a folder elsewhere is not here."""
+    """Raise EngineError if a probe that another node wrote is not visible on this node."""
     if not Path(file).is_file():
         raise EngineError(f"{Path(file).parent} is not the same folder here: it must lie on a filesystem that all nodes share")

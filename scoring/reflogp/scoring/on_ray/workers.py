@@ -1,7 +1,4 @@
-"""Workers of a run on a Ray cluster: actors, placed where there is room.
-
-Knows actors and what happens to them. Does not know units. Made by the command line, for `spread.scorer`.
-"""
+"""Run workers as actors on a Ray cluster, on nodes with room."""
 
 from __future__ import annotations
 
@@ -26,22 +23,23 @@ from reflogp.scoring.runs.spread.worker import ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local
 
-#: Seconds without any worker after which that is said, and after which it is given up: nodes that Ray adds need minutes.
+#: Seconds without any worker until a warning, and until the run is given up: nodes that Ray adds need minutes.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that says where it is, and looks whether the store's folder is the run's."""
+    """A ScoringWorker that reports its node, and checks that the store's folder is the run's."""
 
     def place(self) -> str:
-        """The node that it is on, in words."""
+        """Return the name of the worker's node."""
         return f"node {this_node()}"
 
     def prepare_here(self, file: str | None) -> dict[str, Any]:
-        """As `prepare`.
+        """Load the engine and open the store; see `prepare`.
 
         Args:
-            file: lies in the store's folder, where it is one. Raises EngineError where it is not here.
+            file: probe file in the store's folder, or None if the store is not a local folder. Raises EngineError if this node
+                does not see the file.
         """
         if file is not None:
             require_seen(file)
@@ -49,15 +47,15 @@ class NodeWorker(ScoringWorker):
 
 
 class ClusterWorkers:
-    """Workers on the cluster that this process is connected to (see `cluster.connected`).
+    """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
 
     Args:
-        model: folder or hub id, as every node finds it.
-        revision: of a hub id.
-        reference: the model under the numerics that are wanted.
-        choice: the engine of each worker.
-        count: None for as many as the cluster has GPUs, or CPUs where it has none.
-        place_seconds: given up when no worker could be placed for so long.
+        model: folder or hub id, as each node resolves it.
+        revision: revision of a hub id.
+        reference: the reference whose values are computed.
+        choice: engine of each worker.
+        count: number of workers; None for as many as the cluster has room for (see `cluster.default_workers`).
+        place_seconds: give up after this many seconds without any placed worker.
     """
 
     may_come = True
@@ -82,11 +80,11 @@ class ClusterWorkers:
         self._said = False
 
     def open(self, table: LogprobTable) -> None:
-        """As Workers.open."""
+        """See Workers.open."""
         self._table_folder = table.uri
 
     def begin(self, have: int) -> list[Worker]:
-        """As Workers.begin. One that has no place yet is there already."""
+        """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet count as existing."""
         store = self._table_folder.rsplit("/", 2)[0]
         actor_class: Any = ray.remote(NodeWorker)  # ray's types know neither options nor a class's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
@@ -94,9 +92,10 @@ class ClusterWorkers:
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
 
     def look(self, is_any_placed: bool) -> None:
-        """Say that no worker has begun, and give up after a while. Those that wait do no harm while others work.
+        """Warn while no worker is placed, and raise EngineError after `place_seconds`; see Workers.look.
 
-        Ray does not say whether a worker waits for room or for its process to start.
+        Unplaced workers are ignored while other workers run. Ray does not report whether a worker waits for room or for its
+        process to start.
         """
         now = time.monotonic()
         if is_any_placed:
@@ -114,7 +113,7 @@ class ClusterWorkers:
 
 
 class _RayWorker:
-    """A NodeWorker from here."""
+    """A Worker that calls a NodeWorker actor."""
 
     def __init__(self, actor: Any, table_folder: str) -> None:
         self._actor = actor
@@ -122,37 +121,37 @@ class _RayWorker:
         self._probe = contextlib.ExitStack()
 
     def place(self) -> Future[str]:
-        """As Worker.place."""
+        """See Worker.place."""
         return _future(self._actor.place.remote())
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """As Worker.prepare."""
+        """See Worker.prepare."""
         file = self._probe.enter_context(probe(Path(self._table_folder))) if is_local(self._table_folder) else None
         prepared = _future(self._actor.prepare_here.remote(file))
         prepared.add_done_callback(lambda _: self._probe.close())
         return prepared
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """As Worker.score."""
+        """See Worker.score."""
         return _future(self._actor.score.remote(content, again))
 
     def peak(self) -> Future[float | None]:
-        """As Worker.peak."""
+        """See Worker.peak."""
         return _future(self._actor.peak.remote())
 
     def stop(self) -> Future[None]:
-        """As Worker.stop."""
+        """See Worker.stop."""
         return _future(self._actor.stop.remote())
 
     def end(self) -> None:
-        """As Worker.end."""
+        """See Worker.end."""
         self._probe.close()
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
 
 def _future(reference: Any) -> Future[Any]:
-    """What an actor answers; what it raised is raised, and WorkerGoneError when it is gone."""
+    """Return a future for a Ray reference. It raises the actor's error, and WorkerGoneError if the actor is gone."""
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:

@@ -28,16 +28,16 @@ from reflogp.scoring.reports.outliers import find_outliers
 from reflogp.scoring.reports.page import Content, Setting, render_page
 from reflogp.scoring.reports.preference import label_preference, pair_preference
 from reflogp.scoring.reports.shown import read_shown
-from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, enough_for
+from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.score import ProgressCallbacks
 from reflogp.store import Reference, Snapshot, UsageError
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import check_truncation
 
 #: Number of examples shown for each kind of outlier, for pairs that hardly differ, and for near repeats.
 _SHOWN = 4
-#: Share of examples that the suggested max_length (`enough_for`) leaves whole.
+#: Share of examples that the suggested max_length (`max_length_for_share`) leaves whole.
 _MOST = 0.99
 
 
@@ -138,7 +138,7 @@ def write_report(
     alike = _alike(collected)
     lengths = collected.lengths()
     at = cut(lengths, max_length or TRL_MAX_LENGTH, truncation_mode)
-    enough = enough_for(lengths, _MOST)
+    enough = max_length_for_share(lengths, _MOST)
 
     noun, coverage = "pair" if collected.pairs else "row", collected.coverage
     said = [
@@ -187,7 +187,7 @@ def write_report(
         time.monotonic() - started,
     )
     source.check_unchanged()  # the dataset was read twice: for numbers, then for the shown texts
-    with appears_whole(folder / PAGE_NAME) as partial:
+    with write_atomically(folder / PAGE_NAME) as partial:
         partial.write_text(render_page(content), encoding="utf-8", errors="replace")
     charts = write_pngs(figures, folder, visible(Path(source.name).name), at.max_length)
     forget_other_charts(folder, charts)

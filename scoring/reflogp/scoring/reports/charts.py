@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 _COLOURS = ("#1f5fae", "#c4601d", "#6b7280")
 _SIZE, _DPI = (7.2, 4.0), 110
@@ -42,7 +42,7 @@ def write_pngs(figures: Figures, folder: Path, heading: str, marked: int) -> lis
         figure = Figure(_SIZE, dpi=_DPI, layout="constrained")
         paint(figure.add_subplot())
         figure.suptitle(heading, fontsize=9, color="#555e69", parse_math=False)
-        with appears_whole(folder / name) as unfinished, warnings.catch_warnings():
+        with write_atomically(folder / name) as unfinished, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a dataset's name may have letters that the font lacks
             FigureCanvasAgg(figure).print_png(str(unfinished))
     return list(draw)

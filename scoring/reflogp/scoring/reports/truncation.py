@@ -104,7 +104,7 @@ def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]
     return found
 
 
-def enough_for(lengths: Lengths, share: float) -> int:
+def max_length_for_share(lengths: Lengths, share: float) -> int:
     """Return the smallest max_length that leaves this share of the examples whole."""
     ordered = np.sort(lengths.whole())
     return int(ordered[max(0, int(np.ceil(share * len(ordered))) - 1)])

@@ -1,7 +1,4 @@
-"""An iteration in a thread of its own, a few items ahead of whoever uses it.
-
-Knows nothing of the items. Used where making items and using them take turns otherwise.
-"""
+"""Iterate in a background thread, a few items ahead of the consumer, so that making and using items overlap."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Seconds that `close` waits for an item that is being made. The thread ends with the process, if not by then.
+#: Seconds that `close` waits for the item that is being made. A slower thread ends with the process at the latest.
 _LAST_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
 class Ahead(Generic[T]):
-    """Items of an iterable, made ahead; a context manager, which ends the thread.
+    """Items of an iterable, made ahead in a thread; a context manager, which ends the thread.
 
     Args:
-        items: iterated, and closed, in the thread.
-        depth: finished items that wait at most. One more is being made.
-        name: of the thread.
+        items: the iterable; it is iterated and closed in the thread.
+        depth: most finished items that wait. One more may be in the making.
+        name: name of the thread.
     """
 
     def __init__(self, items: Iterable[T], depth: int, name: str) -> None:
@@ -43,10 +40,10 @@ class Ahead(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items; raise what making one raised, after those before it.
+        """Yield the items; if making an item raised, raise that error after the items before it.
 
         Args:
-            meanwhile: called several times a second while the next item is awaited.
+            meanwhile: called several times a second while the next item is not ready.
         """
         while True:
             try:
@@ -61,7 +58,7 @@ class Ahead(Generic[T]):
             yield made[0]
 
     def close(self) -> None:
-        """Make no further item, and wait for the thread."""
+        """Make no further items, and wait a few seconds for the thread to end."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
 
@@ -76,7 +73,7 @@ class Ahead(Generic[T]):
             last = error
         finally:
             if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()  # here, where a generator's own context managers were entered
+                items.close()  # in this thread, where the generator entered its own context managers
         self._put(last)
 
     def _put(self, made: tuple[T] | BaseException | None) -> bool:

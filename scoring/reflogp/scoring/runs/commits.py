@@ -1,7 +1,4 @@
-"""One commit of scored sequences: rows, an append, and a compaction now and then.
-
-Knows what a row is made of. Does not know who computed the values. Called by every scorer and by a service's late writes.
-"""
+"""Commit scored sequences to a table: build rows, append them, and compact the table if it has many small shards."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from reflogp.store import LogprobTable
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
 
-#: A commit at least this often, in sequences and in seconds: what a crash can lose.
+#: Most sequences, and most seconds, between two commits: the work that a crash can lose.
 COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 
 
 class Commits:
-    """Commits into one table.
+    """A committer of values to one table.
 
     Args:
-        table: where to.
+        table: table of the values.
     """
 
     def __init__(self, table: LogprobTable) -> None:
@@ -40,16 +37,16 @@ class Commits:
         logps: list[Logps],
         provenance: dict[str, Any],
     ) -> int:
-        """Append values; the snapshot that has them.
+        """Append values; return the number of the snapshot that has them.
 
         Args:
-            keys: of the whole sequences, binary.
-            sequences: as they were scored.
-            completion_lens: tokens of each whole completion, shape (n,).
+            keys: keys of the whole sequences, binary (n,).
+            sequences: the sequences as they were scored, n.
+            completion_lens: number of tokens of each whole completion, (n,).
             logps: token_logps of each sequence, float32.
-            provenance: how the values were made.
+            provenance: how the values were computed.
 
-        Raises what LogprobTable.append raises.
+        Raises the errors of LogprobTable.append.
         """
         rows = shard_table(
             keys,

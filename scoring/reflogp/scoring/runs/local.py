@@ -1,8 +1,4 @@
-"""Misses scored in this process, by one engine.
-
-Knows when an engine is made and how its events are told. Does not know where misses come from. Made by the command line and
-by a service's job.
-"""
+"""Score misses with one engine in this process."""
 
 from __future__ import annotations
 
@@ -16,20 +12,21 @@ from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Scored, ScoringPipeline
 from reflogp.store import LogprobTable
 
-#: Seconds between two looks whether there is room for a group.
+#: Seconds between two checks whether there is room for a group.
 _LOOK_SECONDS = 0.02
 
 
 class LocalScorer:
-    """A Scorer around one engine, which computes and commits in threads of its own.
+    """A Scorer with one engine. A ScoringPipeline computes and commits in threads of its own.
 
     Args:
-        make_engine: called on the first miss, in the caller's thread; a run of hits loads no model.
-        commit_sequences, commit_seconds: commit when either is reached.
+        make_engine: called for the first misses, in the caller's thread. A run with cache hits only loads no model.
+        commit_sequences, commit_seconds: a commit is made when either is reached.
 
     Attributes:
-        batch: as Scorer.batch.
-        scored, done: misses that have values, and with them those that have none.
+        batch: misses worth collecting first; see Scorer.batch.
+        scored: number of misses that have values.
+        done: number of misses that have values or failed.
     """
 
     def __init__(
@@ -51,19 +48,19 @@ class LocalScorer:
 
     @property
     def seconds(self) -> float:
-        """In which something was computed."""
+        """Seconds in which the engine computed."""
         return 0.0 if self._computing is None else self._computing.seconds
 
     def open(self, table: LogprobTable) -> None:
-        """As Scorer.open."""
+        """See Scorer.open."""
         self._table = table
 
     def is_starved(self) -> bool:
-        """As Scorer.is_starved."""
+        """See Scorer.is_starved."""
         return self._computing is None or self._computing.is_starved()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.score; returns when the engine has room for the group."""
+        """See Scorer.score; returns when the engine has taken the group."""
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
@@ -75,23 +72,23 @@ class LocalScorer:
         self._tell(callbacks)
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.tell."""
+        """See Scorer.tell."""
         self._tell(callbacks)
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.finish."""
+        """See Scorer.finish."""
         if self._computing is not None:
             self._computing.finish()
             while not self._tell(callbacks, None):
                 pass
 
     def stop(self) -> None:
-        """As Scorer.stop."""
+        """See Scorer.stop."""
         if self._computing is not None:
             self._computing.stop()
 
     def work(self) -> Work:
-        """As Scorer.work."""
+        """See Scorer.work."""
         if self._engine is not None and self._computing is not None:
             self._work.seconds, self._work.operations = self._computing.seconds, self._engine.operations()
             if self._work.seconds > 0:
@@ -99,7 +96,7 @@ class LocalScorer:
         return self._work
 
     def close(self) -> None:
-        """End the engine, where one was made."""
+        """Stop computing and close the engine, if one was made."""
         self.stop()
         if self._engine is not None:
             self._engine.close()
@@ -121,9 +118,13 @@ class LocalScorer:
         return self._computing, self._engine
 
     def _tell(self, callbacks: OutcomeCallbacks, patience: float | None = 0.0) -> bool:
-        """Tell what has happened, waiting so long for a first event (None: for ever); whether it was the last one.
+        """Pass events on to the callbacks; return True after the last event of the pipeline.
 
-        Raises the error that ended the computing.
+        Args:
+            callbacks: called in this thread.
+            patience: seconds to wait for the first event; None for no limit.
+
+        Raises the error that ended the pipeline.
         """
         while True:
             try:

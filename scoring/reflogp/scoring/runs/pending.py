@@ -1,7 +1,4 @@
-"""What a scoring run hands on: sequences that the store lacks, to something that scores and commits them, here or elsewhere.
-
-Knows the words that a run and a scorer have in common. Knows neither engines nor datasets. Used by `scoring` and every scorer.
-"""
+"""Define the interface between a scoring run and a scorer: misses, outcome callbacks, and the Scorer protocol."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from reflogp.store import LogprobTable
 
 @dataclass(eq=False, slots=True)
 class Miss:
-    """A sequence to score, and the rows that wait for it.
+    """A sequence that the store lacks, and the rows that need it.
 
     Attributes:
-        key: of the whole sequence.
-        sequence: as it is scored: its completion may be cut.
-        completion_len: tokens of the whole completion.
-        rows: numbers of the rows that need it; grows until the miss is done.
+        key: key of the whole sequence.
+        sequence: the sequence as it is scored; its completion may be truncated.
+        completion_len: number of tokens of the whole completion.
+        rows: numbers of the rows that need the sequence; grows until the miss is done.
     """
 
     key: bytes
@@ -31,28 +28,28 @@ class Miss:
 
 
 class OutcomeCallbacks(Protocol):
-    """Told what becomes of misses."""
+    """Callbacks for the outcomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Its values are computed; a later `committed` says that they are in the store."""
+        """Report that the values of a miss are computed; a later `committed` reports that they are in the store."""
 
     def failed(self, miss: Miss, problem: str) -> None:
-        """It has no values, and why."""
+        """Report that a miss has no values, and why."""
 
     def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """The values of these are in the store, as of that snapshot."""
+        """Report that the values of these misses are in the store, from snapshot number `snapshot` on."""
 
 
 @dataclass
 class Work:
-    """What scoring took.
+    """The time and operations that scoring took.
 
     Attributes:
-        seconds: in which something was computed.
-        operations: what the scored sequences took.
-        peak: operations a second that all devices together reach; None where nothing ran or an engine cannot tell.
-        provenance: how values were made; None where nothing ran.
-        workers: engines that were at it; the most at a time.
+        seconds: seconds in which an engine computed.
+        operations: operations of the scored sequences.
+        peak: operations per second of all devices together; None if nothing was computed or an engine cannot measure it.
+        provenance: how the values were computed; None if nothing was computed.
+        workers: most engines that computed at the same time.
     """
 
     seconds: float = 0.0
@@ -67,34 +64,35 @@ class Scorer(Protocol):
 
     @property
     def batch(self) -> int:
-        """Misses that are worth collecting before they are handed on, unless it is starved."""
+        """Number of misses worth collecting before `score` is called, unless the scorer is starved."""
 
     def open(self, table: LogprobTable) -> None:
-        """Told once, before anything else, where values go."""
+        """Set the table of the values. Called once, before any other method."""
 
     def is_starved(self) -> bool:
-        """Whether what computes would take misses now, however few."""
+        """Return True if the scorer would compute misses at once, however few."""
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """Take misses in. Returns when there is room for more; what is not `callbacks` by then, a later call tells.
+        """Queue misses; return when there is room for more. Remaining outcomes are reported by a later call.
 
         Args:
-            misses: each key once among what is not told yet, unless a longer part of its completion is needed.
-            to_come: about how many more sequences the run has to look at.
-            callbacks: called here, in this thread.
+            misses: misses to score. A key whose outcome is not reported yet may come again only with a longer part of its
+                completion.
+            to_come: about how many more sequences the run still has to read.
+            callbacks: called during this call, in this thread.
 
         Raises:
-            ReflogpError: it cannot go on. What was computed is committed.
+            ReflogpError: the scorer cannot go on. Computed values are committed.
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """Tell what has happened, without waiting; called while there are no misses to hand on. Raises as `score`."""
+        """Report outcomes without waiting; called while there are no misses to score. Raises the errors of `score`."""
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
-        """Return when all misses are told. Raises as `score`."""
+        """Return when the outcomes of all misses are reported. Raises the errors of `score`."""
 
     def stop(self) -> None:
-        """Begin nothing further; return when what is computed is committed. Nothing more is told."""
+        """Begin no further pass; return when computed values are committed. No further outcomes are reported."""
 
     def work(self) -> Work:
-        """What was done."""
+        """Return the time and operations that scoring took."""

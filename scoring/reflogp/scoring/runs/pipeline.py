@@ -1,10 +1,9 @@
-"""One engine and one table, side by side: groups of misses go in, values are computed and committed, events come out.
+"""Compute with one engine and commit to one table at the same time: groups of misses go in, events come out.
 
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
 
-So a device waits neither for tokenising nor for a commit. Knows when to commit. Does not know where misses come from. Used by
-`LocalScorer` and by the workers of a Ray cluster.
+The device thus waits neither for tokenizing nor for a commit.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.store import LogprobTable
 
-#: Groups that wait for the engine, and passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
+#: Most groups that wait for the engine, and most passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
 _GROUPS, _PASSES = 1, 32
-#: Seconds that `stop` waits for the pass that is computed.
+#: Seconds that `stop` waits for the pass in flight.
 _LAST_SECONDS = 20.0
-#: Seconds between two looks for a group, where the engine has none.
+#: Longest wait for a new group, in seconds, while the engine has none.
 _LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A miss has values; they are committed a little later."""
+    """A miss has values; they are committed later."""
 
     miss: Miss
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A miss has no values, and why."""
+    """A miss has no values; `problem` says why."""
 
     miss: Miss
     problem: str
@@ -52,7 +51,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Committed:
-    """The values of these are in the store, as of that snapshot."""
+    """The values of these misses are in the store, from this snapshot number on."""
 
     misses: list[Miss]
     snapshot: int
@@ -60,7 +59,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event: everything that was computed is committed, or why not."""
+    """The last event: all computed values are committed, or `error` says why not."""
 
     error: BaseException | None
 
@@ -69,17 +68,17 @@ Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
-    """Computes and commits until `finish` or `stop`.
+    """Two threads that compute and commit until `finish` or `stop`.
 
     Args:
-        engine: used by one thread of this object only.
-        table: where values go.
-        provenance: of the values.
-        tell: gets each event, in a thread of this object.
-        commit_sequences, commit_seconds: commit when either is reached.
+        engine: its `flow` runs in one thread of this object only.
+        table: table of the values.
+        provenance: provenance of the values.
+        tell: called with each event, in a thread of this object.
+        commit_sequences, commit_seconds: a commit is made when either is reached.
 
     Attributes:
-        seconds: in which something was computed.
+        seconds: seconds in which the engine computed.
     """
 
     def __init__(
@@ -111,30 +110,31 @@ class ScoringPipeline:
             thread.start()
 
     def put(self, misses: list[Miss], at_once: bool = False) -> bool:
-        """Give a group of misses without `problems`; False where there is no room for it now.
+        """Queue a group of misses; return False if there is no room for it now.
 
         Args:
-            at_once: commit as soon as all of them are computed.
+            misses: misses in which Engine.problems found no problem.
+            at_once: commit as soon as the whole group is computed.
         """
         return self._groups.put(_Group(misses, at_once))
 
     def is_starved(self) -> bool:
-        """Whether the engine would take a group now, were there one."""
+        """Return True if no group waits for the engine."""
         return self._groups.is_empty()
 
     def finish(self) -> None:
-        """No further group comes. `Ended` is told when all are committed."""
+        """Take no further group. `Ended` is reported when all groups are committed."""
         self._groups.close()
 
     def stop(self) -> None:
-        """Compute no further pass; commit what is computed; return when that is done.
+        """Compute no further pass; return when computed values are committed.
 
-        A pass that does not end is not waited for: vLLM may be asked for minutes.
+        A pass that does not end in time is abandoned: a pass of vLLM may take minutes.
         """
         self._stopped.set()
         self._groups.close()
         engine, commits = self._threads
-        if not commits.is_alive():  # the last event was told
+        if not commits.is_alive():  # the last event was reported
             return
         engine.join(_LAST_SECONDS)
         if engine.is_alive():
@@ -155,7 +155,7 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    self.seconds += now - since  # also where a commit held this thread up: the device goes on meanwhile
+                    self.seconds += now - since  # includes waiting for a commit: the device computes meanwhile
                     since = now
                     self._passes.put([(*self._groups.computed(number), outcome) for number, outcome in landed])
         except BaseException as caught:
@@ -163,7 +163,7 @@ class ScoringPipeline:
         self._passes.put(Ended(error))
 
     def _commit_passes(self) -> None:
-        """Commit until the engine has ended; where the store fails, only wait for that."""
+        """Commit until the engine has ended; if the store fails, only wait for the engine to end."""
         error: BaseException | None = None
         is_failed = False
         while True:
@@ -188,13 +188,13 @@ class ScoringPipeline:
                 return
 
     def _patience(self) -> float | None:
-        """Seconds until a commit is due; None where nothing waits for one."""
+        """Return the seconds until a commit is due; None if no values wait for a commit."""
         if not self._done:
             return None
         return max(0.0, self._since + self._commit_seconds - time.monotonic())
 
     def _take(self, arrived: _Pass) -> bool:
-        """Count a pass's outcomes and commit full batches; whether a group that is wanted at once is complete."""
+        """Report a pass's outcomes and commit full batches; return True if an `at_once` group is complete."""
         is_due = False
         for miss, group, outcome in arrived:
             group.left -= 1
@@ -241,7 +241,7 @@ _Pass = list[tuple[Miss, _Group, Outcome]]
 
 
 class _Groups(Iterator[list[Sequence]]):
-    """Groups on their way to the engine, which takes them without waiting: an empty one where there is none."""
+    """The groups that wait for the engine. Iteration never waits: it yields an empty group while there is none."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Group] = deque()
@@ -251,7 +251,7 @@ class _Groups(Iterator[list[Sequence]]):
         self._changed = threading.Condition()
 
     def put(self, group: _Group) -> bool:
-        """Whether there was room."""
+        """Queue a group; return False if there is no room."""
         with self._changed:
             if len(self._waiting) >= _GROUPS:
                 return False
@@ -263,13 +263,13 @@ class _Groups(Iterator[list[Sequence]]):
         return not self._waiting
 
     def close(self) -> None:
-        """No group comes after those that wait."""
+        """End the iteration after the groups that wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait for a group, or for the end."""
+        """Wait up to `seconds` for a group, or for `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
 
@@ -286,6 +286,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """What the engine numbered so in its flow, and is done with."""
+        """Remove and return the miss with this number in the engine's flow, and its group; the engine is done with it."""
         with self._changed:
             return self._begun.pop(number)

@@ -1,7 +1,6 @@
-"""The main path: dataset file -> tokens -> keys -> minus what the snapshot has -> a scorer, which computes and commits.
+"""Score a dataset: read rows, tokenize, look their keys up in the store, and hand the misses to a scorer.
 
-Reads top to bottom in `score_dataset`. Knows every part's interface and no part's inside. Called by the command line and by
-the service's workers.
+The scorer computes the values and commits them.
 """
 
 from __future__ import annotations
@@ -26,39 +25,39 @@ from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
 from reflogp.store.windows import Windows, check_truncation, windows
 
-#: Windows of rows that are read, tokenised and looked up while others are scored.
+#: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
 _WINDOWS_AHEAD = 2
-#: Sequences that failed whose keys are remembered.
+#: Most keys of failed sequences that are remembered.
 _FAILED_KEYS = 10_000
-#: Row numbers that a summary names in full; the rest is counted.
+#: Most row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
 
 
 class ProgressCallbacks(Protocol):
-    """Told how a scoring run gets on."""
+    """Callbacks for the progress of a scoring run."""
 
     def begin(self, sequences: int) -> None:
-        """How many sequences the dataset has, as far as can be told before reading it."""
+        """Report the estimated number of sequences in the dataset; called once, when the first rows were read."""
 
     def read(self, rows: int) -> None:
-        """So many rows are read and tokenised."""
+        """Report that `rows` rows in total are read and tokenized."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """So many more sequences are done, for which so many tokens were computed."""
+        """Report that `sequences` more sequences are done, and that `tokens` tokens were computed for them."""
 
     def bad_row(self, row: int, problem: str) -> None:
-        """A row that has no values after this run, and why."""
+        """Report a row that has no values after this run, and why."""
 
     def note(self, row: int, remark: str) -> None:
-        """A row that has values, and something worth knowing about it."""
+        """Report a remark about a row that has values."""
 
     def committed(self, snapshot: int) -> None:
-        """What is computed so far is in the store, as of that snapshot."""
+        """Report a commit; `snapshot` is the number of the new snapshot."""
 
 
 @dataclass
 class ScoreSummary:
-    """What a scoring run did. `sequences` is hits + duplicates + scored + failed.
+    """The counts and rates of a scoring run. `sequences` is hits + duplicates + scored + failed.
 
     Attributes:
         rows: rows read.
@@ -66,21 +65,22 @@ class ScoreSummary:
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
         empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
         sequences: sequences of usable rows.
-        hits: of these, ones that the store had before the run.
-        duplicates: ones that came up earlier in the same run.
-        scored: ones that were computed.
-        failed: ones that could not be.
-        tokens: prompt and completion tokens of the scored ones.
-        seconds: wall time of the run; `scoring_seconds` is the part in which something was computed.
-        tokens_per_second: tokens over scoring_seconds.
-        model_flops_utilization: operations computed per scoring second, over the rate of a product of random matrices on all
-            devices: at most 1. What is shared counts once, padding not at all (engine/operations.py). None where nothing ran,
-            or the engine cannot tell.
-        sharing_gain: operations of a forward pass over each scored sequence on its own, over those computed: at least 1. None
-            as above.
-        workers: engines that computed, the most at a time; 0 where nothing ran.
-        reference_id, snapshot, store: where the values are.
-        provenance: how they were made; None where nothing ran.
+        hits: sequences that the store had before the run.
+        duplicates: sequences that occurred earlier in the same run.
+        scored: sequences that were computed.
+        failed: sequences that could not be scored.
+        tokens: prompt and completion tokens of the scored sequences.
+        seconds: wall time of the run.
+        scoring_seconds: part of the wall time in which an engine computed.
+        tokens_per_second: tokens divided by scoring_seconds.
+        model_flops_utilization: operations computed per scoring second, divided by the rate of a product of random matrices on
+            all devices: at most 1. Shared tokens count once and padding does not count (torch_engine/operations.py). None if
+            nothing was computed, or if the engine cannot count.
+        sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
+            least 1. None if nothing was computed, or if the engine cannot count.
+        workers: most engines that computed at the same time; 0 if nothing was computed.
+        reference_id, snapshot, store: reference, snapshot number and store URI of the values.
+        provenance: how the values were computed; None if nothing was computed.
     """
 
     rows: int = 0
@@ -120,30 +120,32 @@ def score_dataset(
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
 ) -> ScoreSummary:
-    """Score what the store lacks of a dataset.
+    """Score the sequences of a dataset that the store lacks.
 
     Args:
-        dataset: what to score.
-        store: where values go.
+        dataset: the tokenized dataset.
+        store: store of the values.
         reference: the model that the scorer computes with.
-        scorer: computes and commits; asked for nothing where nothing is missing.
-        max_length: score no token past this position (keep_start), or only the last so many (keep_end).
+        scorer: computes and commits; it gets no sequences if the store lacks none.
+        max_length: score no token past this position (keep_start), or only the last `max_length` tokens (keep_end).
         truncation_mode: "keep_start" or "keep_end".
-        watcher: told of progress and of bad rows.
-        strict_engine: stop where the store has values of another engine than this for a row.
+        watcher: callbacks for progress and bad rows.
+        strict_engine: name of an engine; raise if the store has values of another engine for a row.
 
     Returns:
-        What was done. An interrupt (KeyboardInterrupt) or an engine's error keeps what is committed and passes on.
+        The counts and rates of the run. An interrupt (KeyboardInterrupt) or an error of the engine is raised again; committed
+        values stay in the store.
 
     Raises:
-        OtherEngineError: a row's values are another engine's than `strict_engine`; what is committed by then stays.
-        UsageError and its kin for input that cannot be used; StoreError when the store cannot be written.
+        OtherEngineError: a row's values were computed by another engine than `strict_engine`; values committed by then stay.
+        UsageError or a subclass: the input cannot be used.
+        StoreError: the store cannot be written.
     """
     check_truncation(max_length, truncation_mode)
     started = time.monotonic()
     table = store.create_table(reference)
     before = table.snapshot()
-    before.require_whole()  # what a damaged shard held could be stored a second time, differently
+    before.require_whole()  # values of a damaged shard could be stored a second time, with a difference
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, scorer, summary, watcher, strict_engine)
     scorer.open(table)
@@ -164,16 +166,16 @@ def score_dataset(
 
 @dataclass(frozen=True)
 class _Window:
-    """Some rows, as tokens that were looked up in the snapshot from before the run.
+    """Some rows as tokens, looked up in the snapshot from before the run.
 
     Attributes:
-        rows_in_all: rows that the dataset has, as far as can be told.
-        sides: completions of a row.
+        rows_in_all: estimated number of rows in the dataset.
+        sides: number of completions of a row.
         last_row: number of the last row that was read.
-        problems: row number -> why it cannot be used.
+        problems: row number -> why the row cannot be used.
         rows: numbers of the rows in the views, int64 (n,).
-        bare: rows without a prompt, bool (n,).
-        looked_up: of each completion its view, its keys and what the snapshot has of them.
+        bare: True for rows without a prompt, bool (n,).
+        looked_up: for each completion its view, its keys, and what the snapshot found for them.
     """
 
     rows_in_all: int
@@ -186,7 +188,7 @@ class _Window:
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, max_length: int | None, truncation_mode: str) -> Iterator[_Window]:
-    """A dataset's windows, looked up. Iterated in a thread of its own."""
+    """Yield the windows of a dataset, looked up in the snapshot. Runs in a thread of its own."""
     rows_in_all: int | None = None
     for window in dataset:
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
@@ -205,7 +207,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, max_length: int | No
 
 
 class _Run:
-    """State of one scoring run: what waits for values, and what was counted. The scorer tells it."""
+    """The state of one scoring run: misses without values, and counts. It is the scorer's OutcomeCallbacks."""
 
     def __init__(
         self,
@@ -224,14 +226,14 @@ class _Run:
         self._watcher = watcher
         self._strict_engine = strict_engine
         self._rows = self._sides = 0
-        self._collected: dict[bytes, Miss] = {}  # for the scorer
-        self._handed: dict[bytes, Miss] = {}  # the scorer has them, or `_now` is older than their values
+        self._collected: dict[bytes, Miss] = {}  # not handed to the scorer yet
+        self._handed: dict[bytes, Miss] = {}  # handed to the scorer; `_now` does not have their values
         self._fresh: list[Miss] = []  # committed since `_now`
         self._bad: set[int] = set()
-        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> tokens of the completion that had no values, and why
+        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, why)
 
     def take(self, window: _Window) -> None:
-        """Count a window's rows and hand its misses on."""
+        """Count a window's rows and hand its misses to the scorer once there are enough."""
         if not self._rows:
             self._rows, self._sides = window.rows_in_all, max(1, window.sides)
             if self._watcher:
@@ -259,7 +261,7 @@ class _Run:
             hit_now = hit_before
             if self._now is not self._before:
                 hit_now = self._now.stored_lengths(keys) >= view.needed
-            usable = np.flatnonzero(~dropped & (view.needed > 0))  # an empty side counts 0, the other is still needed
+            usable = np.flatnonzero(~dropped & (view.needed > 0))  # without empty completions; the row's other one is scored
             if self._strict_engine is not None:
                 _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
             self._summary.sequences += len(usable)
@@ -272,13 +274,13 @@ class _Run:
             self._hand_on()
 
     def finish(self) -> None:
-        """Return when everything has values, or a problem."""
-        self._rows = self._summary.rows  # no more will come
+        """Return when each miss has values or a problem."""
+        self._rows = self._summary.rows  # no further rows follow
         self._hand_on()
         self._scorer.finish(self)
 
     def close(self) -> None:
-        """Finish the summary's rates."""
+        """Set the summary's rates, provenance and number of workers."""
         work = self._scorer.work()
         summary = self._summary
         summary.provenance, summary.workers, summary.scoring_seconds = work.provenance, work.workers, work.seconds
@@ -289,13 +291,13 @@ class _Run:
         summary.sharing_gain = work.operations.sharing_gain
 
     def scored(self, miss: Miss) -> None:
-        """As OutcomeCallbacks.scored."""
+        """See OutcomeCallbacks.scored."""
         self._summary.scored += 1
         self._summary.tokens += len(miss.sequence)
         self._advance(1, len(miss.sequence))
 
     def failed(self, miss: Miss, problem: str) -> None:
-        """As OutcomeCallbacks.failed."""
+        """See OutcomeCallbacks.failed."""
         self._summary.failed += 1
         if len(self._failed) < _FAILED_KEYS:
             self._failed[miss.key] = (len(miss.sequence.completion_ids), problem)
@@ -304,7 +306,7 @@ class _Run:
             self._bad_row(row, problem)
 
     def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """As OutcomeCallbacks.committed."""
+        """See OutcomeCallbacks.committed."""
         self._fresh += misses
         self._summary.snapshot = max(self._summary.snapshot, snapshot)
         if self._watcher:
@@ -339,7 +341,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """Let the snapshot answer for what was committed, and forget it here."""
+        """Read a new snapshot if values were committed, and forget the misses that it has."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -348,7 +350,7 @@ class _Run:
         self._fresh = []
 
     def _forget(self, miss: Miss) -> None:
-        if self._handed.get(miss.key) is miss:  # a longer one may be in its place
+        if self._handed.get(miss.key) is miss:  # a miss with a longer completion may have replaced it
             del self._handed[miss.key]
 
     def _advance(self, sequences: int, tokens: int) -> None:
@@ -367,7 +369,7 @@ class _Run:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError where values of these places were not made by `engine`."""
+    """Raise OtherEngineError if values at these places were computed by another engine than `engine`."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

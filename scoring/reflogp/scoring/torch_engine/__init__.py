@@ -1,4 +1,4 @@
-"""Engines: token sequences in, float32 log-probs per completion token out. They know nothing of text or stores."""
+"""The torch engine: token sequences in, float32 log-probs of each completion token out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Logps", "Outcome", "Sequence", "TorchEngine"]
 
 
 def __getattr__(name: str) -> Any:
-    """TorchEngine, imported with torch and transformers when it is first asked for."""
+    """Import TorchEngine, and with it torch and transformers, on first access."""
     if name == "TorchEngine":
         from reflogp.scoring.torch_engine.engine import TorchEngine
 

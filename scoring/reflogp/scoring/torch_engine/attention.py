@@ -1,7 +1,7 @@
-"""Attention over packs: each branch's queries attend to the keys on its own path. One place decides which kernel runs.
+"""Compute attention over packs and choose the kernel: each branch's queries attend to the keys on its own path.
 
-Registered with transformers' AttentionInterface as "reflogp_packed", so a model needs no code of its own; what a layer passes
-(scaling, sliding window, soft cap, sinks) is honoured here. Knows packs and kernels, not models.
+Registered with transformers' AttentionInterface as "reflogp_packed", so no model needs code here. The arguments that a layer
+passes (scaling, sliding window, soft cap, sinks) are honoured.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from reflogp.scoring.torch_engine.packing import Pack
 
 NAME = "reflogp_packed"
 
-#: Scores held at once by the kernel for soft caps and sinks, in float32 numbers: 2**26 are 256 MiB.
+#: Attention scores that `_scores_by_hand` holds at once, in float32 numbers: 2**26 are 256 MiB.
 _MAX_SCORES = 1 << 26
-#: Queries and keys of one FlexAttention block, torch's default.
+#: Number of queries, and of keys, in one FlexAttention block: torch's default.
 _FLEX_BLOCK = 128
-#: Largest head size of FlashAttention's kernels, and what a head size must be a multiple of (flash-attn, README).
+#: Largest head size of FlashAttention's kernels, and the number that a head size must be a multiple of (flash-attn, README).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer asks for something that packed attention does not do. The engine then takes the padded path."""
+    """A layer needs something that packed attention does not support. The engine then takes the padded path."""
 
 
 class KernelFailedError(RuntimeError):
-    """An attention kernel raised. The self-check then tries the next one.
+    """An attention kernel raised. The self-check then tries the next kernel.
 
     Attributes:
-        kernel: its name.
-        reason: the first line of what it raised.
+        kernel: name of the kernel.
+        reason: type and first line of the error that the kernel raised.
     """
 
     def __init__(self, kernel: str, error: Exception) -> None:
@@ -55,16 +55,20 @@ class KernelFailedError(RuntimeError):
 
 
 class PackLayout:
-    """A pack as tensors on a device, uploaded at once, before its pass, and used by every layer.
+    """A pack as tensors on a device. They are uploaded in one copy before the pass, and every layer uses them.
 
     Args:
         pack: the pack.
-        device: where the tensors go.
+        device: device of the tensors.
         refused: names of kernels that no layer may use, because they failed for this model.
 
     Attributes:
         token_ids, positions: of the pack, int64 (tokens,).
-        parents, targets: places of the tokens that predict, and the token ids they predict, int64 (predictions,).
+        parents, targets: places of the tokens that predict, and the token ids that they predict, int64 (predictions,).
+        spans: (start, stop, shared) of each branch.
+        layers_seen, windows_seen: calls of packed attention so far, and how many of them had a sliding window.
+        kernels: names of the kernels that ran.
+        declined: kernel name -> why the kernel could not compute a layer.
     """
 
     def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = ()) -> None:
@@ -79,7 +83,7 @@ class PackLayout:
         self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
         self._every_place = np.concatenate(self._paths)
         queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
-        # Without sharing every token is its own key, and nobody needs the places.
+        # Without sharing every token is its own key, so the places are not needed.
         places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
         targets = pack.token_ids[pack.predicted]
         arrays = [pack.token_ids, pack.positions, pack.parents, targets, queries, self._offsets, places]
@@ -89,14 +93,14 @@ class PackLayout:
         self._cache: dict[str, Any] = {}
 
     def path(self, branch: int) -> torch.Tensor:
-        """Places of the branch's keys, int64."""
+        """Return the places of the branch's keys, int64 (keys,)."""
         if not len(self._places):
             start, stop, _ = self.spans[branch]
             return torch.arange(start, stop, device=self.device)
         return self._places[self._offsets[branch] : self._offsets[branch + 1]]
 
     def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
-        """Which keys each of a branch's queries sees, bool (queries, keys); None where plain causality says it."""
+        """Return which keys each query of a branch sees, bool (queries, keys); None where a causal mask is enough."""
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
         if window is not None and window >= length:
@@ -114,7 +118,12 @@ class PackLayout:
         return made
 
     def varlen(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, int, int]:
-        """(keys' places or None where every token is its own key, cu_seqlens of queries, of keys, longest of each)."""
+        """Return the arguments of a variable-length kernel.
+
+        Returns:
+            (places of the keys, or None where every token is its own key; cu_seqlens of the queries; cu_seqlens of the keys;
+            most queries of a branch; most keys of a branch).
+        """
 
         def make() -> Any:
             queries, keys = self._queries.to(torch.int32), self._keys.to(torch.int32)
@@ -125,17 +134,22 @@ class PackLayout:
         return made
 
     def tree(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(int64 (branches, 3): start, stop and keys before; int64: every branch's keys' places, one branch after another)."""
+        """Return the arguments of the CPU kernel.
+
+        Returns:
+            (int64 (branches, 3): start, stop and number of shared keys of each branch; int64 (keys,): places of the keys,
+            branch after branch).
+        """
         made: tuple[torch.Tensor, torch.Tensor] = self._once(
             "tree", lambda: (torch.tensor(self.spans), torch.from_numpy(self._every_place))
         )
         return made
 
     def block_mask(self, window: int | None) -> Any:
-        """FlexAttention's mask of the pack.
+        """Return FlexAttention's mask of the pack.
 
         Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
-        behind the last token that descends from k.
+        after the last token that descends from k.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -152,12 +166,12 @@ class PackLayout:
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                """Least and greatest of each block's values."""
+                """Return the smallest and the largest value of each block."""
                 padding = values[-1:].expand(blocks * _FLEX_BLOCK - tokens)
                 low, high = torch.cat([values, padding]).view(blocks, _FLEX_BLOCK).aminmax(dim=1)
                 return low, high
 
-            # Block against block, from each block's extremes: the whole (tokens, tokens) mask never exists.
+            # Blocks are compared by their extremes, so the whole (tokens, tokens) mask is never built.
             first = torch.arange(blocks, device=self.device) * _FLEX_BLOCK
             behind = torch.clamp(first + _FLEX_BLOCK, max=tokens)
             least_end, greatest_end = extremes(ends)
@@ -186,7 +200,7 @@ _current = threading.local()
 
 @contextmanager
 def packed(layout: PackLayout) -> Iterator[None]:
-    """While the block runs, this thread's packed attention follows `layout`."""
+    """Use `layout` for this thread's packed attention while the block runs."""
     _current.layout = layout
     try:
         yield
@@ -196,7 +210,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """What one layer asks of attention; shapes as in `packed_attention`."""
+    """The arguments of one layer's attention; shapes as in `packed_attention`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -221,21 +235,21 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for packs.
+    """Compute one layer's attention over the current pack; the signature is transformers'.
 
     Args:
         query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
-        attention_mask: None; the pack's layout is the mask.
-        scaling: of the scores; 1/sqrt(head size) when None.
-        sliding_window: keys that a query sees, itself included (Mistral, arxiv.org/abs/2310.06825).
+        attention_mask: must be None; the pack's layout is the mask.
+        scaling: factor of the scores; 1/sqrt(head size) when None.
+        sliding_window: number of keys that a query sees, its own included (Mistral, arxiv.org/abs/2310.06825).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
-        s_aux: one logit per head that joins the softmax and takes no value (attention sinks of gpt-oss), (heads,).
+        s_aux: one logit per head that joins the softmax and has no value (attention sinks of gpt-oss), (heads,).
 
     Returns:
         (1, tokens, heads, head size), None.
 
     Raises:
-        UnsupportedAttentionError: position biases, bidirectional layers, or no pack at hand.
+        UnsupportedAttentionError: the layer has a mask or position bias, or is not causal self-attention, or no pack is set.
         KernelFailedError: the chosen kernel raised anything but out-of-memory.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
@@ -250,15 +264,15 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     device = query.device.type
     autocast = torch.is_autocast_enabled(device)
-    if autocast:  # what autocast does for torch's own attention; it does not know other kernels
+    if autocast:  # autocast casts for torch's own attention, but not for other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
     call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
-        layout.declined[cpu_blocks.__name__] = problem  # a kernel that was refused has its reason already
+        layout.declined[cpu_blocks.__name__] = problem  # a refused kernel has no problem here; its reason is known already
     try:
-        # Scores by hand round under autocast as such a model's own attention does there.
+        # Under autocast `_scores_by_hand` rounds as the model's own attention does.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
             return kernel(layout, call), None
     except Exception as error:
@@ -268,7 +282,7 @@ def packed_attention(
 
 
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
-    """Choose the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
+    """Return the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
     candidates = _CPU_KERNELS if call.query.device.type == "cpu" else _CUDA_KERNELS
     for kernel, problem in candidates:
         if kernel.__name__ not in refused and problem(call) is None:
@@ -277,7 +291,7 @@ def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLa
 
 
 def installed_kernels(device_type: str = "cuda") -> list[str]:
-    """Names of the kernels that `choose_kernel` can take for some layer on a "cuda" or "cpu" device, the fastest first."""
+    """Return the names of the kernels that `choose_kernel` can return on a "cuda" or "cpu" device, the fastest first."""
     if device_type == "cpu":
         return [*([] if cpu_attention.problem(64, 64) else [cpu_blocks.__name__]), by_branch.__name__]
     optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
@@ -285,7 +299,7 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """One attention call per branch; any device, dtype and variant."""
+    """Call attention once per branch; works on any device, in any dtype, and with soft caps and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -316,7 +330,7 @@ def _cpu_blocks_problem(call: Call) -> str | None:
 
 
 def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
-    """All branches at once in bfloat16 on a CPU that multiplies it (cpu_attention.py)."""
+    """Compute all branches in one call, in bfloat16 on a CPU that multiplies bfloat16 (cpu_attention.py)."""
     spans, paths = layout.tree()
     return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
@@ -324,7 +338,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """softmax(cap(q·k)) with sinks, in float32, some queries at a time. Gives the queries' dtype back."""
+    """Compute softmax(cap(q·k)) v with sinks, in float32, some queries at a time; return it in the dtype of the queries."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -351,9 +365,9 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token.
+    """Call torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token.
 
-    torch 2.11 has no `enable_gqa`: its kernel takes grouped heads as they are. Later versions refuse them without it.
+    torch 2.11 has no `enable_gqa`: its kernel accepts grouped heads without it. Later versions need it for grouped heads.
     """
     attend = _torch_varlen()
     assert attend is not None
@@ -362,12 +376,12 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """FlashAttention 2's variable-length kernel (flash-attn >= 2.1 aligns causality at the last token), with soft caps."""
+    """Call FlashAttention 2's variable-length kernel, which has soft caps (from 2.1 it aligns causality at the last token)."""
     return _by_flash(_flash_varlen(), layout, call)
 
 
 def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """FlashAttention 3's variable-length kernel, for Hopper; the same arguments as FlashAttention 2's."""
+    """Call FlashAttention 3's variable-length kernel, for Hopper; the arguments are those of FlashAttention 2's."""
     return _by_flash(_flash3_varlen(), layout, call)
 
 
@@ -380,17 +394,17 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Keys to the left and to the right of a query that it sees; -1 is all."""
+    """Return how many keys to the left and to the right a query sees; -1 means all."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with the keywords of `wanted` that its installed version takes.
+    """Call a variable-length kernel with those keywords of `wanted` that its installed version takes.
 
     Raises:
-        UnsupportedAttentionError: it does not take one that is `needed`.
+        UnsupportedAttentionError: the installed version lacks a `needed` keyword.
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
@@ -408,7 +422,7 @@ def _by_varlen(
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
-    """FlexAttention over the whole pack: no keys are gathered, the tree is the mask. Soft caps and sinks included."""
+    """Call FlexAttention over the pack, with soft caps and sinks. The pack's tree is the mask, so no keys are gathered."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     query = call.query
@@ -425,7 +439,7 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         block_mask=layout.block_mask(call.window),
         scale=call.scale,
         enable_gqa=call.key.shape[1] != query.shape[1],
-        # Packs below 128 tokens would be lowered to another kernel, which does not support dynamic shapes (pytorch#147756).
+        # torch would use another kernel for packs below 128 tokens, which does not support dynamic shapes (pytorch#147756).
         kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
         return_aux=None if call.sinks is None else AuxRequest(lse=True),
     )
@@ -438,7 +452,7 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which key blocks each query block reads, as FlexAttention takes them: counts (1, 1, n) and indices (1, 1, n, n)."""
+    """Return which key blocks each query block reads, as FlexAttention takes them: counts (1, 1, n), indices (1, 1, n, n)."""
     counts = blocks.sum(1, dtype=torch.int32)
     indices = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True).to(torch.int32)
     return counts[None, None], indices[None, None]
@@ -446,18 +460,18 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    """A number as a tensor of its device, (), for FlexAttention's compiled closures."""
+    """Return a number as a tensor () on a device, for FlexAttention's compiled closures."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """(1, heads, tokens, size) -> (tokens, heads, size), contiguous."""
+    """Turn (1, heads, tokens, size) into (tokens, heads, size), contiguous."""
     return tensor[0].transpose(0, 1).contiguous()
 
 
 def _varlen_problem(call: Call) -> str | None:
-    """Why FlashAttention's kernels, torch's own among them, cannot compute this layer."""
+    """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
     if call.query.dtype not in (torch.bfloat16, torch.float16):
         return "only for bfloat16 and float16"
@@ -480,8 +494,8 @@ def _flash3_varlen_problem(call: Call) -> str | None:
     return "not installed" if _flash3_varlen() is None else _varlen_problem(call)
 
 
-#: Kernels by device type, the fastest first, each with why it cannot compute a layer (None: it can). `by_branch` comes last
-#: everywhere and can compute any.
+#: Kernels of each device type, the fastest first. The function after each kernel returns why the kernel cannot compute a layer,
+#: or None. `by_branch` is the last choice on every device and can compute any layer.
 _CPU_KERNELS = ((cpu_blocks, _cpu_blocks_problem),)
 _CUDA_KERNELS = (
     (flash3_varlen, _flash3_varlen_problem),
@@ -519,7 +533,7 @@ def _flash_varlen() -> Callable[..., Any] | None:
 @cache
 def _flash3_varlen() -> Callable[..., Any] | None:
     try:
-        if torch.cuda.get_device_capability()[0] != 9:  # its kernels are built for Hopper alone
+        if torch.cuda.get_device_capability()[0] != 9:  # FlashAttention 3's kernels are built for Hopper only
             return None
         from flash_attn_interface import flash_attn_varlen_func
     except (ImportError, RuntimeError, AssertionError):
@@ -537,11 +551,11 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 
 
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
-    """Compile a function once for every size of its tensors (and once more for sizes of 1).
+    """Compile a function once for all sizes of its tensors (and once more for sizes of 1).
 
-    Without `use_duck_shape=False` two sizes that are equal at first, such as two key heads and two blocks of a first pack, are
-    compiled as one. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's template for
-    CUDA loads as a pointer.
+    Without `use_duck_shape=False` two sizes that are equal in the first call, such as two key heads and two blocks of a pack,
+    are compiled as the same size. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's
+    template for CUDA loads as a pointer.
     """
     compiled = torch.compile(function, dynamic=True, backend=backend)
     configs: tuple[Any, Any] = (fx_config, dynamo_config)
@@ -554,7 +568,7 @@ def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """transformers' mask function for packs: the layout is the mask."""
+    """Return no mask to transformers: the layout is the mask."""
 
 
 AttentionInterface.register(NAME, packed_attention)

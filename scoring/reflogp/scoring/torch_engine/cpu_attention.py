@@ -1,7 +1,7 @@
-"""Builds, tries and calls the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
+"""Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-torch's own kernel reaches a tenth of the rate of the products around it there, so it takes a third to two thirds of a pass.
-Knows compilers and the CPU's units. Called by attention.py alone.
+On such CPUs torch's own kernel reaches a tenth of the rate of the matrix products around it, so it takes a third to two thirds
+of a pass.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from filelock import FileLock
 
 from reflogp.store.digests import cache_dir
 from reflogp.store.own_folder import own_folder
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 _COMPILE += ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c"]
-#: Root mean square difference from torch's own kernel that rounding explains; in the trial it is 0.00005, of outputs of 0.2.
+#: Largest root mean square difference from torch's own kernel that rounding explains. Measured: 0.00005, for outputs of 0.2.
 _TOLERANCE = 0.002
-#: Seconds that a build may take, and the wait for another process's.
+#: Longest time for a build step, and for waiting for another process's build, in seconds.
 _PATIENCE = 300
 
 
 @cache
 def problem(size: int, value_size: int) -> str | None:
-    """Why the kernel cannot be used here for heads of these sizes, or None. The first call on a machine builds it (10 s)."""
+    """Return why the kernel cannot be used for heads of these sizes on this machine, or None.
+
+    The first call on a machine builds the kernel (10 s).
+    """
     if size % 2:
         return f"heads of {size} numbers are not pairs"
     unusable = _loading_problem()
@@ -40,7 +43,7 @@ def problem(size: int, value_size: int) -> str | None:
         return unusable
     try:
         difference = _difference_from_torch(size, value_size)
-    except RuntimeError as error:  # oneDNN was told to use fewer units than the CPU has
+    except RuntimeError as error:  # oneDNN is configured to use fewer units than the CPU has
         return f"it does not run: {str(error).splitlines()[0]}"
     return None if difference <= _TOLERANCE else f"it differs from torch's kernel by {difference:.2g}"
 
@@ -54,14 +57,14 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Each branch's queries attend to the keys on its path, causally.
+    """Compute causal attention: the queries of each branch attend to the keys on its path.
 
     Args:
         query: (heads, tokens, head size), bfloat16; key, value: (key heads, tokens, their sizes).
-        spans: int64 (branches, 3): its first own token, the end of its own tokens, how many keys come before them.
-        paths: int64, the places of every branch's keys, branch after branch.
-        scale: of the scores.
-        window: keys that a query sees, itself included; None for all.
+        spans: int64 (branches, 3): first own token, end of the own tokens, and number of keys before them.
+        paths: int64, the places of each branch's keys, branch after branch.
+        scale: factor of the scores.
+        window: number of keys that a query sees, its own included; None for all.
 
     Returns:
         (tokens, heads, value size), bfloat16.
@@ -82,26 +85,26 @@ def _loading_problem() -> str | None:
         return "there is no C++ compiler (g++) to build it"
     try:
         library = _built(compiler)
-        if not hasattr(torch.ops.reflogp, "attend"):  # a second registration would end the process
+        if not hasattr(torch.ops.reflogp, "attend"):  # registering it twice would end the process
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
         return f"{compiler} does not build it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
-    except Exception as error:  # folders, locks and loaders fail in many ways; without the kernel, torch's own runs
+    except Exception as error:  # folders, locks and loaders fail in many ways; torch's own kernel runs instead
         return f"it cannot be built or loaded: {error.__cause__ or error}"
     return None
 
 
 def _built(compiler: str) -> Path:
-    """The compiled kernel, made by the first process that asks and kept for this source, torch and compiler."""
+    """Return the compiled kernel. The first process builds it; it is cached for this source, torch and compiler."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
-    folder = own_folder(cache_dir(), "kernels")  # what is in it is run, and a team may share the cache
+    folder = own_folder(cache_dir(), "kernels")  # its files are executed, and the cache may be shared by a team
     library = folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
     with FileLock(library.with_suffix(".lock"), timeout=_PATIENCE):
         if not library.exists():
-            with appears_whole(library) as partial:
+            with write_atomically(library) as partial:
                 _build(compiler, partial)
     return library
 
@@ -111,7 +114,7 @@ def _build(compiler: str, library: Path) -> None:
     libraries = torch_folder / "lib"
     with tempfile.TemporaryDirectory() as scratch:
         made = f"{scratch}/attention.o"
-        # Linked without -fopenmp: torch brings its own OpenMP, and a second one would compete with it for the cores.
+        # Linked without -fopenmp: torch has its own OpenMP, and a second one would compete with it for the cores.
         steps = [
             [*_COMPILE, f"-I{torch_folder / 'include'}", "-c", str(_SOURCE), "-o", made],
             ["-shared", made, f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10", "-o", str(library)],
@@ -122,7 +125,10 @@ def _build(compiler: str, library: Path) -> None:
 
 @torch.inference_mode()
 def _difference_from_torch(size: int, value_size: int) -> float:
-    """Largest root mean square difference between both kernels, over a branch and one that shares its start, window or not."""
+    """Return the largest root mean square difference between this kernel and torch's.
+
+    It is measured on a branch and on a second branch that shares its start, with a window and without.
+    """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)
 

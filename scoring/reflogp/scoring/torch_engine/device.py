@@ -1,4 +1,4 @@
-"""One device and its stream: the current device while a pass runs, uploads that nobody waits for, and copies off it."""
+"""Set the current device, and copy to and from a device without waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_device(device: torch.device) -> Iterator[None]:
     """Make a CUDA device the current one of this thread while the block runs; do nothing for a CPU.
 
     torch's tensor operations follow their tensors, but events, `torch.cuda.current_stream()`, Triton kernels and extensions
-    follow the thread's current device, which is GPU 0 until somebody sets it.
+    follow the thread's current device, which is GPU 0 until it is set.
     """
     if device.type != "cuda":
         yield
@@ -27,9 +27,9 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
-    """Some int64 arrays of one dimension on a device, uploaded as one. The host goes on while a CUDA device copies.
+    """Upload one-dimensional int64 arrays in one copy; return one tensor for each. The host does not wait for a CUDA device.
 
-    A copy from pageable memory would make the host wait for everything that the stream has to do before it.
+    The copy is made from pinned memory: from pageable memory the host would wait for all earlier work of the stream.
     """
     host = torch.from_numpy(np.concatenate(arrays))
     if device.type == "cuda":
@@ -38,7 +38,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A moment of a device's stream: now, behind everything that the host has given it. On a CPU that is simply now."""
+    """A point in a device's stream, after all work that the host has launched so far. On a CPU it has passed at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -52,12 +52,12 @@ class Mark:
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Return when it has passed."""
+        """Wait until the mark has passed."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Seconds of the device between two marks that have passed."""
+        """Return the device time between two marks that have passed, in seconds."""
         if self._event is None:
             return self._moment - earlier._moment
         return float(earlier._event.elapsed_time(self._event)) / 1000
@@ -67,8 +67,8 @@ def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
     """Begin to copy a tensor to the host.
 
     Returns:
-        (the host's tensor, the mark behind the copy, on the stream of the device that holds the values). The tensor may be read
-        only when the mark has passed.
+        (tensor on the host, mark after the copy on the stream of the device that holds the values). The tensor may be read only
+        when the mark has passed.
     """
     host = values
     if values.device.type == "cuda":

@@ -1,7 +1,7 @@
-"""The torch engine: a frozen model on one device that scores token sequences.
+"""Score token sequences with a frozen model on one device.
 
-Knows token budgets, the queue between preparation, device and results, and what to do when memory runs out. It is purely token
-ids: nothing here knows text, keys or stores. Called by the scoring job and by anyone who has sequences in hand.
+The engine sets the size of passes, overlaps preparation, device and results, and recovers when memory runs out. It works on
+token ids only: no text, no keys, no store.
 """
 
 from __future__ import annotations
@@ -33,43 +33,45 @@ from reflogp.scoring.torch_engine.selfcheck import SelfCheck, check
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
 
-#: Sequences that are sorted and packed together. More would find few more to share with and take longer to place.
+#: Sequences that are sorted and packed together. A larger window would find little more to share and take longer to pack.
 _WINDOW = 8_192
-#: Passes are not made shorter than this, however slow the device is: the products would be too small to be fast.
+#: Passes are not made shorter than this, even on a slow device: the matrix products would be too small to be fast.
 _LEAST_PASS_TOKENS = 1_024
-#: Passes in a row that must fit before a budget that was halved is doubled: what took the memory may be gone, and one pass that
-#: is lost in so many costs little where it is not.
+#: Passes in a row that must fit before a halved budget is doubled. Whatever used the memory may have freed it; if not, one lost
+#: pass in this many costs little.
 _GOOD_PASSES = 100
 
 
 class TorchEngine:
     """Scores sequences with a reference model.
 
-    Sequences are packed without padding, and what several share (a prompt, earlier turns, a common first sentence) is computed
-    once. At load a few sequences are scored packed and plainly; a model that disagrees is scored on a slower path that agrees,
-    with a warning (`self_check`).
+    Sequences are packed without padding, and tokens that several share (a prompt, earlier turns, a common first sentence) are
+    computed once. At load a few sequences are scored both packed and one by one. If the values differ, the model is scored on a
+    slower path whose values agree, with a warning (`self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint that was read; safetensors weights. Or a model in memory (load.in_memory),
-            which has its own dtype and device: those of the arguments are not looked at.
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. Or a model in memory
+            (load.in_memory), whose own dtype and device are used instead of the arguments.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. "bfloat16-autocast" and "float16-autocast":
             float32 weights under torch.autocast, as accelerate's mixed precision computes.
-        device: "auto" (CUDA when there), "cpu", "cuda", "cuda:1", …
-        token_budget: tokens of one pass; "auto" asks the free memory. When memory runs out the budget is halved and
-            nothing is lost; after many passes that fit it grows again, up to what it was at first.
+        device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
+        token_budget: most tokens of one pass; "auto" computes it from the free memory. When memory runs out the budget is
+            halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again, up to
+            its first value.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
-        refused_kernels: attention kernels that may not be used, by name (attention.installed_kernels).
-        revision: of a hub id.
-        trust_remote_code: run modelling code that the checkpoint brings.
+        refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
+        revision: revision of a hub id.
+        trust_remote_code: run modelling code from the checkpoint.
 
     Attributes:
-        token_budget: tokens of a pass at most.
-        pass_seconds: device time of a pass at most, or None for as long as pays; set it while somebody waits for a turn.
+        token_budget: most tokens of a pass.
+        pass_seconds: longest device time of a pass, or None for no limit; set it while other work waits for the engine.
+        self_check: result of the check at load.
 
     Raises:
         UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
-        OutOfMemoryError: the device has no room for it.
+        OutOfMemoryError: the model does not fit the memory of the device.
         EngineError: the model cannot be loaded.
 
     Example:
@@ -115,15 +117,15 @@ class TorchEngine:
         self._good_passes = 0
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
-        """token_logps of each sequence: float32 arrays of len(completion_ids), in order.
+        """Return token_logps of each sequence: float32 arrays of len(completion_ids), in the order of the sequences.
 
         Args:
-            sequences: prompts and completions as token ids. A prompt holds at least one token: where a model has a BOS token it
-                begins with it; without any token before it, a completion's first token has no log-prob.
-            temperature: logits are divided by it (RLOO and GRPO compare at their sampling temperature).
+            sequences: prompts and completions as token ids. A prompt holds at least one token, because the first token of a
+                completion has no log-prob without a token before it. It begins with the BOS token if the model has one.
+            temperature: divisor of the logits (RLOO and GRPO compare at their sampling temperature).
 
         Raises:
-            InvalidSequencesError: some cannot be scored; its `results` hold the others' values.
+            InvalidSequencesError: some sequences cannot be scored; its `results` hold the values of the others.
         """
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
@@ -131,14 +133,14 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Index -> why this model cannot score that sequence; empty when it can score all."""
+        """Return index -> why this model cannot score that sequence; empty if the model can score all."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(
         self, sequences: list[Sequence], skip: Collection[int] = (), temperature: float = 1.0
     ) -> Iterator[tuple[int, Outcome]]:
-        """(index, token_logps) as passes come off the device; as `passes`, one sequence at a time."""
+        """Yield (index, token_logps) of one sequence at a time, as passes finish; see `passes`."""
         for landed in self.passes(sequences, skip, temperature):
             yield from landed
 
@@ -149,13 +151,13 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """What comes off the device, pass by pass: (index, token_logps) of its sequences. As `flow`, of sequences in hand.
+        """Yield (index, outcome) of the sequences of each pass, as passes finish; see `flow`.
 
         Args:
-            sequences: ones without `problems`.
+            sequences: sequences without `problems`.
             skip: indices to leave out.
-            temperature: logits are divided by it.
-            before: told the indices of each pass before the device gets it.
+            temperature: divisor of the logits.
+            before: called with the indices of each pass before the pass is launched.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -165,24 +167,25 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """What comes off the device, pass by pass, for as long as groups of sequences come.
+        """Score groups of sequences as they arrive; yield the outcomes of each pass as passes finish.
 
-        In the place of values stands why there are none: memory that one sequence alone overfills, numbers that are not finite.
-        A pass is prepared and uploaded while the one before it is computed, across groups too, and its values are fetched while
-        the next one runs. Between two items the engine may be used for something else.
+        Each pass is prepared and uploaded while the previous pass is computed, across groups too. Its values are copied to the
+        host while the next pass runs. Between two items the engine may be used for something else.
 
         Args:
-            groups: sequences without `problems` that are packed together, the longest first; some thousand at a time share and
-                fill passes well. Taken in a thread of this engine, and without waiting: an empty group says that there is none
-                at the moment. What flies then lands, and after it an empty list is the item.
-            temperature: logits are divided by it.
-            before: told the numbers of each pass's sequences before the device gets it.
+            groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of some
+                thousand sequences share prefixes and fill passes well. The iterator runs in a thread of this engine and must
+                not block: an empty group means that no group is available at the moment. The pass in flight then finishes, and
+                after it an empty list is yielded.
+            temperature: divisor of the logits.
+            before: called with the numbers of each pass's sequences before the pass is launched.
 
         Yields:
-            (number, token_logps) of a pass's sequences, numbered from 0 through all groups.
+            (number, outcome) of a pass's sequences, numbered from 0 through all groups. The outcome is token_logps, or a text
+            that says why there are no values: one sequence alone does not fit the memory, or its values are not finite.
 
         Raises:
-            EngineError: a pass failed. What was computed before was yielded.
+            EngineError: a pass failed. The values of earlier passes were yielded.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -211,7 +214,7 @@ class TorchEngine:
                 try:
                     launched = self._launch(unit, temperature)
                 except EngineError:
-                    if flying is not None:  # what was computed before is not lost
+                    if flying is not None:  # keep the values of the previous pass
                         yield self._landed(flying, waiting)
                     raise
                 if flying is not None:
@@ -231,18 +234,21 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _count_good_pass(self) -> None:
-        """Double a budget that was halved, after enough passes that fit; the next packs are made by it."""
+        """Count a pass that fit; after enough of them double a halved budget. The new budget applies to the next packs."""
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
             self._good_passes = 0
             self.token_budget = min(2 * self.token_budget, self._first_budget)
 
     def operations(self) -> Operations:
-        """Operations of all passes so far, counted when their values are here. The check at load is not counted."""
+        """Return the operations of all passes whose values have arrived. The check at load is not counted."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Rate of a product of random matrices on this device in this dtype, measured once; None where memory is too short."""
+        """Return the rate of a product of random matrices in the model's dtype on this device; None if memory is too short.
+
+        The rate is measured once for a device and dtype.
+        """
         try:
             with on_device(self.device):
                 return matmul_flops_per_second(self.device, self._loaded.product_dtype)
@@ -252,16 +258,16 @@ class TorchEngine:
             return None
 
     def close(self) -> None:
-        """Let go of the weights, so that whoever still holds the engine, a job or a stopped stream, does not hold them.
+        """Release the weights, so that a job or a stopped stream that still refers to the engine does not keep them in memory.
 
-        What it knows of the model (problems, operations, provenance) can be asked for afterwards; values cannot.
+        `problems`, `operations` and `provenance` still work afterwards; sequences can no longer be scored.
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
             del self._head
 
     def provenance(self) -> dict[str, Any]:
-        """How this engine makes values; stored beside them."""
+        """Return how this engine computes values; it is stored with the values."""
         return {
             "engine": "torch",
             "torch": torch.__version__,
@@ -274,10 +280,10 @@ class TorchEngine:
         }
 
     def _landed(self, flying: InFlight, waiting: dict[int, Sequence]) -> list[tuple[int, Outcome]]:
-        """A pass's values; its sequences wait no more."""
+        """Return the outcomes of a pass, and remove its sequences from `waiting`."""
         try:
             landed = flying.land()
-        except RuntimeError as error:  # CUDA says here what went wrong while the pass ran
+        except RuntimeError as error:  # CUDA reports errors of the running pass here
             raise EngineError(f"the pass did not end: {str(error).splitlines()[0]}") from error
         self._operations += flying.unit.operations
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
@@ -287,13 +293,13 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Tokens of a pass at most, now."""
+        """Return the most tokens that a pass may have now."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Passes over all groups, whose sequences are numbered and put into `waiting`; None for an empty group."""
+        """Number the sequences of all groups, put them into `waiting`, and yield their passes; None for an empty group."""
         count = 0
         for group in groups:
             if not group:
@@ -309,7 +315,10 @@ class TorchEngine:
             yield replace(unit, members=tuple((places[at], where) for at, where in unit.members))
 
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
-        """Passes over all of `sequences` within the present budget: those beyond the rope limit alone, masked ones padded."""
+        """Yield passes over all sequences within the current budget.
+
+        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded.
+        """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
         plain: list[int] = []
@@ -340,7 +349,7 @@ class TorchEngine:
             yield Unit(chosen, tuple(members), len(batch) * max(map(len, chosen)), self._flops.padded(chosen))
 
     def _launch(self, unit: Unit, temperature: float) -> InFlight | None:
-        """Start a pass; None when memory ran out."""
+        """Start a pass; return None if memory ran out."""
         model, limit = self._loaded.model, self._loaded.rope_limit
         if limit is not None and len(unit.members) == 1 and unit.tokens > limit:
             forget_longest_pass(model, limit)
@@ -358,7 +367,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
-        # Outside the handler, where the failed pass's tensors are no longer held by its traceback.
+        # Here, after the handler, the error's traceback no longer holds the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None

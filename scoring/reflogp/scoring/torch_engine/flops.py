@@ -1,7 +1,7 @@
-"""How much arithmetic a pass needs and how much a device can do: the two halves of model FLOPs utilization.
+"""Count the operations of a pass and measure the rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B): operations per second that values depend on, over what the
-device reaches. Here "reaches" is measured by a large matrix product, not read from a data sheet.
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the operations per second that values depend on, divided
+by the rate of the device. Here the rate is measured with a large matrix product, not read from a data sheet.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 Int64s = npt.NDArray[np.int64]
 
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-#: Products of one size: some that are not timed, in which kernels are chosen and clocks rise, and those that are.
+#: Products of one size that are not timed, while kernels are chosen and clocks rise, and products that are timed.
 _WARM_UP, _REPEATS = 2, 12
-#: Seconds that the products of one size may take: a CPU without units for a dtype needs minutes for the larger one.
+#: Seconds that the products of one size may take: a CPU without units for a dtype needs minutes for the larger size.
 _PATIENCE = 2.0
-#: Kinds of layers (transformers' names) whose queries see every earlier token, or those of a window.
+#: Kinds of layers (transformers' names) whose queries see all earlier tokens, and kinds whose queries see a window.
 _FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attention", "hybrid_sliding")
 
 
 class ForwardFlops:
     """Counts the operations of a model's forward passes, two per multiply-add.
 
-    Every matrix weight of the decoder works on every token (an expert's on its share of them), attention on each token and the
-    earlier ones that it sees, the output embedding on tokens that predict. Attention of kinds that are not known here (linear,
-    sparse) counts as nothing beyond its weights: fewer operations are counted than computed, never more.
+    Each matrix weight of the decoder counts for each token (an expert's weight for its share of the tokens). Attention counts
+    for each token and the earlier tokens that it sees, and the output embedding for tokens that predict. For unknown kinds of
+    attention (linear, sparse) only the weights count, so the count is never too high.
     """
 
     def __init__(self, model: Any) -> None:
@@ -52,37 +52,37 @@ class ForwardFlops:
         self._layers = _attention_layers(config)
 
     def plain(self, sequences: list[Sequence]) -> float:
-        """Operations of one forward pass over each sequence on its own."""
+        """Return the operations of one forward pass over each sequence on its own."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Operations of a pack, which computes once what its members among `sequences` share."""
+        """Return the operations of a pack, which computes tokens that its members among `sequences` share only once."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])
         return Operations(plain, self._passed(lengths, shared, len(pack.predicted)))
 
     def padded(self, batch: list[Sequence]) -> Operations:
-        """Operations of a padded batch, in which nothing is shared. Tokens that a sequence masks itself count as others do."""
+        """Return the operations of a padded batch, which shares nothing. Tokens that a sequence's own mask hides count too."""
         plain = self.plain(batch)
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Operations for the tokens of paths of these lengths, without the first `before` tokens of each."""
+        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
 
 def expert_count(config: Any) -> int | None:
-    """Experts of each mixture layer; None for a dense model. Configs name it in several ways."""
+    """Return the number of experts of each mixture layer; None for a dense model. The field's name depends on the config."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = (config, getattr(config, "ffn_config", None))
     return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
 
 
 def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
-    """Numbers of the decoder's weights that a token is multiplied with; towers for other input than text see none."""
+    """Return how many weight elements of the decoder one token is multiplied with, without towers for images or audio."""
     experts = expert_count(config)
     chosen = (
         getattr(config, "num_experts_per_tok", None) or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1
@@ -98,7 +98,7 @@ def _active_weights(model: Any, config: Any, output: torch.Tensor) -> float:
 
 
 def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]]]:
-    """(how many layers, pairs of a query and a key that they compute for the first n tokens of a sequence)."""
+    """Return (number of layers, function from n to the query-key pairs of a sequence's first n tokens) per kind of layer."""
     window: Any = getattr(config, "sliding_window", None)
     chunk: Any = getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
@@ -117,17 +117,17 @@ def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]
 
 
 def _pairs(count: Any) -> Any:
-    """Pairs of a token and those up to it, itself included, among the first `count`."""
+    """Return how many pairs of a token and a token up to it, itself included, the first `count` tokens have."""
     return count * (count + 1) // 2
 
 
 @cache
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Best rate of a square product of random matrices, in operations per second.
+    """Return the best rate of a square product of random matrices, in operations per second.
 
-    Random numbers, because a GPU multiplies constants with less power and so faster than any model's weights. The best of
-    several repeats and two sizes, because whatever disturbs a product makes it slower. The larger size is left out where the
-    smaller one says that it takes too long.
+    The numbers are random because a GPU multiplies constants with less power, and so faster than any model's weights. The best
+    of several repeats and two sizes is taken because any disturbance makes a product slower. The larger size is left out if the
+    rate of the smaller one shows that it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:
@@ -140,7 +140,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _product_seconds(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Seconds of the fastest product of two random matrices, multiplied as a layer multiplies."""
+    """Return the seconds of the fastest product of two random matrices, computed as in a linear layer."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
     took: list[float] = []

@@ -1,7 +1,4 @@
-"""Passes on their way: prepared in the background, launched, landed. What keeps a device from waiting for the host.
-
-Knows units of work and when their values are here. Does not know models. Used by the torch engine.
-"""
+"""Prepare passes in the background and collect their values, so that the device does not wait for the host."""
 
 from __future__ import annotations
 
@@ -18,13 +15,20 @@ from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence
 
-#: Seconds between two looks whether a pass has landed while the next one is not prepared.
+#: Seconds between two checks whether a pass has landed, while the next pass is not prepared yet.
 _LOOK_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One pass: a pack or a padded batch, where each member's values will be, its size in tokens, and its operations."""
+    """One pass.
+
+    Attributes:
+        work: a pack or a padded batch.
+        members: (index of a sequence, places of its values among the values of the pass).
+        tokens: size of the pass, padding included.
+        operations: operations of the pass.
+    """
 
     work: Pack | list[Sequence]
     members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
@@ -34,11 +38,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A pass whose values are on their way off the device.
+    """A launched pass whose values are not on the host yet.
 
     Attributes:
-        values: host memory, written when `landed` has passed.
-        began, landed: marks before and behind the pass.
+        values: host memory, complete when `landed` has passed.
+        began, landed: marks before the pass and after the copy of its values.
     """
 
     unit: Unit
@@ -47,7 +51,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """(member, its values), once they are here."""
+        """Wait for the values; return (member, its token_logps, or a text if they are not finite)."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -57,15 +61,16 @@ class InFlight:
         return outcomes
 
     def tokens_per_second(self) -> float:
-        """How fast the device computed it, once it has landed."""
+        """Return the speed at which the device computed the pass, which must have landed."""
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 
 class Prepared:
-    """Units, each made in the background while the one before it is computed; a context manager.
+    """Units, each made in the background while the previous unit is computed; a context manager.
 
     Args:
-        units: made one at a time; None stands for "nothing to prepare at the moment", and is made without waiting.
+        units: iterated in a thread, one unit at a time. It yields None, without waiting, if there is nothing to prepare at the
+            moment.
     """
 
     def __init__(self, units: Iterable[Unit | None]) -> None:
@@ -80,9 +85,12 @@ class Prepared:
         self._background.shutdown(cancel_futures=True)
 
     def take(self, flying: InFlight | None) -> Unit | None:
-        """The next unit; None when there is none yet and nothing flies any more that could be waited for.
+        """Return the next unit, and wait until it is made.
 
-        Raises StopIteration at the end, and what making a unit raised.
+        Returns None if the pass in flight has landed and no unit is ready, or if no pass is in flight and there is nothing to
+        prepare at the moment.
+
+        Raises StopIteration at the end, and any error of making a unit.
         """
         while True:
             while flying is not None and not self._coming.done():

@@ -1,8 +1,4 @@
-"""The three ways to run a model over sequences: packed, padded, one by one. Each gives float32 log-probs.
-
-Knows the backbone's interface and packs. Does not know budgets, queues or stores. Called by the torch engine and its
-self-check.
-"""
+"""Run a model over sequences and return float32 log-probs: packed, padded, or one by one (a padded batch of one)."""
 
 from __future__ import annotations
 
@@ -25,13 +21,13 @@ Path = Literal["packed", "padded", "single"]
 def forward_pack(
     model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0, refused: Collection[str] = ()
 ) -> torch.Tensor:
-    """log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must be set to packed attention.
+    """Return the log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must use packed attention.
 
     Args:
-        refused: attention kernels that may not be used, by name.
+        refused: names of attention kernels that may not be used.
 
     Raises:
-        UnsupportedAttentionError: a layer cannot be packed.
+        UnsupportedAttentionError: a layer does not support packed attention.
         KernelFailedError: an attention kernel raised.
     """
     layout = PackLayout(pack, device, refused)
@@ -40,7 +36,7 @@ def forward_pack(
 
 @torch.inference_mode()
 def pack_states(model: Any, layout: PackLayout) -> torch.Tensor:
-    """Last hidden states of a pack's tokens, (tokens, hidden size)."""
+    """Return the last hidden states of a pack's tokens, (tokens, hidden size)."""
     with packed(layout):
         states: torch.Tensor = model.base_model(
             input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False
@@ -52,9 +48,9 @@ def pack_states(model: Any, layout: PackLayout) -> torch.Tensor:
 def forward_padded(
     model: Any, head: Head, batch: list[Sequence], device: torch.device, temperature: float = 1.0
 ) -> torch.Tensor:
-    """log-probs of every completion token of a right-padded batch, float32 (tokens,) on the device, sequence by sequence.
+    """Return log-probs of all completion tokens of a batch, float32 (tokens,) on the device, sequence by sequence.
 
-    Sequences with an attention mask keep it: their own padding stays where it is.
+    The batch is padded on the right. Sequences with an attention mask keep it: their own padding stays in its place.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -75,7 +71,7 @@ def forward_padded(
 
 @contextmanager
 def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
-    """While the block runs, the model attends by `implementation`, transformers' name of it."""
+    """Set the model's attention implementation, by its name in transformers, while the block runs."""
     before = model.config._attn_implementation
     if implementation != before:
         model.set_attn_implementation(implementation)
@@ -87,7 +83,7 @@ def attention_of(model: Any, implementation: str | None) -> Iterator[None]:
 
 
 def padded_batches(sequences: list[Sequence], token_budget: int) -> Iterator[list[int]]:
-    """Indices of sequences in batches whose padded size stays within the budget, longest first.
+    """Yield indices of sequences in batches whose padded size is within the budget, the longest sequences first.
 
     A sequence longer than the budget is a batch of its own.
     """

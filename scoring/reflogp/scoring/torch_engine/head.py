@@ -1,7 +1,6 @@
-"""From hidden states to log-probs of given tokens, never [tokens, vocab] at once, float32 where it matters.
+"""Compute log-probs of given tokens from hidden states.
 
-Knows the output embedding and what a model does to its logits. Does not know attention or batches. Called by the forward
-passes.
+All logits, [tokens, vocab], are never held at once. Sums over the vocabulary are computed in float32.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.torch_engine.load import autocasting
 
-#: Logits of whole rows held at once: 2**28 are 512 MiB in bfloat16 and 1 GiB in float32 on top.
+#: Logits held at once where rows span the whole vocabulary: 2**28 are 512 MiB in bfloat16, plus 1 GiB in float32.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-#: Rows and columns of logits held at once where a CPU computes them here: few enough to stay in cache until they are summed,
-#: enough for the product to be fast (measured: a fifth faster than rows of a whole vocabulary).
+#: Rows and columns of logits that a CPU holds at once: few enough to stay in cache until they are summed, and enough for a fast
+#: product (measured: a fifth faster than rows of a whole vocabulary).
 _CPU_BLOCK = (1024, 4096)
-#: Numbers of the output embedding that are cast at once on CUDA where its dtype is not the product's: 256 MiB in float32.
+#: Elements of the output embedding that CUDA casts at once if its dtype is not the product's: 256 MiB in float32.
 _CAST_NUMBERS = 1 << 26
-#: Rows and columns that one tile of a CUDA product covers; chunks are multiples of it, so that no tile is computed in part.
+#: Rows and columns of one tile of a CUDA product. Chunks are multiples of it, so that no tile is computed in part.
 _TILE = 128
 #: Rows of logits that are summed at once on a CPU: few enough that their float32 copy stays in cache.
 _SUM_ROWS = 16
@@ -31,13 +30,13 @@ _SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Logits:
-    """What stands between the output embedding's product and the logits: softcap * tanh(scale * product / softcap)."""
+    """The function from the output embedding's product to the logits: softcap * tanh(scale * product / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, product: torch.Tensor) -> torch.Tensor:
-        """Logits of a float32 product."""
+        """Return the logits of a float32 product."""
         scaled = product if self.scale == 1.0 else product * self.scale
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
@@ -45,20 +44,23 @@ class Logits:
 class Head:
     """A model's output layer.
 
-    A head that is a matrix product, perhaps scaled and soft-capped, is applied here, with each target's logit computed in
-    float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token removes it. Any
-    other head runs through the model's own forward with the hidden states put in, so no architecture needs code here.
+    A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
+    computed in float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token
+    removes it. Any other head runs through the model's own forward, which gets the hidden states, so no architecture needs code
+    here.
 
-    Under autocast the rounded logit stays: such values stand beside those of a run whose own logits are rounded alike (TRL's
-    fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
+    Under autocast the rounded logit is kept: such values are compared with values of a run whose logits are rounded the same
+    way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
 
     Args:
         model: a causal language model.
         float32: compute the products in float32 whatever the model's dtype is.
-        autocast: the model runs under torch.autocast with this dtype; None where it does not.
+        autocast: dtype of the torch.autocast that the model runs under; None for no autocast.
 
     Attributes:
-        logits: what the head does to its products, found by trying; None where only the model's own forward knows.
+        logits: the function from the head's products to its logits, found by trying the known forms; None if no form agrees
+            with the model's own forward.
+        log_sum_exp: function that sums the logits; `log_sum_exp` or a compiled version.
     """
 
     def __init__(self, model: Any, float32: bool = False, autocast: torch.dtype | None = None) -> None:
@@ -68,19 +70,19 @@ class Head:
         self.logits = self._find_logits()
         self._float32 = float32
         self._rounded = autocast if not float32 else None
-        # Cast once: autocast would cast the largest matrix of the model again for every chunk.
+        # Cast once: autocast would cast this matrix, the model's largest, again for each chunk.
         self._factors = self._weight if self._rounded is None or self.logits is None else self._weight.to(self._rounded)
         self.log_sum_exp = log_sum_exp
 
     @torch.inference_mode()
     def logps(self, states: torch.Tensor, at: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """log p(target) at some positions.
+        """Return log p(target) at some positions.
 
         Args:
             states: last hidden states, (positions, hidden size), in the model's dtype.
-            at: which of them predict, int64 (n,).
-            targets: token ids that they predict, int64 (n,).
-            temperature: logits are divided by it.
+            at: the positions that predict, int64 (n,).
+            targets: the token ids that they predict, int64 (n,).
+            temperature: divisor of the logits.
 
         Returns:
             float32 (n,).
@@ -88,7 +90,7 @@ class Head:
         hidden = states[at]
         if self.logits is None:
             return self._logps_by_model(hidden, targets, temperature)
-        with autocasting(hidden.device, None):  # every dtype below is chosen, and autocast would choose others
+        with autocasting(hidden.device, None):  # the code below sets each dtype itself; autocast would change them
             return self._logps_of_products(hidden, targets, temperature)
 
     def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -111,7 +113,7 @@ class Head:
         if self._bias is not None:
             exact = exact + self._bias[targets].float()
         exact = self.logits(exact) / temperature
-        # The exact logit takes the rounded one's place in the sum as well, so that log p never rises above zero:
+        # The exact logit replaces the rounded logit in the sum too, so that log p is never above zero:
         # with p = exp(rounded - total), the sum becomes total + log(1 - p + p * exp(exact - rounded)).
         share = torch.exp(rounded - total).clamp(max=1.0)
         corrected = total + torch.log(1.0 - share + share * torch.exp(exact - rounded))
@@ -121,9 +123,9 @@ class Head:
     def _sum_and_target(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log sum exp of all logits, the target's logit as the product rounds it), both float32 (n,).
+        """Return (log-sum-exp of all logits, the target's logit as the product rounds it), both float32 (n,).
 
-        Blocks of the vocabulary are the outer loop: where the weight is not in the product's dtype, a block is cast once.
+        Blocks of the vocabulary are the outer loop, so that a weight that is not in the product's dtype is cast once per block.
         """
         assert self.logits is not None
         # Mamba keeps its residual stream, and so these states, in float32.
@@ -146,7 +148,7 @@ class Head:
         return total, self.logits(rounded.float()) / temperature
 
     def _columns_at_once(self, as_they_are: bool) -> int:
-        """Columns of logits that are computed at once: on CUDA all, unless the weight must be cast for them."""
+        """Return how many columns of logits are computed at once: all on CUDA, unless the weight must be cast."""
         vocabulary, hidden_size = self._weight.shape
         if self._weight.device.type == "cpu":
             return _CPU_BLOCK[1]
@@ -154,11 +156,13 @@ class Head:
 
     @torch.inference_mode()
     def _find_logits(self) -> Logits | None:
-        """The first of the forms that configs name (trl/trainer/utils.py, add_fused_lm_head, lists them) that agrees with the
-        model's own forward; None when none does."""
+        """Return the first form that agrees with the model's own forward; None if no form does.
+
+        The forms are built from config fields that trl/trainer/utils.py, add_fused_lm_head, lists.
+        """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
-            return None  # an adapter on the head shows its base's weight and adds to the product itself
+            return None  # the weight of a head with an adapter is its base layer's; the adapter adds to the product
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         with autocasting(weight.device, None):
@@ -177,7 +181,7 @@ class Head:
         return None
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits by the model's own forward, its backbone replaced by one that answers `hidden`."""
+        """Return the logits of the model's own forward, with its backbone replaced by one that returns `hidden`."""
         name = self._model.base_model_prefix
         backbone = self._model._modules[name]
         self._model._modules[name] = _Answer(hidden[None], backbone)
@@ -190,7 +194,7 @@ class Head:
 
 
 def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """hidden @ factors.T + bias in `dtype`, (rows, columns)."""
+    """Return hidden @ factors.T + bias in `dtype`, (rows, columns)."""
     if not _is_widened(hidden, factors, dtype):
         return F.linear(hidden.to(dtype), factors, bias)
     product = torch.mm(hidden, factors.T, out_dtype=dtype)
@@ -198,32 +202,32 @@ def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether one product reads both sides in 16 bits, and sums and answers in float32: torch has it on CUDA alone (since 2.8).
+    """Return True if one product can read both sides in 16 bits, and sum and return in float32 (torch >= 2.8, CUDA only).
 
-    Products of two such numbers are exact in float32, so the result is that of float32 factors, at the rate of 16 bits.
+    Products of two 16-bit numbers are exact in float32, so the result equals that of float32 factors, at the rate of 16 bits.
     """
     narrow = hidden.dtype == factors.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     return narrow and dtype == torch.float32 and hidden.device.type == "cuda"
 
 
 def _rows_at_once(device: torch.device, columns: int) -> int:
-    """Rows of so many columns that are computed at once."""
+    """Return how many rows of `columns` columns are computed at once."""
     rows = _WHOLE_LOGITS[device.type] // columns
     return min(_CPU_BLOCK[0], max(1, rows)) if device.type == "cpu" else _in_tiles(rows)
 
 
 def _in_tiles(count: int) -> int:
-    """The largest multiple of a tile up to `count`, one tile at least."""
+    """Return the largest multiple of a tile up to `count`, at least one tile."""
     return max(1, count // _TILE) * _TILE
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
-    """0 … count in slices of `size`, the last of what is left."""
+    """Return slices of `size` that cover 0 … count; the last one may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Tensor:
-    """log sum exp of each row's logits times `scale` (one over the temperature), float32 (n,)."""
+    """Return the log-sum-exp of each row's logits times `scale` (one over the temperature), float32 (n,)."""
     if product.device.type != "cpu":
         return torch.logsumexp(logits(product.float()) * scale, 1)
     out = torch.empty(len(product), dtype=torch.float32)
@@ -234,7 +238,7 @@ def log_sum_exp(product: torch.Tensor, logits: Logits, scale: float) -> torch.Te
 
 
 class _Answer(torch.nn.Module):
-    """Stands where a backbone stands and gives back one tensor of hidden states; constants are the backbone's own."""
+    """A replacement of a backbone that returns one given tensor of hidden states; other attributes are the backbone's."""
 
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()
@@ -245,7 +249,7 @@ class _Answer(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # OPT's head calls `model.decoder`; others read a multiplier off the backbone.
+            # OPT's head calls `model.decoder`; other heads read a multiplier from the backbone.
             return self if name == "decoder" else getattr(self._backbone[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -253,7 +257,7 @@ class _Answer(torch.nn.Module):
 
 
 class _HiddenOnly(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A backbone's output without the fields that some architectures add and their heads pass on (cross attentions, …)."""
+    """A backbone's output in which missing fields are None: heads of some models read further fields (cross attentions, …)."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

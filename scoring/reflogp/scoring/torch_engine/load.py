@@ -1,7 +1,6 @@
-"""A frozen causal language model out of a checkpoint folder: safetensors only, evaluation mode, no gradients.
+"""Load a frozen causal language model from a checkpoint folder: safetensors only, evaluation mode, no gradients.
 
-Weights go from the file to their device, a few tensors at a time. Knows transformers' loading. Does not know sequences. Called
-by the torch engine.
+Weights are read from the files to their device, a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class LoadedModel:
     """A model that is ready to score.
 
     Attributes:
-        model: in evaluation mode, parameters without gradients, on `device`.
-        dtype: of the weights.
+        model: transformers model in evaluation mode on `device`; its parameters have no gradients.
+        dtype: dtype of the weights.
         autocast: dtype that torch.autocast casts the operands of matrix products to; None for no autocast.
-        vocab_size: rows of the output embedding; ids must be below it.
-        max_positions: positions that the config allows, None where it names no limit.
-        rope_limit: the length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and
-            "dynamic" scaling), None elsewhere. Longer sequences are scored alone.
+        vocab_size: rows of the output embedding; token ids must be smaller.
+        max_positions: positions that the config allows; None if the config has no limit.
+        rope_limit: length beyond which one sequence changes the rotary embeddings of its whole pass ("longrope" and "dynamic"
+            scaling); None for other models. Longer sequences are scored alone.
     """
 
     model: Any
@@ -54,29 +53,30 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """What the model computes in, as a reference names it."""
+        """Name of the dtype that the model computes in, as references write it."""
         name = str(self.product_dtype).removeprefix("torch.")
         return name if self.autocast is None else f"{name}-autocast"
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The context of every forward pass: torch.autocast as accelerate sets it up, or none, even if the caller has it on."""
+        """Return the context for each forward pass: torch.autocast as accelerate sets it up, or autocast switched off."""
         return autocasting(self.device, self.autocast)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast with this dtype; None switches off what the caller may have on."""
+    """Return torch.autocast with this dtype; None switches off an autocast of the caller."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def choose_device(device: str) -> torch.device:
-    """ "auto" is CUDA, else the CPU; anything else is torch's own name. CUDA without a number is this thread's current device.
+    """Return the device of a name: "auto" is CUDA if available, else the CPU; other names are torch's own.
 
-    Raises EngineError for a device that is not there.
+    CUDA without a number is this thread's current device. Raises EngineError for a device that does not exist or is neither a
+    CPU nor CUDA.
     """
     if device == "auto":
         return choose_device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.empty(0, device=device).device  # with a number, which other threads need: each has its current device
+        chosen = torch.empty(0, device=device).device  # with its number, since each thread has its own current device
         if chosen.type not in ("cpu", "cuda"):
             raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
         return chosen
@@ -86,7 +86,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
-    """The model with the adapter's layers in place, in the model's dtype, read to its device.
+    """Return the model with the adapter's layers inserted, in the model's dtype and on its device.
 
     The adapter is applied, not merged: merging would round its small products into the weights.
     """
@@ -112,16 +112,17 @@ def load_model(
     """Load a reference model.
 
     Args:
-        model: model folder, PEFT adapter folder, hub id, or a checkpoint that was read.
+        model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
         dtype: "float32", "bfloat16", "float16" or "auto"; "bfloat16-autocast" or "float16-autocast" for float32 weights and
             forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
-        trust_remote_code: run modelling code that the checkpoint brings. Off unless asked for.
+        revision: revision of a hub id.
+        trust_remote_code: run modelling code from the checkpoint. Off by default.
 
     Raises:
-        UsageError, CheckpointError: as `read_checkpoint`.
-        OutOfMemoryError: the device has no room for it, which is found before the weights are read, or its memory ran out.
-        EngineError: transformers cannot build the model, or weights for it are missing from the files.
+        UsageError, CheckpointError: see `read_checkpoint`.
+        OutOfMemoryError: the model does not fit the device, which is checked before the weights are read, or memory ran out.
+        EngineError: the device cannot be used, transformers cannot build the model, or weights are missing from the files.
     """
     checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model, revision))
     name = resolve_dtype(dtype, checkpoint.config)
@@ -131,7 +132,7 @@ def load_model(
     quantized = is_quantized(checkpoint)
     devices = [where] if where.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices),  # building a model draws random numbers; the caller's must not move
+        torch.random.fork_rng(devices),  # building a model draws random numbers; the caller's generators must not advance
         memory_errors(where, f"{checkpoint.folder} was loaded"),
         _unloadable(checkpoint.folder),
     ):
@@ -140,7 +141,7 @@ def load_model(
         require_room(checkpoint, config, name, where, parameters)
         with _weights(checkpoint) as weights:
             loaded, info = model_class.from_pretrained(
-                checkpoint.folder if quantized else None,  # quantizers want to see the files
+                checkpoint.folder if quantized else None,  # quantizers read the files themselves
                 config=_text_config(config) if _is_of_its_text(model_class, config) else config,
                 state_dict=None if quantized else weights,
                 dtype=torch_dtype,
@@ -164,9 +165,10 @@ def load_model(
 
 
 def in_memory(model: Any) -> LoadedModel:
-    """Make a causal language model of transformers that is in memory already ready to score.
+    """Make a transformers causal language model that is already in memory ready to score.
 
-    It is put in evaluation mode and its parameters take no gradients any more. All of it must be on one device, in one dtype.
+    The model is put in evaluation mode, and its parameters no longer require gradients. All of its parameters must be on one
+    device and in one dtype.
     """
     first = next(model.parameters())
     return _described(_frozen(model), first.device, first.dtype, None)
@@ -193,7 +195,7 @@ def _described(model: Any, device: torch.device, dtype: torch.dtype, autocast: t
 
 @contextmanager
 def _unloadable(folder: Path) -> Iterator[None]:
-    """Turn whatever a config, a kernel package or transformers can raise into EngineError; out-of-memory stays what it is."""
+    """Turn any error of a config, a kernel package or transformers into EngineError; out-of-memory errors pass unchanged."""
     try:
         yield
     except ReflogpError:
@@ -206,10 +208,11 @@ def _unloadable(folder: Path) -> Iterator[None]:
 
 
 class _Weight:
-    """A tensor of an open file where transformers expects a tensor or a safetensors slice: read when it is indexed with `...`.
+    """A tensor of an open file, read when it is indexed; transformers takes it like a tensor or a safetensors slice.
 
-    It is read into memory of its own. transformers maps files into memory instead: all that was read stays there until the
-    last weight is loaded, whoever writes to the file later changes the model, and a file that is cut short ends the process.
+    The tensor is read into memory of its own. transformers would map the files into memory instead. Everything read would then
+    stay in memory until the last weight is loaded, a later write to a file would change the model, and a truncated file would
+    end the process.
     """
 
     def __init__(self, file: Any, name: str) -> None:
@@ -222,32 +225,37 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Every tensor of a checkpoint's files by name; to be read within the block."""
+    """Give all tensors of a checkpoint's files by name; they can be read only inside the block."""
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu", backend="pread"))
-            found |= {name: _Weight(file, name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            found |= {name: _Weight(file, name) for name in file.keys()}  # noqa: SIM118 - the file is not a dictionary
         yield found
 
 
 def _take_out_of_files(model: Any) -> None:
-    """Copy weights into memory of their own: those of quantized checkpoints may lie in files that are mapped into memory."""
+    """Copy the weights into memory of their own: weights of quantized checkpoints may be in files mapped into memory."""
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor.data) is torch.Tensor:
             tensor.data = tensor.data.clone()
 
 
 def forget_longest_pass(model: Any, limit: int) -> None:
-    """Make "dynamic" rotary embeddings fit the next pass, not the longest so far (they only ever grow above `limit`)."""
+    """Reset "dynamic" rotary embeddings to `limit`, so that they fit the next pass and not the longest pass so far.
+
+    Above `limit` transformers only grows them.
+    """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
             setattr(module, name, limit)
 
 
 def _rope_limit(config: Any) -> int | None:
-    """Length beyond which this model's rotary embeddings depend on the longest sequence of a pass (transformers,
-    modeling_rope_utils.dynamic_rope_update)."""
+    """Return the length beyond which this model's rotary embeddings depend on the longest sequence of a pass, or None.
+
+    Source: transformers, modeling_rope_utils.dynamic_rope_update.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for parameters in by_layer_type or [rope]:
@@ -259,9 +267,9 @@ def _rope_limit(config: Any) -> int | None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
-    """The class that builds the model, and the numbers that it holds, tied ones once.
+    """Return the class that builds the model, and its number of parameters (tied parameters count once).
 
-    A vision-language checkpoint scores text too, and is no causal LM to transformers.
+    A vision-language checkpoint can score text too, but transformers does not list it as a causal LM.
     """
     kind = type(config)
     is_causal = kind in AutoModelForCausalLM._model_mapping or kind not in AutoModelForImageTextToText._model_mapping
@@ -272,7 +280,7 @@ def _model_class(config: Any, trust_remote_code: bool) -> tuple[Any, int]:
 
 
 def _text_config(config: Any) -> Any:
-    """The part of a config that is about text, with how the whole checkpoint is quantized."""
+    """Return the text part of a config, with the quantization settings of the whole checkpoint."""
     text = config.get_text_config()
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
@@ -281,6 +289,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Whether a class is built from the part of a config that is about text, as transformers' auto classes do it."""
+    """Return True if a class is built from the text part of a config, as transformers' auto classes decide it."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

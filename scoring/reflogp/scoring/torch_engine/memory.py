@@ -1,6 +1,6 @@
-"""How many tokens fit one forward pass.
+"""Estimate how many tokens fit one forward pass.
 
-Knows devices' free memory and what a decoder holds per token. An estimate: when it is too high, the engine halves it.
+The estimate may be too high: the engine halves the budget when memory runs out.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import torch
 
 from reflogp.scoring.machine.available_memory import free_memory
 
-#: Tokens beyond which a pass gains no speed: the matrix products are as large as they need to be. On a CPU each core adds some,
-#: as it adds cache: more than that, and activations leave it (two cores, 100M and 500M parameters: 2,048 tokens are a tenth
-#: faster than 4,096).
+#: A pass with more tokens than this is not faster: the matrix products are large enough. On a CPU the number is per core,
+#: because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048 tokens are a
+#: tenth faster than 4,096).
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
 _LEAST_TOKENS = 512
-#: Share of the free memory that activations may take; the head's chunks, kernels and fragments take the rest.
+#: Share of the free memory that activations may take; the rest is for the head's chunks, kernels and fragmentation.
 _SHARE = 0.5
-#: Copies of hidden-size and intermediate-size activations alive at once in a layer, generously counted.
+#: Upper estimate of the copies of hidden-size and intermediate-size activations that a layer holds at once.
 _HIDDEN_COPIES, _INTERMEDIATE_COPIES = 12, 3
 
 
-#: Logits that are alive at once in the smallest pass, at the most, and bytes of each (the model's dtype and float32).
+#: Most logits that the smallest pass on a CPU holds at once, and bytes of each logit (the model's dtype and float32).
 _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 
 
 def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """A token budget from the memory that is free now."""
+    """Return a token budget for the memory that is free now."""
     fits = int(_SHARE * free_bytes(device) / _bytes_per_token(model.config, dtype))
     enough = _ENOUGH_TOKENS_CUDA
     if device.type == "cpu":
@@ -36,11 +36,12 @@ def auto_token_budget(model: Any, device: torch.device, dtype: torch.dtype) -> i
 
 
 def least_pass_bytes(config: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that a pass of the smallest budget takes beside the weights.
+    """Return the bytes that a pass with the smallest budget needs in addition to the weights.
 
     Args:
         config: transformers' config of the model.
-        dtype: of the weights.
+        device: device of the model.
+        dtype: dtype of the weights.
     """
     logits = _LEAST_TOKENS * getattr(config.get_text_config(), "vocab_size", 0)
     if device.type == "cpu":
@@ -58,9 +59,9 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take: of a CUDA device, or of this machine's or container's memory.
+    """Return the bytes that this process may still take from a CUDA device, or from the machine's or container's memory.
 
-    What torch has reserved on a CUDA device and does not use is free as well; so is a machine's page cache.
+    CUDA memory that torch has reserved and does not use counts as free; so does the machine's page cache.
     """
     if device.type != "cuda":
         return free_memory()

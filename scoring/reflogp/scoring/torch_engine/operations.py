@@ -1,4 +1,4 @@
-"""Floating point operations, two per multiply-add: what sequences would take one by one, and what was computed for them."""
+"""Count floating point operations, two per multiply-add."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of scored sequences. Both are 0 where an engine cannot count them.
+    """Operations of scored sequences. Both counts are 0 if an engine cannot count them.
 
     Attributes:
-        plain: of one forward pass over each sequence on its own.
-        computed: of the passes that ran, with what sequences share counted once. Only what values depend on counts: padding,
-            pairs of tokens that a mask hides, and passes that ran out of memory do not, so a device did at least this much.
+        plain: operations of one forward pass over each sequence on its own.
+        computed: operations of the passes that ran; tokens that sequences share count once. Only operations that values depend
+            on count. Padding, pairs of tokens that a mask hides, and passes that ran out of memory do not, so the device
+            computed at least this many.
     """
 
     plain: float = 0.0
@@ -26,5 +27,5 @@ class Operations:
 
     @property
     def sharing_gain(self) -> float | None:
-        """How many times as much would be computed if nothing were shared, at least 1; None where nothing was counted."""
+        """`plain` divided by `computed`, at least 1; None if nothing was counted."""
         return self.plain / self.computed if self.computed else None

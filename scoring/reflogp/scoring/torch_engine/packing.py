@@ -1,10 +1,10 @@
-"""Packing: sequences into flat token packs in which everything that several sequences share is computed once.
+"""Pack sequences into flat token packs in which a common prefix of several sequences is computed once.
 
-Pure: token ids in, index arrays out. No model, no tensor. Called by the torch engine.
+Token ids in, index arrays out: no model, no tensor.
 
-Sequences are sorted by their tokens, so that those with a common beginning stand side by side, and each adds to a pack only
-the tokens that the one before it has not: a shared prompt, the turns of one dialogue, completions that start alike. What a
-sequence adds is its branch; the branch's tokens attend to the sequence's whole path through the pack.
+Sequences are sorted by their tokens, so that sequences with a common prefix are neighbours: a shared prompt, the turns of one
+dialogue, completions that start alike. Each sequence adds to a pack only the tokens after the prefix that it shares with the
+sequence before it. The added tokens are its branch. The branch's tokens attend to the sequence's whole path through the pack.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 
 Int64s = npt.NDArray[np.int64]
 
-#: A shorter common beginning is computed again: gathering keys for it would cost as much, and it would chain unrelated
-#: sequences (every chat begins with the same few template tokens) into groups too large to place well.
+#: A shorter common prefix is computed again. Gathering its keys would cost as much, and it would join unrelated sequences (all
+#: chats begin with the same few template tokens) into groups too large to fill packs well.
 MIN_SHARED = 16
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The tokens that one sequence adds to a pack, and what they attend to.
+    """The tokens that one sequence adds to a pack, and the tokens that they attend to.
 
     Attributes:
-        start, stop: the added tokens' places in the pack.
-        path: places of the whole sequence, from its first token to its last, int64 (length,). It ends with
-            start … stop - 1; what comes before is shared with earlier branches.
+        start, stop: places of the added tokens in the pack, start … stop - 1.
+        path: places of the whole sequence, from its first token to its last, int64 (length,). It ends with start … stop - 1;
+            the places before them are shared with earlier branches.
     """
 
     start: int
@@ -41,7 +41,7 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """Tokens of the path that earlier branches computed."""
+        """Number of tokens of the path that belong to earlier branches."""
         return len(self.path) - (self.stop - self.start)
 
 
@@ -52,10 +52,10 @@ class Pack:
     Attributes:
         token_ids: int64 (tokens,).
         positions: each token's position in its own sequence, int64 (tokens,).
-        branches: in pack order; together they add every token once.
-        predicted: places of the tokens whose log-prob is wanted, ascending, int64 (predictions,).
-        parents: places of the tokens whose hidden state predicts them, int64 (predictions,).
-        members: (index of a sequence, where its values are among `predicted`).
+        branches: branches in pack order; together they add each token once.
+        predicted: places of the tokens that need a log-prob, ascending, int64 (predictions,).
+        parents: places of the tokens whose hidden states predict them, int64 (predictions,).
+        members: (index of a sequence, indices of its values in `predicted`).
     """
 
     token_ids: Int64s
@@ -70,12 +70,12 @@ class Pack:
 
 
 def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SHARED) -> Iterator[Pack]:
-    """Pack sequences, those with the most tokens first.
+    """Pack sequences; yield packs with the largest groups of sequences first.
 
     Args:
-        sequences: any number; pass a window of a large dataset at a time.
-        token_budget: tokens of a pack at most. A longer sequence is a pack of its own.
-        min_shared: common beginnings shorter than this are not shared.
+        sequences: any number; for a large dataset call this for one window at a time.
+        token_budget: most tokens of a pack. A longer sequence is a pack of its own.
+        min_shared: common prefixes shorter than this are not shared.
     """
     ids = [sequence.ids() for sequence in sequences]
     order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">u4").tobytes())
@@ -86,7 +86,12 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that share beginnings, and how many tokens of each the one before it has."""
+    """Sequences that share prefixes.
+
+    Attributes:
+        members: (index of a sequence, number of tokens that it shares with the sequence before it).
+        tokens: tokens that the group adds to a pack.
+    """
 
     members: list[tuple[int, int]]
     tokens: int
@@ -110,9 +115,9 @@ def _groups(ids: list[Int64s], order: list[int], token_budget: int, min_shared: 
 
 
 def _fill(groups: list[_Group], token_budget: int) -> Iterator[list[_Group]]:
-    """First-fit decreasing: each group into the first pack that has room, the largest groups first.
+    """Choose the groups of each pack by first-fit decreasing: the largest groups first, each into the first pack with room.
 
-    Packs come out as soon as nothing left can fit them, so the largest are computed first.
+    A pack is yielded as soon as no remaining group fits it, so the largest groups are computed first.
     """
     left = sorted(groups, key=lambda group: -group.tokens)
     sizes = np.array([group.tokens for group in left])
@@ -124,7 +129,7 @@ def _fill(groups: list[_Group], token_budget: int) -> Iterator[list[_Group]]:
         taken[first] = True
         at = first + 1
         while True:
-            # `sizes` falls, so the first group that fits is at or after its place in the order
+            # `sizes` is descending, so the first group that fits is at or after the insertion place of `room`
             at = max(at, int(np.searchsorted(-sizes, -room)))
             while at < len(left) and taken[at]:
                 at += 1

@@ -1,7 +1,4 @@
-"""Whether a checkpoint fits a device: found from its files' headers, before any weight is read.
-
-Knows what loading and the smallest pass need, and which command works where they do not fit. Called by `load`.
-"""
+"""Check from the headers of a checkpoint's files whether the model fits a device, before any weight is read."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from reflogp.scoring.machine.available_memory import total_memory
 from reflogp.scoring.torch_engine.memory import free_bytes, least_pass_bytes
 from reflogp.store.checkpoint import Checkpoint
 
-#: Copies of one projection of a layer's experts that are alive while transformers joins the experts' matrices into one tensor:
-#: each of gate and up stacked, then both in one.
+#: Copies of one projection of a layer's experts that exist while transformers joins the experts' matrices into one tensor: gate
+#: and up, each stacked, then both in one tensor.
 _JOINING_COPIES = 4
 #: vLLM takes this share of each GPU by default (gpu_memory_utilization).
 _VLLM_SHARE = 0.9
@@ -27,16 +24,16 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None) -> None:
-    """Raise OutOfMemoryError where a device has no room for a checkpoint.
+    """Raise OutOfMemoryError if a checkpoint does not fit a device.
 
     Args:
-        checkpoint: whose headers are read.
-        config: transformers' config of it.
-        dtype: what the model computes in, as `reference.Dtype` names it.
-        device: that would hold the model.
-        parameters: numbers that the model holds, where that is known: files may hold more than is loaded.
+        checkpoint: checkpoint whose headers are read.
+        config: transformers' config of the checkpoint.
+        dtype: dtype that the model computes in, a name of `reference.Dtype`.
+        device: device of the model.
+        parameters: number of parameters of the model, or None if unknown; files may hold more than is loaded.
 
-    The message says how many bytes are needed and free, and the command that works, where one does.
+    The message says how much memory is needed and free, and which command would work, if any.
     """
     weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
     free = free_bytes(device)
@@ -61,9 +58,9 @@ def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
 def needed_bytes(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None
 ) -> tuple[int, int]:
-    """(bytes of the weights on the device, bytes that loading and the smallest pass need beside them).
+    """Return (bytes of the weights on the device, bytes that loading or the smallest pass needs in addition).
 
-    Arguments are those of `require_room`.
+    The arguments are those of `require_room`.
     """
     target = _weights_dtype(dtype)
     text = config.get_text_config()
@@ -75,7 +72,7 @@ def needed_bytes(
     weights = sum(sizes.values())
     vocabulary, hidden = getattr(text, "vocab_size", 0), getattr(text, "hidden_size", 0)
     tables = [name for name, tensor in checkpoint.tensors().items() if tensor.shape == (vocabulary, hidden)]
-    if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may hold a tied table twice
+    if getattr(text, "tie_word_embeddings", False) and len(tables) == 2:  # files may hold a tied embedding twice
         weights -= sizes[tables[0]]
     if parameters is not None and not kept:
         weights = min(weights, parameters * target.itemsize)
@@ -87,20 +84,20 @@ def needed_bytes(
             experts[_EXPERT.sub(".experts.", name)] += size
     joining = _JOINING_COPIES * max(experts.values(), default=0)
     least = least_pass_bytes(config, device, target)
-    if dtype != str(target).removeprefix("torch."):  # under autocast the head keeps a copy of its table
+    if dtype != str(target).removeprefix("torch."):  # under autocast the head keeps a 16-bit copy of the output embedding
         least += vocabulary * hidden * 2
     return weights, max(joining, least)
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether the files hold quantized weights, which keep their own dtypes."""
+    """Return True if the files hold quantized weights, which keep their own dtypes."""
     return any("quantization_config" in part for part in (checkpoint.config, checkpoint.config.get("text_config") or {}))
 
 
 def _spread(
     checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, free: int, parameters: int | None
 ) -> str | None:
-    """The command that spreads the model over as few GPUs like this one as hold it; None where no number of them does."""
+    """Return the options that spread the model over the fewest GPUs like this one; None if no supported number is enough."""
     plain = dtype.removesuffix("-autocast")
     weights, pass_bytes = needed_bytes(checkpoint, config, plain, device, parameters)
     heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1

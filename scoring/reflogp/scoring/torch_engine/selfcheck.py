@@ -1,7 +1,4 @@
-"""Finds out at load which path is right for a model, by running it: packed, padded or one by one.
-
-Knows forward passes and tolerances. Called once by the torch engine, before it scores anything.
-"""
+"""Choose the scoring path of a model at load by running the model: packed, padded or one by one."""
 
 from __future__ import annotations
 
@@ -24,25 +21,25 @@ from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 
 #: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
-#: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees a
-#: neighbour, or a wrong position, is off by tenths.
+#: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees another
+#: sequence, or has a wrong position, is off by tenths.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-#: Rounding grows with the logits, so where log-probs are larger than this (root mean square) the tolerance grows with them.
+#: Rounding grows with the logits. If log-probs are larger than this (root mean square), the tolerance grows with them.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What was found at load.
+    """The result of the check at load.
 
     Attributes:
         path: the path that the engine takes.
-        difference: root mean square difference of that path from a plain pass, nats per token.
-        tolerance: what was allowed.
-        rejected: path, or attention kernel -> why it was not taken.
-        kernels: attention kernels that ran in the check, as every pack will use them.
-        compiled: decoder layers and log-sum-exp run compiled.
+        difference: root mean square difference between that path and a plain pass, nats per token.
+        tolerance: largest difference allowed, nats per token.
+        rejected: name of a path or attention kernel, or "compiled" -> why it is not used.
+        kernels: attention kernels that the check used; every pack uses the same kernels.
+        compiled: True if the decoder layers and the log-sum-exp are compiled.
         refused_kernels: attention kernels that raised or disagreed, or that the caller refused; no pass may use them.
     """
 
@@ -59,15 +56,15 @@ class SelfCheck:
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:
-    """Choose the fastest path that agrees with a plain pass, leave the model set to it, and warn unless it is packed.
+    """Choose the fastest path that agrees with a plain pass, set the model to it, and warn unless the path is packed.
 
     Args:
-        head: its output layer.
+        head: the model's output layer.
         loaded: the model, its device, dtype and limits; sequences longer than `rope_limit` are scored alone and need no check.
-        compile_layers: try packed with compiled layers first.
+        compile_layers: if the path is packed, also try compiled layers, and warn if they fail or disagree.
         refused: attention kernels that may not be used.
 
-    An error that says that memory ran out is passed on: no other path needs less for so few tokens.
+    Out-of-memory errors are raised: for so few tokens no other path needs less memory.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -100,7 +97,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
             doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # the plainest kernel decides whether it is the kernel or the model
+            if problem is not None and doubted:  # retry with the simplest kernel, to tell a wrong kernel from a wrong model
                 rejected |= dict.fromkeys(doubted, problem)
                 refused.extend(sorted(doubted))
                 continue
@@ -139,7 +136,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
 
 
 def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | None]:
-    """(root mean square difference from a plain pass, what is wrong with it)."""
+    """Return (root mean square difference from a plain pass, the problem or None)."""
     difference = float(np.sqrt(np.mean((values - plain) ** 2)))
     if difference <= tolerance:
         return difference, None
@@ -151,7 +148,7 @@ def _first_line(error: Exception) -> str:
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:
-    """Largest root mean square difference, nats per token, between two right ways to compute these log-probs."""
+    """Return the largest root mean square difference, nats per token, between two correct computations of these log-probs."""
     return TOLERANCE[dtype] * max(1.0, float(np.sqrt(np.mean(logps**2))) / _TYPICAL_LOGP)
 
 
@@ -164,7 +161,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """(difference from a plain pass, why not) with compiled layers, which stay compiled only where they agree."""
+    """Compile the layers and keep them compiled only if they agree; return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -182,7 +179,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """A prompt with three completions, and one sequence on its own; shorter where the model has few positions."""
+    """Return a prompt with three completions, and one separate sequence; shorter if the model has few positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -196,7 +193,7 @@ def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
 
 @torch.inference_mode()
 def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
-    """The model's own forward on one unpadded sequence, with its own attention and head."""
+    """Return log-probs of the model's own forward on one unpadded sequence, with its own attention and head."""
     ids = torch.from_numpy(sequence.ids()).to(device)
     logps = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), -1)
     start = len(sequence.prompt_ids)
@@ -204,10 +201,11 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 
 
 def _windowed_layers(config: Any) -> int:
-    """How many layers see less than the whole context, by the config.
+    """Return how many layers see less than the whole context, according to the config.
 
-    The check's sequences are shorter than most windows, so a layer whose window is only in its mask, which packed attention
-    replaces, would pass it. Chunks (Llama 4) never reach the attention function.
+    The check compares this with the layers that pass a window to packed attention. A layer that has its window only in its
+    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. Chunks
+    (Llama 4) never reach the attention function.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -217,10 +215,11 @@ def _windowed_layers(config: Any) -> int:
 
 
 def _recurrent_part(model: Any) -> str | None:
-    """The name of a part that carries state from token to token, which a pack's neighbours would inherit; None if none does.
+    """Return the name of a module or parameter that carries state from token to token; None if there is none.
 
-    Judged by structure, since in bfloat16 a small leak hides below rounding: state-space, linear-attention and RWKV blocks all
-    hold a convolution over time or one of these parameters.
+    In a pack such state would leak from one sequence into the next. The structure decides, not the values, because in bfloat16
+    a small leak is below rounding: state-space, linear-attention and RWKV blocks all hold a convolution over time or one of
+    these parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv1d):
@@ -232,7 +231,7 @@ def _recurrent_part(model: Any) -> str | None:
 def _packed(
     model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
 ) -> tuple[Any, PackLayout]:
-    """(values, what the layers did with the pack)."""
+    """Score the sequences as one pack; return (values, the layout, which has counted layers and kernels)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")

@@ -1,4 +1,4 @@
-"""The unit that is scored, and what makes one impossible to score. Pure Python and numpy."""
+"""Define the sequences that engines score, and check whether a model can score them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy.typing as npt
 
 from reflogp.scoring.errors import InvalidSequencesError
 
-#: Token ids of one side of a sequence: a list, a numpy array or an Arrow scalar's values.
+#: Token ids of a prompt or a completion: a list, a numpy array or an Arrow scalar's values.
 Ids = Any
 #: token_logps: float32, one per completion token.
 Logps = npt.NDArray[np.float32]
-#: A sequence's values, or why there are none.
+#: The token_logps of a sequence, or a text that says why there are none.
 Outcome = Logps | str
 NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A prompt and the completion whose tokens get log-probs.
+    """A prompt, and a completion whose tokens get log-probs.
 
     Attributes:
         prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
         completion_ids: token ids, at least one.
-        attention_mask: None for a sequence on its own. For a row of a padded batch 0 where a token is padding, else 1: it is
-            then scored by the model's own forward with this mask and the model's default positions, and padded completion
-            tokens have values too. Where positions are absolute, padding on the left changes all of them.
+        attention_mask: None for a sequence without padding. For a row of a padded batch 0 for padding tokens and 1 for others.
+            The row is then scored by the model's own forward with this mask and the model's default positions, and padding
+            tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
     """
 
     prompt_ids: Ids
@@ -40,12 +40,12 @@ class Sequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """prompt_ids + completion_ids, int64."""
+        """Return prompt_ids + completion_ids, int64."""
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
-    """Why a model cannot score this sequence, or None."""
+    """Return why a model cannot score this sequence, or None."""
     if not len(sequence.prompt_ids):
         return "its prompt is empty: the first token would have no context; begin the prompt with the BOS token"
     if not len(sequence.completion_ids):
@@ -73,14 +73,15 @@ def _problem_of_mask(sequence: Sequence) -> str | None:
 
 
 def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int, Outcome]]) -> list[Logps]:
-    """The values of `count` sequences, in their order.
+    """Return the values of `count` sequences in their order.
 
     Args:
-        problems: index -> why there are none, of those that were not tried.
-        outcomes: of the others, in any order.
+        count: number of sequences.
+        problems: index -> problem of each sequence that was not tried; problems among `outcomes` are added.
+        outcomes: (index, outcome) of the other sequences, in any order.
 
     Raises:
-        InvalidSequencesError: some have none; its `results` hold the others' values.
+        InvalidSequencesError: some sequences have no values; its `results` hold the values of the others.
     """
     results: list[Any] = [None] * count
     for index, outcome in outcomes:
@@ -100,14 +101,14 @@ def passes_over(
     before: Callable[[list[int]], None] | None,
     flow: Callable[[Iterable[list[Sequence]], Callable[[list[int]], None] | None], Iterable[list[tuple[int, Outcome]]]],
 ) -> Iterator[list[tuple[int, Outcome]]]:
-    """An engine's flow over sequences in hand, with indices among `sequences` in the place of the flow's numbers.
+    """Run an engine's flow over a list of sequences; yield outcomes with indices in the list instead of the flow's numbers.
 
     Args:
-        sequences: ones that the engine can score.
+        sequences: sequences that the engine can score.
         skip: indices to leave out.
-        size: sequences of a group.
-        before: told the indices of each pass before the engine begins it.
-        flow: gets the groups, and what is to be told the numbers of each pass.
+        size: most sequences of a group.
+        before: called with the indices of each pass before the engine begins it.
+        flow: called with the groups, and with a callback for the numbers of each pass.
     """
     wanted = [index for index in range(len(sequences)) if index not in skip]
     groups = ([sequences[index] for index in wanted[start : start + size]] for start in range(0, len(wanted), size))

@@ -1,1 +1,1 @@
-"""vLLM as an engine: in a process of its own environment (local), or a `vllm serve` that runs somewhere (remote)."""
+"""The vLLM engine: a process in an environment of its own ("vllm"), or a running `vllm serve` ("remote")."""

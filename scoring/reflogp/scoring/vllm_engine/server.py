@@ -1,7 +1,6 @@
-"""A `vllm serve` that runs somewhere: a Transport over HTTP.
+"""Connect to a running `vllm serve`: a Transport over HTTP, with many requests at the same time and retries.
 
-Knows how such a server is found out, asked many things at a time, and waited for when it is away. Does not know whether its
-weights are the reference's: `claim` looks into that.
+Whether the server's weights are the reference's is checked in `claim`.
 """
 
 from __future__ import annotations
@@ -24,28 +23,29 @@ from reflogp.scoring.vllm_engine.engine import PASSES
 from reflogp.scoring.vllm_engine.server_api import FORMS, Form, cached_tokens, question, values
 from reflogp.store import UsageError
 
-#: Seconds for one answer: a long sequence behind many others.
+#: Timeout of one response in seconds: a long sequence may wait behind many others.
 _ANSWER_SECONDS = 600.0
+#: Seconds between two attempts: the first pause, and the longest after doubling.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-#: Seconds of silence after which it is said that a server is waited for.
+#: Seconds without a response after which a warning says that the server is waited for.
 _SAID_SECONDS = 3.0
-#: Answers that mean "later": too many requests, a proxy or a server that restarts; 500 is said by one that is ending.
+#: Status codes that are retried: too many requests, or a proxy or server that restarts. A server that is ending sends 500.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: Tokens of a pass for each request that may be under way.
+#: Tokens of the passes in flight for each request that may be in flight.
 _TOKENS_EACH = 1024
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where a server is, and how it is asked.
+    """The address of a server and the settings of its client.
 
     Attributes:
-        url: as http://host:8000; a path before /v1 is kept.
-        model: the name it serves the reference under; None takes the only one.
-        key: its API key, or None.
-        concurrency: requests under way at a time.
-        patience_seconds: how long a server that does not answer is waited for.
+        url: URL such as http://host:8000; a path before /v1 is kept.
+        model: name under which the server serves the reference; None if it serves one model only.
+        key: API key of the server, or None.
+        concurrency: most requests in flight at the same time.
+        patience_seconds: maximum time to wait for a server that does not respond.
     """
 
     url: str
@@ -59,11 +59,12 @@ class VllmServer:
     """A running server with the reference model.
 
     Raises:
-        UsageError: the URL is none, or the server does not serve that model.
-        EngineError: it cannot be reached, or gives no log-probs of given tokens.
+        UsageError: the URL is invalid, or the server does not serve that model.
+        EngineError: the server cannot be reached, or gives no log-probs of given tokens.
 
     Attributes:
-        form: how it is asked, the best that it can do.
+        form: the best form of request that the server supports.
+        max_tokens, reads_cache, token_budget, block_size: see Transport.
     """
 
     block_size: int | None = None
@@ -84,14 +85,14 @@ class VllmServer:
         self._said = False
         self._closed = threading.Event()
         self._model, self.max_tokens = self._find_model()
-        about = self._sent("GET", "/version", None, _AWAY)  # a proxy may not pass it on
+        about = self._sent("GET", "/version", None, _AWAY)  # a proxy may not forward this path
         self._version = str(about.json().get("version")) if about.status_code == 200 else "unknown"
         self.form = self._find_form()
         self.reads_cache = self.form == "token_ids"
         self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """As Transport.ask; a server that is away is waited for."""
+        """Send requests and yield responses; see Transport.ask. A server that does not respond is waited for."""
         futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
         return self._answers(futures)
 
@@ -100,20 +101,23 @@ class VllmServer:
         try:
             for future in as_completed(futures):
                 yield Answer(futures[future], *future.result())
-        finally:  # after an error nobody wants the others
+        finally:  # after an error the other responses are not needed
             for future in futures:
                 future.cancel()
 
     def revive(self) -> bool:
-        """A server is not ours to start."""
+        """Return False: a server cannot be started from here."""
         return False
 
     def provenance(self) -> dict[str, Any]:
-        """As Transport.provenance. Its address and its name for the model stay out of the store: they may be internal."""
+        """Return the server's version and the method; see Transport.provenance.
+
+        The server's address and its name for the model are left out of the store: they may be internal.
+        """
         return {"engine": "remote", "vllm": self._version, "method": self.form}
 
     def close(self) -> None:
-        """Close connections; requests under way end."""
+        """Close the connections; requests in flight end."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._http.close()
@@ -124,7 +128,7 @@ class VllmServer:
         return values(self.form, answer, request), cached_tokens(answer)
 
     def _find_model(self) -> tuple[str, int]:
-        """(name, tokens of the longest sequence) of the served model."""
+        """Return (name, number of tokens of the longest sequence) of the served model."""
         served = {entry["id"]: entry for entry in self._asked("GET", "/v1/models").get("data", [])}
         name = self._place.model
         if name is None and len(served) != 1:
@@ -135,7 +139,7 @@ class VllmServer:
         return name, int(served[name].get("max_model_len") or 2**31) - 1
 
     def _find_form(self) -> Form:
-        """Try the forms on a small sequence, the best first."""
+        """Try the forms on a small sequence, the best form first; return the first that works."""
         request = Request(np.array([0, 0, 0]), 1, False)
         refusals = []
         for form in FORMS:
@@ -147,7 +151,7 @@ class VllmServer:
         raise EngineError(f"{self._place.url} gives no log-probs of given tokens ({'; '.join(refusals)})")
 
     def _asked(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer's JSON. Raises EngineError for any other answer than 200."""
+        """Send a request and return the JSON of the response. Raises EngineError unless its status is 200."""
         response = self._sent(method, path, body, _LATER)
         if response.status_code != 200:
             raise EngineError(f"{self._place.url}{path} answered {response.status_code} {_said(response)}")
@@ -155,7 +159,10 @@ class VllmServer:
         return answer
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
-        """An answer that is none of `later`; asked for again while there is none, up to `patience_seconds` in silence."""
+        """Send a request and return the response; retry while the server does not respond or its status is in `later`.
+
+        Raises EngineError after `patience_seconds` without another status, or if the engine was closed.
+        """
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -164,7 +171,7 @@ class VllmServer:
                     self._silent_since, self._said = None, False
                     return response
                 problem = f"{response.status_code} {_said(response)}"
-            except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
                 problem = f"{type(error).__name__}: {error}"
             now = time.monotonic()
             since = self._silent_since = self._silent_since or now
@@ -183,7 +190,7 @@ class VllmServer:
 
 
 def _said(response: httpx.Response) -> str:
-    """What an error answer says, shortened."""
+    """Return the message of an error response, shortened."""
     try:
         said = response.json()
         said = said.get("error", said) if isinstance(said, dict) else said

@@ -1,10 +1,10 @@
-"""One sequence to a `vllm serve`: what is sent and what its answer holds, in the three forms that servers know.
+"""Write requests to a `vllm serve` and read its responses, as JSON, in three forms.
 
-Pure: JSON in, JSON out. Called by `server`. Forms, the best first:
+The forms, the best first:
 
-    token_ids    POST /inference/v1/generate, values of the completion's tokens alone (vLLM's runner V2)
+    token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
-    completions  POST /v1/completions, values of all tokens, of every server
+    completions  POST /v1/completions, values of all tokens; all servers support it
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from reflogp.scoring.vllm_engine.answers import Request
 
 Form = Literal["token_ids", "prompt", "completions"]
 FORMS: tuple[Form, ...] = ("token_ids", "prompt", "completions")
-#: What JSON cannot say: vLLM writes this for minus infinity (vllm.logprobs, clamp_prompt_logprobs).
+#: vLLM writes this for minus infinity, which JSON does not have (vllm.logprobs, clamp_prompt_logprobs).
 _MINUS_INFINITY = -9999.0
 
 
 def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-    """(path, JSON body) of one request."""
+    """Return (path, JSON body) of one request."""
     ids = request.ids.tolist()
     if form == "completions":
         return "/v1/completions", {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -40,7 +40,7 @@ def question(form: Form, model: str, request: Request, salt: str) -> tuple[str, 
 
 
 def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
-    """float32 values of the completion's tokens, or None where the answer does not hold them all."""
+    """Return the float32 values of the completion's tokens, or None if the response does not hold all of them."""
     ids = request.ids.tolist()
     try:
         if form == "token_ids":
@@ -59,6 +59,6 @@ def values(form: Form, answer: dict[str, Any], request: Request) -> Any:
 
 
 def cached_tokens(answer: dict[str, Any]) -> int:
-    """Tokens that the server says it read from its cache; 0 where it does not say (it then was told not to read)."""
+    """Return the number of tokens that the server reports as read from its cache; 0 if it reports nothing."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)

@@ -31,19 +31,19 @@ from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice, PassEngine, opened_as
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine.freed_memory import give_freed_memory_back
+from reflogp.scoring.machine.freed_memory import return_freed_memory
 from reflogp.scoring.machine.quiet import quiet_libraries
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
-from reflogp.service.worker.engine_loop import Answer, DeviceLostError, DisplacedError, EngineLoop, OnlineRequest
+from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.helping import Asked, help_with
-from reflogp.service.worker.job import JobPlace, JobStoppedError, Progress, run_job
-from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelPlace, WorkerConfiguration
+from reflogp.service.worker.job import JobContext, JobStoppedError, Progress, run_job
+from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration
 from reflogp.service.worker.tables import outcomes_table, table_of
 from reflogp.service.worker.write_back import WriteBack
-from reflogp.store import OtherContentError, Reference, ReflogpError, Store, describe_reference, resolve_model
+from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.arrow_stream import stream_bytes
 from reflogp.store.safe_text import LineFormatter
 from reflogp.store.texts import shortened
@@ -90,7 +90,7 @@ class Worker:
         self._references: dict[str, Reference] = {}
         self._tokenizers = TokenizerCache(_TOKENIZERS)
         self._store = Store(configuration.store)
-        self._place = JobPlace(
+        self._place = JobContext(
             self._store,
             Path(configuration.tokens),
             configuration.max_tokens_bytes,
@@ -134,7 +134,7 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except OtherContentError as error:  # requests for it get the same error; other references still work
+            except ContentMismatchError as error:  # requests for it get the same error; other references still work
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
@@ -233,7 +233,7 @@ class Worker:
                 return
             self._ordered.remove(ordered)
             self.send(message)
-            give_freed_memory_back()
+            return_freed_memory()
 
     def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
         """Run a job; return the frame that reports its end. Raises DeviceLostError."""
@@ -242,7 +242,7 @@ class Worker:
             return message | {"end": "done", "summary": self._do(ordered)}
         except JobStoppedError as stopped:
             return message | {"end": "stopped", "why": str(stopped)}
-        except DisplacedError:
+        except ModelUnloadedError:
             return message | {"end": "stopped", "why": "displaced"}
         except (ReflogpError, OSError) as error:
             return message | {"end": "failed", "error": shortened(str(error))}
@@ -259,7 +259,7 @@ class Worker:
             table = self._store.create_table(reference)
             assert isinstance(order, HelpOrder)
             help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered))
-        except (JobStoppedError, DisplacedError):
+        except (JobStoppedError, ModelUnloadedError):
             pass
         except (ReflogpError, OSError) as error:
             text = shortened(str(error))
@@ -293,20 +293,20 @@ class Worker:
         new_progress = partial(Progress, report, check)
         return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, new_progress, announce, check)
 
-    def _models(self, reference_id: str) -> ModelPlace:
+    def _models(self, reference_id: str) -> ModelConfig:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
         """Return the reference of an id: described from the model's folder once, then cached, since an id never changes.
 
-        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises OtherContentError if
+        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises ContentMismatchError if
         the folder holds another reference.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
             found = describe_reference(place.model, place.dtype, lm_head_dtype=place.lm_head_dtype, revision=place.revision)
             if found.reference_id != reference_id:
-                raise OtherContentError(
+                raise ContentMismatchError(
                     f"{place.model} has changed since the service started: it is reference {found.reference_id} now, not "
                     f"{reference_id}; put the old files back, or restart the service"
                 )
@@ -314,7 +314,7 @@ class Worker:
         return self._references[reference_id]
 
     def _admit(self, reference_id: str) -> None:
-        """Raise OtherContentError if a model's folder no longer holds the reference, before others are unloaded for it."""
+        """Raise ContentMismatchError if a model's folder no longer holds the reference, before others are unloaded for it."""
         with opened_as(self._folder(reference_id), self._reference(reference_id)):
             pass
 
@@ -356,7 +356,7 @@ def main() -> None:
     if frame is None:
         return
     fields = frame[0]["configuration"]
-    models = {key: ModelPlace(**entry) for key, entry in fields.pop("models").items()}
+    models = {key: ModelConfig(**entry) for key, entry in fields.pop("models").items()}
     configuration = WorkerConfiguration(models=models, **fields)
     if configuration.visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads it at its first use

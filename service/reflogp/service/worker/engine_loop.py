@@ -43,7 +43,7 @@ class DeviceLostError(Exception):
     """A pass failed, so the worker ends; the job continues in another worker."""
 
 
-class DisplacedError(Exception):
+class ModelUnloadedError(Exception):
     """A job's model was unloaded to make room for another model; the job continues later."""
 
 
@@ -176,7 +176,7 @@ class EngineLoop:
             check: called while waiting; raises to stop.
 
         Raises:
-            DisplacedError: another reference needs the room; start again later.
+            ModelUnloadedError: another reference needs the room; start again later.
             DeviceLostError: a pass failed.
             ReflogpError: the model cannot be loaded (EngineError and others).
         """
@@ -198,7 +198,7 @@ class EngineLoop:
             if self._is_lost:
                 raise DeviceLostError
             if self._work is not None:  # left by a job that was abandoned while the loop was busy
-                self._work.out.put(DisplacedError())
+                self._work.out.put(ModelUnloadedError())
             self._work = work
             self._tell()
         try:
@@ -296,7 +296,7 @@ class EngineLoop:
 
     def _advance(self, work: _Work) -> None:
         if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
-            work.out.put(DisplacedError())  # unloaded because another model needed memory
+            work.out.put(ModelUnloadedError())  # unloaded because another model needed memory
             self._drop(work)
             return
         if not work.is_starved:  # checking for a new group does not count as using the engine
@@ -370,7 +370,7 @@ class EngineLoop:
             if not all(self._engines.settled(other, _RESIDENT_SECONDS, _IDLE_SECONDS) for other in displaced):
                 continue
             if work is not None and work.reference_id in displaced:
-                work.out.put(DisplacedError())
+                work.out.put(ModelUnloadedError())
                 self._drop(work)
             with self._changed:
                 if request in self._online:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.confined_paths import OpenDataset
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.rooted import OpenDataset
 from reflogp.scoring.data.row_process import RowLimits
-from reflogp.scoring.data.tokenized import TokenizedDataset, forget_oldest, kept_name
-from reflogp.scoring.data.tokenizer_files import NamedTokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset, cache_name, delete_oldest
+from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
@@ -28,7 +28,7 @@ from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.result import write_result
-from reflogp.store import FileChangedError, OtherContentError, Reference, Store
+from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
 from reflogp.store.texts import shortened
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class JobStoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class JobPlace:
+class JobContext:
     """The settings that all jobs of a worker share.
 
     Attributes:
@@ -164,9 +164,9 @@ class Progress:
 
 def run_job(
     order: JobOrder,
-    place: JobPlace,
+    place: JobContext,
     reference: Reference,
-    find_tokenizer: Callable[[], NamedTokenizer],
+    find_tokenizer: Callable[[], TokenizerRef],
     loop: EngineLoop,
     helpers: Workers,
     new_progress: Callable[[], Progress],
@@ -188,7 +188,7 @@ def run_job(
         check: called now and then; raises JobStoppedError to stop. Values computed by then are committed.
 
     Raises:
-        JobStoppedError, DisplacedError: the job is to continue later, or not at all.
+        JobStoppedError, ModelUnloadedError: the job is to continue later, or not at all.
         ReflogpError: the job failed.
     """
     for attempt in range(_ATTEMPTS):
@@ -197,19 +197,19 @@ def run_job(
             summary = _attempt(order, place, reference, find_tokenizer(), loop, helpers, progress, announce, check)
             break
         except FileChangedError as error:
-            if isinstance(error, OtherContentError) or attempt == _ATTEMPTS - 1:
+            if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
                 raise
             logger.info("the job begins again: %s", error, extra={"job": order.job})
-    forget_oldest(place.tokens, place.max_tokens_bytes)
+    delete_oldest(place.tokens, place.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     return asdict(summary)
 
 
 def _attempt(
     order: JobOrder,
-    place: JobPlace,
+    place: JobContext,
     reference: Reference,
-    tokenizer: NamedTokenizer,
+    tokenizer: TokenizerRef,
     loop: EngineLoop,
     helpers: Workers,
     progress: Progress,
@@ -228,7 +228,7 @@ def _attempt(
     with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
         try:
             source = RowSource(str(files.readable), order.split, bounds=place.bounds, check=check)
-            kept = place.tokens / kept_name(order.digest, tokenizer.digest, form, order.split)
+            kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
             dataset = TokenizedDataset(
                 source, tokenizer.load, form, kept, unchanged=files.check, limits=place.rows, check=check
             )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class ModelPlace:
+class ModelConfig:
     """Location, numerics and engine of a reference's model.
 
     Attributes:
@@ -55,7 +55,7 @@ class WorkerConfiguration:
     workers: int
     sharing: int
     token_budget: int | Literal["auto"]
-    models: dict[str, ModelPlace]
+    models: dict[str, ModelConfig]
     capacity: int
     pinned: str | None
     store: str

@@ -24,7 +24,7 @@ from reflogp.store import Reference, Snapshot, join_logps
 from reflogp.store.joins import Join, completion_columns, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 _BINS = 40
 #: Outliers of each kind, and characters of each text, in the report.
@@ -158,7 +158,7 @@ def write_result(
     settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
     numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
     note = {**numerics, "snapshot": snapshot.number, **settings}
-    with appears_whole(result) as partial:
+    with write_atomically(result) as partial:
         try:
             for table, unread in _windows(dataset):
                 check()
@@ -189,7 +189,7 @@ def write_result(
                 writer.close()
     outliers = means.outliers(load_tokenizer())
     found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
-    with appears_whole(report) as partial:
+    with write_atomically(report) as partial:
         partial.write_text(json.dumps(found), encoding="utf-8")
 
 

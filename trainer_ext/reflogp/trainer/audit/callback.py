@@ -323,7 +323,7 @@ class ReferenceAudit(TrainerCallback):
             places = [self._remote.where]
         reference = places[0].reference_dtype if places else "unknown"
         source = getattr(self._trainer, "reference", None)
-        advice = source.how_to_score_in if isinstance(source, ReferenceSource) else None
+        advice = source.advice_for_dtype if isinstance(source, ReferenceSource) else None
         return compared(seen, self._tolerance, reference, policy, self._trainer.accelerator, advice)
 
     def _judge(self, seen: StepZero, what: str, check: Check) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from reflogp.store.whole_files import appears_whole
+from reflogp.store.whole_files import write_atomically
 
 #: Name of the report in the run's output folder.
 AUDIT_FILE = "reflogp_audit.json"
@@ -21,7 +21,7 @@ def write_report(output_dir: str, content: dict[str, Any]) -> Path:
     """Write the report; a reader sees either the complete old one or the complete new one."""
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
-    with appears_whole(file) as partial:
+    with write_atomically(file) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return file
 

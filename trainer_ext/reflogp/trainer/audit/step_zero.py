@@ -110,7 +110,7 @@ def compared(
     reference_dtype: str,
     policy: torch.nn.Module,
     accelerator: Any,
-    how_to_score_in: Callable[[str], str] | None = None,
+    advice_for_dtype: Callable[[str], str] | None = None,
 ) -> StepZero:
     """Combine the `differences` of several parts and processes into one result.
 
@@ -120,10 +120,10 @@ def compared(
         reference_dtype: dtype in which the reference was scored.
         policy: the unwrapped model.
         accelerator: the trainer's, which may run the policy in mixed precision; None if there is none.
-        how_to_score_in: returns advice on how to get the reference's values in a dtype; None for general advice.
+        advice_for_dtype: returns advice on how to get the reference's values in a dtype; None for general advice.
     """
     policy_dtype = computes_in(policy, accelerator)
-    advice = (how_to_score_in or _in_general)(policy_dtype)
+    advice = (advice_for_dtype or _in_general)(policy_dtype)
     if allowed is None:
         allowed = tolerance(coarser(reference_dtype, policy_dtype), is_moe(getattr(policy, "config", None)))
     seen = torch.tensor(parts, dtype=torch.float64)

@@ -1,5 +1,5 @@
-"""One run on several workers, an engine each: in processes of this machine, on the nodes of a Ray cluster, or of a service.
+"""Score one run on several workers with one engine each: processes of this machine, nodes of a Ray cluster, or of a service.
 
-The plan, with what is a duplicate, a bad row or done, stays with the run; workers get units of misses and commit them by
+The run decides which rows are duplicates, bad or done. Workers get units of misses, score them, and commit the values
 themselves.
 """

@@ -1,7 +1,4 @@
-"""Workers of a run in processes of this machine, one for each place; they end when the run does, however it does.
-
-Knows processes and pipes. Does not know units. Made by the command line, for `spread.scorer`.
-"""
+"""Run workers in processes of this machine, one per place. They end when the run ends, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -28,18 +25,18 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT
 from reflogp.scoring.runs.spread.worker import ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 
-#: Imported once, in a process without a device that workers are forked from: a worker that replaces another one starts at once.
+#: Modules that the forkserver imports once. Workers are forked from it, so the replacement of a lost worker starts at once.
 _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
 
 
 class LocalWorkers:
-    """As Workers: one process for each place.
+    """A source of workers in processes of this machine, one per place; see Workers.
 
     Args:
-        folder: of the model.
-        reference: the model under the numerics that are wanted.
-        choice: the engine of each worker, but for its device.
-        places: of the workers.
+        folder: folder of the model.
+        reference: the reference whose values are computed.
+        choice: engine of each worker; its device is replaced by the place's.
+        places: places of the workers.
     """
 
     may_come = True
@@ -55,17 +52,17 @@ class LocalWorkers:
         self._store = ""
 
     def open(self, table: LogprobTable) -> None:
-        """As Workers.open."""
+        """See Workers.open."""
         self._store = table.uri.rsplit("/", 2)[0]
 
     def begin(self, have: int) -> list[Worker]:
-        """As Workers.begin: one on every place that has none."""
+        """Start a worker on each free place; see Workers.begin."""
         free = list(self._free)
         self._free.clear()
         return [self._begin(place) for place in free]
 
     def look(self, is_any_placed: bool) -> None:
-        """As Workers.look: a place is never waited for."""
+        """Do nothing: a local worker has its place at once. See Workers.look."""
 
     def _begin(self, place: Place) -> _LocalWorker:
         choice = asdict(replace(self._choice, device=place.device))
@@ -74,7 +71,7 @@ class LocalWorkers:
 
 
 class _LocalWorker:
-    """A ScoringWorker in a process of its own. Its place is free again when it has ended."""
+    """A ScoringWorker in a process of its own. Its place is free again when the process has ended."""
 
     def __init__(self, place: Place, made_of: tuple[Any, ...], free: list[Place]) -> None:
         self._place = place
@@ -93,27 +90,27 @@ class _LocalWorker:
         threading.Thread(target=self._read, name="reflogp-worker-answers", daemon=True).start()
 
     def place(self) -> Future[str]:
-        """As Worker.place."""
+        """See Worker.place."""
         return settled(self._place.name)
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """As Worker.prepare."""
+        """See Worker.prepare."""
         return self._ask("prepare")
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """As Worker.score."""
+        """See Worker.score."""
         return self._ask("score", content, again)
 
     def peak(self) -> Future[float | None]:
-        """As Worker.peak."""
+        """See Worker.peak."""
         return self._ask("peak")
 
     def stop(self) -> Future[None]:
-        """As Worker.stop."""
+        """See Worker.stop."""
         return self._ask("stop")
 
     def end(self) -> None:
-        """As Worker.end. The next worker of this place begins when this one's memory is free."""
+        """See Worker.end. Waits for the process, so that its memory is free when the place gets another worker."""
         self._process.kill()
         self._process.join()
         self._free.append(self._place)
@@ -126,7 +123,7 @@ class _LocalWorker:
                 return answer
             number = next(self._numbers)
             self._asked[number] = answer
-            with contextlib.suppress(OSError):  # the reader finds out too, and says why
+            with contextlib.suppress(OSError):  # the reading thread notices too, and sets the reason
                 self._pipe.send((number, method, arguments))
         return answer
 
@@ -137,7 +134,7 @@ class _LocalWorker:
                 with self._lock:
                     answer = self._asked.pop(number)
                 settle(answer, value, error)
-        except Exception as error:  # the end of the pipe; or what arrived cannot be read, and then nothing after it can
+        except Exception as error:  # the pipe has ended, or a message is unreadable, and so are those after it
             if not isinstance(error, EOFError | OSError):
                 self._process.kill()
         self._process.join()
@@ -149,9 +146,9 @@ class _LocalWorker:
 
 
 def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> None:
-    """A worker's process: answer calls, several at a time, until the run ends or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the run says when to end
-    os.dup2(2, 1)  # whatever prints does not end up in the run's output
+    """Run a worker's process: answer calls, several at a time, until the run has ended or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the run decides when workers end
+    os.dup2(2, 1)  # printed text must not end up in the run's output
     if visible is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     quiet_libraries()
@@ -164,7 +161,7 @@ def _serve(pipe: Connection, made_of: tuple[Any, ...], visible: str | None) -> N
             value = getattr(worker, method)(*arguments)
         except ReflogpError as error:
             raised = next(kind for kind in (UsageError, EngineError, ReflogpError) if isinstance(error, kind))(str(error))
-        except BaseException as error:  # of a library, whose own classes may not travel
+        except BaseException as error:  # a library's error, whose class may not be picklable
             raised = ReflogpError(f"{type(error).__name__}: {error}")
         with sending, contextlib.suppress(OSError):  # the run is gone
             pipe.send((number, value, raised))

@@ -1,7 +1,6 @@
-"""Misses scored by several workers: units given to them as they get on, lost workers replaced, their units given again.
+"""Score misses on several workers: send units to workers that have room, replace lost workers, retry their units.
 
-Knows workers' lives. Does not know where a worker is, or where misses come from. Made by the command line and by a service's
-job; every call comes from one thread, the run's, and returns as soon as there is room for more misses.
+All calls come from one thread, the run's. ParallelScorer.score returns as soon as there is room for more misses.
 """
 
 from __future__ import annotations
@@ -26,66 +25,73 @@ from reflogp.scoring.runs.spread.unit_queue import LEAST, Unit, UnitQueue, unit_
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
-#: Workers that die one after the other before any is ready, after which no further one is begun.
+#: Workers in a row that may die before any is ready; after that no further worker is started.
 _FAILED_STARTS = 3
-#: Losses of devices, and sequences that killed two workers each, one after the other and nothing scored in between, after
-#: which it is not the rows that are to blame.
+#: After this many failures in a row with nothing scored in between, the rows are not the cause: workers that lost their device,
+#: and sequences that killed two workers each.
 _LOSSES, _KILLERS = 3, 3
-#: Seconds between two looks, and where an engine of this process computes too.
+#: Seconds to wait for workers in one turn; the second is used while an engine of this process computes too.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
+#: Seconds to wait for the workers' peak rates.
 _PEAK_SECONDS = 60.0
-#: Seconds that workers have to commit what they have computed.
+#: Seconds that workers have to commit computed values.
 _LAST_SECONDS = 30.0
-#: Weight of the newest unit in the rate that sizes the next ones.
+#: Weight of the newest unit in the average rate that determines the size of the next units.
 _NEWEST = 0.3
 
 
 class Worker(Protocol):
-    """An engine elsewhere. Its futures raise what it raises, and WorkerGoneError when it is gone."""
+    """An engine in another process. Its futures raise the worker's errors, and WorkerGoneError if the worker is gone."""
 
     def place(self) -> Future[str]:
-        """Where it is, in words, once that is settled."""
+        """Return where the worker runs, in words, as soon as it is placed."""
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """As ScoringWorker.prepare."""
+        """Load the engine and return its provenance; see ScoringWorker.prepare."""
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """As Units.score."""
+        """Score and commit a unit; see Units.score."""
 
     def peak(self) -> Future[float | None]:
-        """As Engine.peak_flops_per_second."""
+        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
-        """As Units.stop."""
+        """Compute no further pass and commit computed values; see Units.stop."""
 
     def end(self) -> None:
-        """End it at once; what it has not committed is lost."""
+        """End the worker at once; values that it has not committed are lost."""
 
 
 class Workers(Protocol):
-    """Where workers come from.
+    """A source of workers.
 
     Attributes:
-        count: that there shall be, or are.
-        may_come: there are some, or may be later.
+        count: number of workers that the run has or shall have.
+        may_come: True if there are workers, or may be later.
     """
 
     count: int
     may_come: bool
 
     def open(self, table: LogprobTable) -> None:
-        """Told once, before anything else, where values go."""
+        """Set the table of the values. Called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
-        """Further ones, where there are so many."""
+        """Start further workers and return them; `have` workers exist already."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Called now and then. Raises EngineError where none can be had."""
+        """Check on the source; called in each turn of the run. Raises EngineError if no worker can be had."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """A worker, and what it was asked: its place, then to prepare, then units."""
+    """A worker and its open requests.
+
+    Attributes:
+        asked: the first requests: its place, then to prepare.
+        name: its place in words; empty until it is placed.
+        flying: units that it was sent, and the results to come.
+    """
 
     worker: Worker
     asked: Future[Any]
@@ -95,7 +101,7 @@ class _Member:
     flying: deque[tuple[Unit, Future[Any]]] = field(default_factory=deque)
 
     def awaited(self) -> Future[Any] | None:
-        """What it answers next; None where it was asked nothing."""
+        """Return the next response to come; None if there is no open request."""
         if self.is_ready:
             return self.flying[0][1] if self.flying else None
         return self.asked
@@ -105,10 +111,10 @@ class ParallelScorer:
     """A Scorer on several workers.
 
     Args:
-        workers: where they come from.
-        own: an engine of this process, which computes beside them; without it there is always at least one worker.
-        check: called now and then; raises to stop.
-        commit_sequences: of a unit at the most.
+        workers: source of the workers.
+        own: scorer with an engine of this process, which computes as well. Without it the run needs at least one worker.
+        check: called in each turn; raises to stop the run.
+        commit_sequences: most sequences of a unit.
     """
 
     def __init__(
@@ -130,34 +136,34 @@ class ParallelScorer:
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._alone = False  # helpers fail at whatever they get
+        self._alone = False  # workers fail at every unit, so only the own engine gets units
         self._own_done = 0
         self._given_own = 0
         self._began = self._ended = 0.0
-        self._present = 0.0  # seconds of workers that are gone
+        self._present = 0.0  # seconds that lost workers were ready
         self._busy_since: float | None = None
         self._work = Work()
 
     @property
     def batch(self) -> int:
-        """As Scorer.batch: a lone engine takes large groups, of which it makes full passes."""
+        """Misses worth collecting first; see Scorer.batch. A lone engine takes large groups, so that its passes are full."""
         return 1 if self._own is None or self._source.may_come else self._own.batch
 
     def open(self, table: LogprobTable) -> None:
-        """As Scorer.open."""
+        """See Scorer.open."""
         self._table = table
         self._source.open(table)
         if self._own is not None:
             self._own.open(table)
 
     def is_starved(self) -> bool:
-        """As Scorer.is_starved."""
+        """See Scorer.is_starved."""
         if self._own is not None and not self._source.may_come:
             return self._own.is_starved()
         return len(self._queue) < self._unit_size() * self._engines()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.score; returns when less is in line than the workers take next."""
+        """See Scorer.score; returns when the queue holds less than the workers take next."""
         fresh = [miss for miss in misses if miss.key not in self._killers]
         for miss in misses:
             if miss.key in self._killers:
@@ -172,12 +178,12 @@ class ParallelScorer:
         self._advance(callbacks, self.is_starved)
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.tell; workers are given what they may have."""
+        """Report outcomes without waiting, and send units to workers with room; see Scorer.tell."""
         if self._queue or self._members or self._own is not None:
             self._turn(callbacks, 0.0)
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
-        """As Scorer.finish."""
+        """See Scorer.finish."""
         self._to_come = 0
         self._advance(callbacks, lambda: not self._queue and not any(member.flying for member in self._members))
         if self._own is not None:
@@ -185,19 +191,19 @@ class ParallelScorer:
             self._note_own(self._own)
 
     def stop(self) -> None:
-        """As Scorer.stop. Workers that do not end in time are not waited for."""
+        """See Scorer.stop. Workers that need more than 30 seconds are not waited for."""
         asked = [member.worker.stop() for member in self._members if member.is_ready]
         if self._own is not None:
             self._own.stop()
         wait(asked, timeout=_LAST_SECONDS)
 
     def work(self) -> Work:
-        """As Scorer.work. Workers come and go: the peak is that of as many as there were on average."""
+        """See Scorer.work. Workers come and go, so the peak is the mean peak times the average number of workers."""
         ready = [member for member in self._members if member.is_ready]
         done, _ = wait([member.worker.peak() for member in ready], timeout=_PEAK_SECONDS)
         peaks = [future.result() for future in done if future.exception() is None]
         own = Work() if self._own is None else self._own.work()
-        if not self._work.workers:  # nobody else was ever there
+        if not self._work.workers:  # no worker was ever ready
             return own
         present = self._present + sum(self._presence(member) for member in ready)
         if own.seconds > 0:
@@ -214,7 +220,7 @@ class ParallelScorer:
         )
 
     def close(self) -> None:
-        """End all workers; what they have not committed is lost."""
+        """End all workers; values that they have not committed are lost."""
         for member in self._members:
             member.worker.end()
         self._members = []
@@ -222,17 +228,17 @@ class ParallelScorer:
             self._own.close()
 
     def _engines(self) -> int:
-        """Engines that share what is left, about."""
+        """Return about how many engines share the remaining sequences."""
         return max(1, self._source.count + (self._own is not None))
 
     def _advance(self, callbacks: OutcomeCallbacks, enough: Callable[[], bool]) -> None:
-        """Give and take until it is enough."""
+        """Send units and take results until `enough` returns True."""
         while not enough():
             self._check()
             self._turn(callbacks, _LOOK_SECONDS if self._own is None else _LOOK_BESIDE_SECONDS)
 
     def _turn(self, callbacks: OutcomeCallbacks, patience: float) -> None:
-        """Give what may be given, and take what arrives within so many seconds."""
+        """Send units to engines with room, and take the results that arrive within `patience` seconds."""
         self._keep_up_workers()
         self._give(callbacks)
         if self._own is not None:
@@ -254,7 +260,7 @@ class ParallelScorer:
             raise EngineError(f"{died}; the last one: {self._last_reason}")
 
     def _note_own(self, own: LocalScorer) -> None:
-        """What the own engine has done since the last turn."""
+        """Note the progress of the own engine since the last turn."""
         if own.done == self._own_done:
             return
         self._own_done = own.done
@@ -264,7 +270,7 @@ class ParallelScorer:
         self._note_idle()
 
     def _give(self, callbacks: OutcomeCallbacks) -> None:
-        """Give every engine what it may have, in turn, so that the last units are spread."""
+        """Send units to all engines with room, one each in turn, so that the last units are spread."""
         for count in range(IN_FLIGHT):
             for member in [] if self._alone else self._members:
                 if member.is_ready and len(member.flying) == count and self._may_have_more(member):
@@ -277,7 +283,11 @@ class ParallelScorer:
                 self._give_own(callbacks)
 
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
-        """What may kill an engine is a worker's, where there is one: with this process the whole run would end."""
+        """Give the own engine a unit if it is starved.
+
+        While there are workers that take units, suspect units go to them only: a sequence that kills this process would end the
+        whole run.
+        """
         if self._own is None or not self._own.is_starved():
             return
         unit = self._queue.take(self._unit_size(), suspects=self._alone or not self._members)
@@ -290,7 +300,7 @@ class ParallelScorer:
             self._own.score(misses, self._to_come, callbacks)
 
     def _not_stored(self, unit: Unit, callbacks: OutcomeCallbacks) -> list[Miss]:
-        """What a worker that is gone has not committed; the rest is told."""
+        """Return the misses of a lost worker's unit that the store lacks; report the others as scored and committed."""
         now = self._table.snapshot()
         keys = pa.array([miss.key for miss in unit.misses], pa.binary())
         stored = are_stored(now, keys, [miss.sequence for miss in unit.misses])
@@ -302,7 +312,7 @@ class ParallelScorer:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Whether a unit may be given beside those that a worker has. One that a worker died at is alone."""
+        """Return True if a worker may get another unit now. A unit at which a worker died is scored with no other unit."""
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
     def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
@@ -314,7 +324,7 @@ class ParallelScorer:
             is_first = not member.is_ready and not self._work.workers
             if is_first or not isinstance(error, EngineError):
                 raise _named(member.name or "the place it was given", error) from error
-            self._losses += member.is_ready  # the device may be in no state to go on
+            self._losses += member.is_ready  # the device may be unusable now
             self._gone(member, str(error), True, callbacks)
             if self._losses >= _LOSSES:
                 self._give_up(f"{self._losses} workers in a row were lost; the last one: {error}")
@@ -335,7 +345,7 @@ class ParallelScorer:
         self._losses = self._killers_in_a_row = 0
         self._note_idle()
         self._work.operations += answer["operations"]
-        if not unit.again:  # of such a unit some was stored
+        if not unit.again:  # part of a retried unit may have been stored already, so its rate is wrong
             rate = len(unit.misses) / max(answer["seconds"], 1e-3)
             self._per_second = rate if self._per_second is None else self._per_second + _NEWEST * (rate - self._per_second)
         problems = answer["problems"]
@@ -348,7 +358,7 @@ class ParallelScorer:
             callbacks.failed(unit.misses[index], problem)
 
     def _gone(self, member: _Member, reason: str, blamed: bool, callbacks: OutcomeCallbacks) -> None:
-        """A worker is gone: any of the units that it had may be the reason, unless it was called away."""
+        """Remove a lost worker and queue its units again; any of them may be the reason if the worker is `blamed`."""
         self._present += self._presence(member)
         self._members.remove(member)
         member.worker.end()
@@ -377,20 +387,20 @@ class ParallelScorer:
             )
 
     def _give_up(self, why: str) -> None:
-        """No unit is given to workers any more: the own engine goes on alone, where there is one."""
+        """Send no more units to workers and continue with the own engine; raise EngineError if there is none."""
         if self._own is None:
             raise EngineError(why)
         warnings.warn(f"{why}; the job goes on without help", stacklevel=2)
         self._alone = True
 
     def _note_busy(self) -> None:
-        """Something is computed from now on."""
+        """Note that computing has begun."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
             self._began = self._began or self._busy_since
 
     def _note_idle(self) -> None:
-        """Count the time in which something was computed."""
+        """Note that results have arrived; if no engine is busy now, add the time since computing began."""
         self._ended = time.monotonic()
         is_busy = self._own_done < self._given_own or any(member.flying for member in self._members)
         if self._busy_since is not None and not is_busy:
@@ -398,7 +408,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Seconds between the first unit and the last in which a worker was ready."""
+        """Return how many seconds of the time between the first and the last unit a worker was ready."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
@@ -406,21 +416,21 @@ class ParallelScorer:
 
 
 def _named(place: str, error: Exception) -> ReflogpError:
-    """What a worker raised, with its place."""
+    """Return a worker's error with its place in the message."""
     kind = UsageError if isinstance(error, UsageError) else EngineError
     said = str(error) if isinstance(error, ReflogpError) else f"{type(error).__name__}: {error}"
     return kind(f"on {place}: {said}")
 
 
 def settled(value: Any) -> Future[Any]:
-    """A future that has its result, for a Worker."""
+    """Return a future that already has its result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 def settle(future: Future[Any], value: Any, error: BaseException | None) -> None:
-    """Give a future its end, where it has none yet."""
+    """Set a future's result or error, unless it has one already."""
     with contextlib.suppress(InvalidStateError):
         if error is None:
             future.set_result(value)

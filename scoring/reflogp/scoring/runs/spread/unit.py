@@ -1,7 +1,4 @@
-"""A unit as bytes: an Arrow IPC stream, compressed, so that a prompt that many sequences share costs little.
-
-Knows the table. Called by `scorer`, which sends units, and by `units`, which scores them.
-"""
+"""Encode units as bytes: a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Sent:
-    """A unit as it arrives.
+    """A decoded unit.
 
     Attributes:
-        keys: binary, (n,).
-        sequences: n.
-        completion_lens: tokens of each whole completion, (n,).
+        keys: keys of the whole sequences, binary (n,).
+        sequences: the sequences to score, n.
+        completion_lens: number of tokens of each whole completion, (n,).
     """
 
     keys: pa.Array
@@ -41,7 +38,7 @@ class Sent:
 
 
 def encode(misses: list[Miss]) -> bytes:
-    """Misses as a worker gets them."""
+    """Encode misses for a worker."""
     columns = [
         pa.array([miss.key for miss in misses], pa.binary()),
         _lists([miss.sequence.prompt_ids for miss in misses]),
@@ -56,7 +53,7 @@ def encode(misses: list[Miss]) -> bytes:
 
 
 def decode(content: bytes) -> Sent:
-    """What `encode` made."""
+    """Decode the bytes that `encode` returned."""
     table = pa.ipc.open_stream(content).read_all()
     prompts, completions = (_arrays(one_array(table[name])) for name in ("prompt_ids", "completion_ids"))
     sequences = [Sequence(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]

@@ -1,6 +1,6 @@
-"""What waits for a worker: misses in the order of their prompts, cut into units, and the units of workers that are gone.
+"""Queue misses for workers: group them by prompt, cut units from them, and retry the units of lost workers.
 
-Knows how large a unit shall be, and how to find a sequence that kills workers. Does not know workers. Used by `scorer`.
+A sequence that kills its worker is found by halving the unit.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import numpy as np
 from reflogp.scoring.runs.commits import COMMIT_SECONDS
 from reflogp.scoring.runs.pending import Miss
 
-#: Sequences of the first units, before it is known how fast they go, and of a unit at the least.
+#: Sequences of the first units, before the rate of a worker is known, and fewest sequences of later units.
 LEAST = 8
-#: Seconds of scoring in a unit at the least, so that commits take a small share of the time.
+#: Shortest scoring time of a unit in seconds, so that commits take a small share of the time.
 _LEAST_SECONDS = 2.0
-#: Units of what is left that each worker gets, about: more make commits, fewer make workers wait for the last one.
+#: About how many units each worker gets of the remaining sequences. More units cost commits; with fewer units workers wait
+#: longer for the last one.
 _PARTS = 4
 
 
 @dataclass(eq=False)
 class Unit:
-    """Misses that one worker scores and commits at once.
+    """Misses that one worker scores and commits together.
 
     Attributes:
-        again: a worker that had it is gone, so that some of it may be stored.
-        suspect: that worker died, so that it may be the reason.
-        deaths: of workers at it, counted where it is a single sequence.
+        again: True if a worker that had the unit is gone, so that the store may have some of its sequences.
+        suspect: True if that worker died, so that a sequence of the unit may be the reason.
+        deaths: number of workers that died at the unit; counted only for a single sequence.
     """
 
     misses: list[Miss]
@@ -40,7 +41,7 @@ class Unit:
 
 
 class UnitQueue:
-    """Misses in line."""
+    """The queue of misses and of units to retry."""
 
     def __init__(self) -> None:
         self._groups: OrderedDict[bytes, deque[Miss]] = OrderedDict()  # by prompt
@@ -51,17 +52,21 @@ class UnitQueue:
         return self._grouped + sum(len(unit.misses) for unit in self._again)
 
     def put(self, misses: list[Miss]) -> None:
-        """Put misses in line, each beside those of its prompt."""
+        """Queue misses, each next to the others with its prompt."""
         for miss in misses:
             prompt = hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
             self._groups.setdefault(prompt, deque()).append(miss)
         self._grouped += len(misses)
 
     def take(self, size: int, suspects: bool = True) -> Unit | None:
-        """The next unit; of about `size` sequences, and no prompt's are parted that would fit one. None where there is none.
+        """Remove and return the next unit, or None if there is none.
+
+        Units to retry come first. A new unit has up to `size` sequences, and sequences of one prompt are split only if they are
+        more than `size`.
 
         Args:
-            suspects: it may be one that a worker died at.
+            size: most sequences of a new unit.
+            suspects: also return units at which a worker died.
         """
         for at, unit in enumerate(self._again):
             if suspects or not unit.suspect:
@@ -81,16 +86,19 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Whether the next unit is one that a worker died at."""
+        """Return True if a worker died at the next unit."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
-        """A unit of a worker that left goes next."""
+        """Queue a lost worker's unit again, before all others."""
         unit.again = True
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """A unit that a worker died at goes next, in halves; a single sequence once more, and then it is given back."""
+        """Queue a unit at which a worker died again, before all others, in halves.
+
+        A single sequence is queued once more. After its second death it is not queued but returned.
+        """
         if len(unit.misses) == 1:
             unit.deaths += 1
             if unit.deaths > 1:
@@ -105,13 +113,15 @@ class UnitQueue:
 
 
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
-    """Sequences of the next unit: a share of what is left, and no more than a worker scores between two commits.
+    """Return the number of sequences of the next unit.
+
+    It is a share of the remaining sequences, but at most what a worker scores between two commits.
 
     Args:
-        left: sequences that no worker has yet, about.
-        workers: that share them.
-        per_second: sequences that a worker scores in a second; None before the first unit.
-        most: sequences of one commit.
+        left: about how many sequences no worker has yet.
+        workers: number of workers that share them.
+        per_second: sequences that a worker scores per second; None before the first unit.
+        most: most sequences of one commit.
     """
     if per_second is None:
         return min(most, LEAST)

@@ -1,7 +1,4 @@
-"""Units scored by one engine, which commits them itself: values never travel to the run.
-
-Knows an engine and a table. Does not know what else is in line, or how a unit came. Used by every worker.
-"""
+"""Score units with one engine and commit them here, so that values never travel to the run."""
 
 from __future__ import annotations
 
@@ -24,21 +21,21 @@ from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store import LogprobTable, Snapshot
 
-#: Units that a worker has at a time: one that it commits, one that it scores, one so that it need not wait for the next.
+#: Units that a worker has at the same time: it commits one, scores the second, and need not wait for the third.
 IN_FLIGHT = 3
-#: Seconds between two looks whether the engine has room for a unit.
+#: Seconds between two checks whether the engine has room for a unit.
 _LOOK_SECONDS = 0.01
 
 
 class Units:
-    """Scores units, several at a time, so that the engine need not wait for the next.
+    """A scorer of units. It takes several units at the same time, so that the engine does not wait for the next unit.
 
     Args:
-        engine: used by a thread of this object only.
-        table: where values go.
+        engine: its `flow` runs in a thread of this object only.
+        table: table of the values.
 
     Attributes:
-        provenance: of the values.
+        provenance: provenance of the values.
     """
 
     def __init__(self, engine: Engine, table: LogprobTable) -> None:
@@ -53,17 +50,18 @@ class Units:
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score a unit and commit what could be scored. Called by a thread for each unit.
+        """Score a unit and commit its values. Each unit is scored in a thread of its own.
 
         Args:
-            content: of unit.encode.
-            again: some of it may be stored already, by a worker that is gone; that is not computed again.
+            content: bytes of unit.encode.
+            again: the store may have some of the sequences from a lost worker; those are not computed again.
 
         Returns:
-            problems (index -> why there are no values), snapshot (that has the others; None where there are none), operations
-            and seconds (since the unit before was done, where that was later than the call).
+            A dict with "problems" (index -> why there are no values), "snapshot" (number of the snapshot that has the other
+            values; None if there are none), "operations" and "seconds" (since the call, or since the previous unit was done if
+            that was later).
 
-        Raises what the engine and the store raise, and EngineError after `stop`; what was computed is committed.
+        Raises the errors of the engine and the store, and EngineError after `stop`; computed values are committed.
         """
         started = time.monotonic()
         unit = decode(content)
@@ -96,16 +94,16 @@ class Units:
         return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations, "seconds": seconds}
 
     def peak(self) -> float | None:
-        """As Engine.peak_flops_per_second."""
+        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
         return self._engine.peak_flops_per_second()
 
     @property
     def error(self) -> BaseException | None:
-        """Why no unit is scored any more, or None."""
+        """The error that ended scoring, or None."""
         return self._error
 
     def stop(self) -> None:
-        """Compute no further pass, and return when what is computed is committed."""
+        """Compute no further pass; return when computed values are committed."""
         self._computing.stop()
 
     def _happened(self, event: Event) -> None:
@@ -126,23 +124,24 @@ class Units:
 
 
 def are_stored(now: Snapshot, keys: pa.Array, sequences: list[Sequence]) -> npt.NDArray[np.bool_]:
-    """Whether a snapshot has the values of each of these sequences, bool (n,).
+    """Return which of these sequences have all their values in a snapshot, bool (n,).
 
     Args:
-        keys: binary, (n,).
-        sequences: as they are scored, n.
+        now: the snapshot.
+        keys: keys of the whole sequences, binary (n,).
+        sequences: the sequences as they are scored, n.
     """
     return now.stored_lengths(keys) >= np.array([len(sequence.completion_ids) for sequence in sequences])
 
 
 @dataclass(eq=False)
 class _Asked:
-    """What becomes of a unit.
+    """The progress of a unit.
 
     Attributes:
         problems: index -> why there are no values.
-        snapshot: that has the others.
-        left: sequences that have neither values in the store nor a problem yet.
+        snapshot: number of the snapshot that has the other values; None if there is none yet.
+        left: number of sequences that have neither values in the store nor a problem yet.
     """
 
     problems: dict[int, str]

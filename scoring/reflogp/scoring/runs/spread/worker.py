@@ -1,7 +1,4 @@
-"""A worker of a run: an engine, loaded where the worker is, and the units that it is given.
-
-Knows one reference and one store. Does not know what else is in line. Made in a process of its own, by `local` or by Ray.
-"""
+"""Load an engine in a worker's process and score the units that the run sends."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from reflogp.store import Reference, Store, UsageError, describe_reference, reso
 
 
 class ScoringWorker:
-    """One engine. Made of plain values; does nothing before it is asked.
+    """A worker with one engine. Its arguments are plain values, and nothing is loaded before `prepare`.
 
     Args:
-        model: folder or hub id, as this machine finds it.
-        revision: of a hub id.
-        reference: Reference.to_json of the model; a machine whose weights are others refuses.
+        model: folder or hub id, as this machine resolves it.
+        revision: revision of a hub id.
+        reference: Reference.to_json of the model; `prepare` raises UsageError if the weights here differ.
         choice: fields of an EngineChoice.
-        store: URI.
-        threads: of the processor, where the engine computes on it.
+        store: URI of the store.
+        threads: torch's CPU threads, for an engine that computes on the CPU.
     """
 
     def __init__(
@@ -40,13 +37,13 @@ class ScoringWorker:
         self._units: Units
 
     def prepare(self) -> dict[str, Any]:
-        """Load the engine and open the store; provenance of the values to come.
+        """Load the engine and open the store; return the provenance of the values to come.
 
         Raises:
-            UsageError: no such model here, or another one.
-            ReflogpError: the store or the engine cannot be used here.
+            UsageError: the model is not found on this machine, or its weights are not the reference's.
+            ReflogpError: the store or the engine cannot be used on this machine.
         """
-        os.environ.update(growing_segments(os.environ))  # torch reads it when it first uses the GPU
+        os.environ.update(growing_segments(os.environ))  # torch reads the setting when it first uses the GPU
         if not self._choice.gpus():
             torch.set_num_threads(self._threads)
         wanted = self._reference
@@ -59,13 +56,13 @@ class ScoringWorker:
         return self._units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """As Units.score; may be called while another call is under way."""
+        """Score and commit a unit; see Units.score. Several calls may run at the same time."""
         return self._units.score(content, again)
 
     def peak(self) -> float | None:
-        """As Engine.peak_flops_per_second."""
+        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
         return self._units.peak()
 
     def stop(self) -> None:
-        """As Units.stop."""
+        """Compute no further pass and commit computed values; see Units.stop."""
         self._units.stop()

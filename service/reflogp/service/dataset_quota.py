@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Lock
 
 
-class DatasetRoom:
+class DatasetQuota:
     """A count of bytes with a limit. Safe to use from several threads.
 
     Args:

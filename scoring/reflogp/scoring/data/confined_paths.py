@@ -22,8 +22,8 @@ from typing import Literal
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
-from reflogp.store import FileChangedError, OtherContentError
-from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, let_clocks_pass
+from reflogp.store import ContentMismatchError, FileChangedError
+from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
 
 #: Maximum entries of a dataset folder; a folder with more is refused.
 MOST_ENTRIES = 10_000
@@ -101,7 +101,7 @@ class OpenDataset:
 
     Raises:
         PathError: see `digest_below`.
-        OtherContentError: the content has a different digest.
+        ContentMismatchError: the content has a different digest.
         FileChangedError: a file is being written to.
     """
 
@@ -116,7 +116,7 @@ class OpenDataset:
             # A service's own file gets new times whenever it is uploaded or named again, so only its content is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
-                raise OtherContentError(f"{self.path} has changed since the job was submitted; submit it again")
+                raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit it again")
             self._by_path = False
             place = self._close.enter_context(folder_of_open_files(self._files, "dataset"))
             self._by_path = place is None
@@ -146,7 +146,7 @@ class OpenDataset:
 
 
 def _digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    let_clocks_pass(files.values())
+    wait_for_clock_tick(files.values())
     for file in files.values():
         file.check()
     found = digests_of(files.values())
