@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from reflogp.scoring.errors import LedgerDamagedError, LedgerError, LedgerTakenError, LedgerUnavailableError
+from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerReplacedError, LedgerUnavailableError
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import JobProgress
 from reflogp.service.pending_writes import PendingWrites
@@ -282,10 +282,10 @@ def test_a_second_owner_ends_the_first(tmp_path):
     job = running(first)
     second = Ledger(tmp_path / "jobs.sqlite")
     for write in (lambda: first.finish(job, "done"), lambda: first.claim([], 0), lambda: put(first, "another")):
-        with pytest.raises(LedgerTakenError, match="another service has taken over"):
+        with pytest.raises(LedgerReplacedError, match="another service has taken over"):
             write()
     first.probe()
-    assert isinstance(first.trouble, LedgerTakenError)
+    assert isinstance(first.trouble, LedgerReplacedError)
     assert first.get(job).state == "running" and second.finish(job, "done", summary={})
     first.close()
     second.close()
@@ -302,7 +302,7 @@ def test_a_ledger_that_went_away_takes_no_writes(tmp_path, how):
         aside.unlink()
     elif how == "replaced":
         Ledger(file).close()
-    with pytest.raises(LedgerTakenError, match="moved, deleted or replaced"):
+    with pytest.raises(LedgerReplacedError, match="moved, deleted or replaced"):
         ledger.cancel(job)
     if how == "renamed":
         aside.rename(file)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from reflogp.scoring.data.read import RowSource, batched
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError, EngineError, OutOfMemoryError
-from reflogp.scoring.runs.ahead import Ahead
 from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError, OnlineRequest
@@ -341,7 +341,7 @@ def test_items_are_made_ahead_and_no_further():
             made.append(number)
             yield number
 
-    with Ahead(items(), 3, "reflogp-test") as ahead:
+    with Prefetch(items(), 3, "reflogp-test") as ahead:
         iterator = iter(ahead)
         assert next(iterator) == 0
         time.sleep(0.3)
@@ -355,7 +355,7 @@ def test_what_goes_wrong_ahead_is_raised_behind_what_was_made():
         yield 1
         raise DatasetError("broken")
 
-    with Ahead(items(), 3, "reflogp-test") as ahead:
+    with Prefetch(items(), 3, "reflogp-test") as ahead:
         iterator = iter(ahead)
         assert next(iterator) == 1
         with pytest.raises(DatasetError, match="broken"):
@@ -372,6 +372,6 @@ def test_an_iteration_that_is_left_is_closed_in_its_own_thread():
         finally:
             closed.append(threading.current_thread().name)
 
-    with Ahead(items(), 2, "reflogp-test") as ahead:
+    with Prefetch(items(), 2, "reflogp-test") as ahead:
         assert next(iter(ahead)) == 1
     assert closed == ["reflogp-test"]

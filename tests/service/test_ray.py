@@ -18,7 +18,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.on_ray.cluster import connected
-from reflogp.scoring.on_ray.shared import require_seen
+from reflogp.scoring.on_ray.shared import require_visible
 from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
@@ -139,7 +139,7 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
     with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
         score(file, model=model, watcher=watching)
     with pytest.raises(EngineError, match="must lie on a filesystem that all nodes share"):
-        require_seen(str(tmp_path / "elsewhere" / "probe"))
+        require_visible(str(tmp_path / "elsewhere" / "probe"))
 
 
 def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):

@@ -154,7 +154,7 @@ class EngineChoice:
     def _made(self, model: str, reference: Reference) -> PassEngine:
         match self.name:
             case "torch":
-                with opened_as(model, reference) as opened, opened.for_loading() as checkpoint:
+                with open_reference_files(model, reference) as opened, opened.for_loading() as checkpoint:
                     return self._torch(checkpoint, reference)
             case "vllm":
                 return self._vllm(model, reference)
@@ -186,7 +186,7 @@ class EngineChoice:
         @contextmanager
         def unchanged() -> Iterator[None]:
             """Check that the paths lead to the open files before and after the block: vLLM's processes open the paths."""
-            with opened_as(model, reference) as opened:
+            with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
                     yield
@@ -213,14 +213,14 @@ class EngineChoice:
         if self.check_claim:
             from reflogp.scoring.vllm_engine.claim import check_claim
 
-            with opened_as(model, reference) as opened, opened.for_loading() as checkpoint:
+            with open_reference_files(model, reference) as opened, opened.for_loading() as checkpoint:
                 engine.claim = check_claim(engine, checkpoint, reference, self.device, self.trust_remote_code)
         return engine
 
 
 @contextmanager
-def opened_as(model: str, reference: Reference) -> Iterator[OpenModel]:
-    """Open a model's files for the block. Raises ContentMismatchError if they are not the reference's; see also `open_model`."""
+def open_reference_files(model: str, reference: Reference) -> Iterator[OpenModel]:
+    """Open a model's files for the block. Raises ContentMismatchError if they are not the reference's; see `open_model`."""
     with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
         opened.require(reference)
         yield opened

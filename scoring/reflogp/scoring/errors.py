@@ -1,14 +1,10 @@
-"""The errors of scoring and of the service, all subclasses of the store's ReflogpError.
+"""Errors of scoring, below the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape
 ├── TokenizerError           a tokenizer lacks what the data needs
 ├── NotScoredError           rows of a dataset have no values to join
 ├── OtherEngineError         a store has values of another engine than the one required
-├── LedgerError              a service's ledger of jobs cannot be used now
-│   ├── LedgerUnavailableError  the ledger is locked, or its disk is full or fails
-│   ├── LedgerDamagedError      some pages of the ledger are damaged
-│   └── LedgerTakenError        another service has taken the ledger over, or its file is gone
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device's memory does not hold the model or a pass
     ├── WorkerGoneError      one of a run's workers is gone
@@ -44,22 +40,6 @@ class NotScoredError(ReflogpError):
 
 class OtherEngineError(ReflogpError):
     """A store has values of another engine than the only one that is allowed."""
-
-
-class LedgerError(ReflogpError):
-    """A service's ledger of jobs cannot be used now; the message says why, and what to do."""
-
-
-class LedgerUnavailableError(LedgerError):
-    """The ledger is locked by another process, or its disk is full or fails: the same call may succeed later."""
-
-
-class LedgerDamagedError(LedgerError):
-    """Pages of the ledger are damaged."""
-
-
-class LedgerTakenError(LedgerError):
-    """Another service has taken the ledger over, or its file was moved, deleted or replaced."""
 
 
 class EngineError(ReflogpError):

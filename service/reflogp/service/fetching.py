@@ -14,7 +14,7 @@ from pathlib import Path
 from anyio import CapacityLimiter, to_thread
 
 from reflogp.scoring.data.formats import byte_count
-from reflogp.scoring.errors import LedgerError
+from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import FetchCancelledError, fetch
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.ledger import Ledger

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 
-from reflogp.scoring.errors import LedgerDamagedError, LedgerError, LedgerTakenError, LedgerUnavailableError
+from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerReplacedError, LedgerUnavailableError
 from reflogp.store import UsageError
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class LedgerFile:
                         failure = self._failure(error)
                         if _code(error) not in _CONNECTION_IS_GOOD:
                             self._open_again()
-            except LedgerTakenError as error:
+            except LedgerReplacedError as error:
                 self._in_trouble(error)
                 raise
             except LedgerUnavailableError as error:
@@ -136,7 +136,7 @@ class LedgerFile:
 
     def _transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         if _inode(self._file) != self._inode:
-            raise LedgerTakenError(
+            raise LedgerReplacedError(
                 f"the ledger of jobs ({self._file.name}) was moved, deleted or replaced while the service ran:"
                 " put it back, or restart the service"
             )
@@ -147,7 +147,7 @@ class LedgerFile:
         try:
             owner = db.execute("select token from owner").fetchone()
             if owner is None or owner[0] != self._token:
-                raise LedgerTakenError("another service has taken over the ledger of jobs: stop one of the two")
+                raise LedgerReplacedError("another service has taken over the ledger of jobs: stop one of the two")
             result = work(db)
             db.execute("commit")
             return result

@@ -16,7 +16,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from reflogp.scoring.errors import LedgerDamagedError, LedgerError
+from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import JobProgress
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from reflogp.scoring.errors import LedgerError, LedgerTakenError
+from reflogp.service.errors import LedgerError, LedgerReplacedError
 from reflogp.service.fetch import check_uri
 from reflogp.service.fetched import FetchedFolder
 from reflogp.service.fetching import Fetching
@@ -565,7 +565,7 @@ class Precompute:
         """
         while True:
             await to_thread.run_sync(self._ledger.probe)
-            if isinstance(self._ledger.trouble, LedgerTakenError):
+            if isinstance(self._ledger.trouble, LedgerReplacedError):
                 for number, running in self._running.items():
                     if running.stop_reason is None:
                         self._stop(number, running, "taken")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 
-from reflogp.scoring.errors import LedgerDamagedError, LedgerError
+from reflogp.service.errors import LedgerDamagedError, LedgerError
 from reflogp.store import (
     DamagedStoreError,
     ReferenceNotFoundError,

@@ -24,11 +24,11 @@ from reflogp.scoring.machine import exits
 from reflogp.scoring.on_ray.cluster import (
     connect,
     default_workers,
+    describe_cluster,
     on_workers,
     raised_on,
     reason_of,
     resources_of,
-    what_there_is,
 )
 from reflogp.scoring.on_ray.shared import probe
 from reflogp.service.processes import BUFFER, WorkerProcess
@@ -171,7 +171,7 @@ class RayWorkers:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker has not begun yet: the Ray cluster has %s", what_there_is())
+            logger.warning("a worker has not begun yet: the Ray cluster has %s", describe_cluster())
         return str(await placing)
 
 

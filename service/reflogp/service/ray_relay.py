@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from reflogp.scoring.on_ray.cluster import this_node
-from reflogp.scoring.on_ray.shared import require_seen
+from reflogp.scoring.on_ray.shared import require_visible
 from reflogp.service.processes import BUFFER, memory_of, start_process
 
 
@@ -29,7 +29,7 @@ class Relay:
         Raises EngineError if a probe is not visible on this node.
         """
         for file in probes:
-            require_seen(file)
+            require_visible(file)
         self._process = await start_process()
         return self._process.pid
 

@@ -78,7 +78,7 @@ def resources_of(choice: EngineChoice) -> dict[str, float]:
     return {"num_gpus": choice.gpus(), "num_cpus": 0} if choice.gpus() else {"num_gpus": 0, "num_cpus": 1}
 
 
-def what_there_is() -> str:
+def describe_cluster() -> str:
     """Return the cluster's GPUs, CPUs and nodes in words."""
     resources, alive = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     return f"{resources.get('GPU', 0):g} GPUs and {resources.get('CPU', 0):g} CPUs in {len(alive)} nodes"

@@ -24,7 +24,7 @@ def probe(folder: Path) -> Iterator[str]:
         file.unlink(missing_ok=True)
 
 
-def require_seen(file: str) -> None:
+def require_visible(file: str) -> None:
     """Raise EngineError if a probe that another node wrote is not visible on this node."""
     if not Path(file).is_file():
         raise EngineError(f"{Path(file).parent} is not the same folder here: it must lie on a filesystem that all nodes share")

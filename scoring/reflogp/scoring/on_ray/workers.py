@@ -15,8 +15,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.on_ray.cluster import default_workers, on_workers, reason_of, resources_of, this_node, what_there_is
-from reflogp.scoring.on_ray.shared import probe, require_seen
+from reflogp.scoring.on_ray.cluster import default_workers, describe_cluster, on_workers, reason_of, resources_of, this_node
+from reflogp.scoring.on_ray.shared import probe, require_visible
 from reflogp.scoring.runs.spread.scorer import Worker, settle
 from reflogp.scoring.runs.spread.units import IN_FLIGHT
 from reflogp.scoring.runs.spread.worker import ScoringWorker
@@ -42,7 +42,7 @@ class NodeWorker(ScoringWorker):
                 does not see the file.
         """
         if file is not None:
-            require_seen(file)
+            require_visible(file)
         return self.prepare()
 
 
@@ -104,7 +104,7 @@ class ClusterWorkers:
         self._without_since = self._without_since or now
         waited = now - self._without_since
         asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
-        what = f"no worker could begin: each asks for {asked}, and the Ray cluster has {what_there_is()}"
+        what = f"no worker could begin: each asks for {asked}, and the Ray cluster has {describe_cluster()}"
         if waited > self._place_seconds:
             raise EngineError(f"{what}, for {waited:.0f} s now")
         if waited > _SAID_SECONDS and not self._said:

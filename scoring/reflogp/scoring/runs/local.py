@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from reflogp.scoring.engines import Engine
-from reflogp.scoring.runs.commits import COMMIT_SECONDS, COMMIT_SEQUENCES
+from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Scored, ScoringPipeline
 from reflogp.store import LogprobTable

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.engines import Engine
-from reflogp.scoring.runs.commits import COMMIT_SECONDS, COMMIT_SEQUENCES, Commits
+from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, Committer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.store import LogprobTable
@@ -92,7 +92,7 @@ class ScoringPipeline:
     ) -> None:
         self.seconds = 0.0
         self._engine = engine
-        self._commits = Commits(table)
+        self._commits = Committer(table)
         self._provenance = provenance
         self._tell = tell
         self._commit_sequences = commit_sequences

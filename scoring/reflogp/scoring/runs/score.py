@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import OtherEngineError
-from reflogp.scoring.runs.ahead import Ahead
 from reflogp.scoring.runs.pending import Miss, Scorer
+from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
@@ -150,7 +150,7 @@ def score_dataset(
     run = _Run(table, before, scorer, summary, watcher, strict_engine)
     scorer.open(table)
     looked_up = _looked_up(dataset, before, max_length, truncation_mode)
-    with Ahead(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+    with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
         try:
             for window in windows_ahead.items(lambda: scorer.tell(run)):
                 run.take(window)

@@ -18,7 +18,7 @@ from reflogp.scoring.torch_engine.flops import expert_count
 COMPILE_FROM_PARAMETERS = 50_000_000
 
 
-def worth_compiling(model: Any, device: torch.device) -> bool:
+def should_compile(model: Any, device: torch.device) -> bool:
     """Return True if compiling can pay off: the model is large enough, a compiler is installed, and there are no experts.
 
     The loops over experts depend on the data, so they break into many small graphs that gain nothing.

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.compiled import worth_compiling
+from reflogp.scoring.torch_engine.compiled import should_compile
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
@@ -59,7 +59,7 @@ class TorchEngine:
             halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again, up to
             its first value.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
-        compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.worth_compiling).
+        compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.should_compile).
         refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
         revision: revision of a hub id.
         trust_remote_code: run modelling code from the checkpoint.
@@ -104,7 +104,7 @@ class TorchEngine:
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
-            compile_layers = worth_compiling(self._loaded.model, self.device)
+            compile_layers = should_compile(self._loaded.model, self.device)
         self.pass_seconds: float | None = None
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
-from reflogp.scoring.errors import LedgerError
 from reflogp.service.auth import requires
 from reflogp.service.context import Context
+from reflogp.service.errors import LedgerError
 from reflogp.service.pool import Pool, WorkerHandle, own_memory
 from reflogp.service.problems import Problem, documented
 from reflogp.store import ReflogpError

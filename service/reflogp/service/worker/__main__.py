@@ -29,7 +29,7 @@ import torch
 from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
-from reflogp.scoring.engines import EngineChoice, PassEngine, opened_as
+from reflogp.scoring.engines import EngineChoice, PassEngine, open_reference_files
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine.freed_memory import return_freed_memory
 from reflogp.scoring.machine.quiet import quiet_libraries
@@ -299,8 +299,8 @@ class Worker:
     def _reference(self, reference_id: str) -> Reference:
         """Return the reference of an id: described from the model's folder once, then cached, since an id never changes.
 
-        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises ContentMismatchError if
-        the folder holds another reference.
+        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises ContentMismatchError
+        if the folder holds another reference.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -315,7 +315,7 @@ class Worker:
 
     def _admit(self, reference_id: str) -> None:
         """Raise ContentMismatchError if a model's folder no longer holds the reference, before others are unloaded for it."""
-        with opened_as(self._folder(reference_id), self._reference(reference_id)):
+        with open_reference_files(self._folder(reference_id), self._reference(reference_id)):
             pass
 
     def _folder(self, reference_id: str) -> str:

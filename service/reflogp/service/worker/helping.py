@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, Units
+from reflogp.scoring.runs.spread.units import IN_FLIGHT, UnitScorer
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.helpers import encoded
 from reflogp.service.worker.job_engine import JobEngine
@@ -41,7 +41,7 @@ def help_with(
     Raises the errors of `check`, of the engine and of the store.
     """
     loaded = loop.engine(order.reference_id, check)
-    units = Units(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table)
+    units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table)
     failed: list[BaseException] = []
 
     def answer(message: dict[str, Any], content: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reflogp.scoring.runs.commits import Commits
+from reflogp.scoring.runs.committer import Committer
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
@@ -42,7 +42,7 @@ class WriteBack:
     def __init__(self, store: Store, reference_of: Callable[[str], Reference]) -> None:
         self._store = store
         self._reference_of = reference_of
-        self._commits: dict[str, Commits] = {}
+        self._commits: dict[str, Committer] = {}
         self._waiting: dict[str, tuple[dict[str, Any], list[tuple[Sequence, npt.NDArray[np.float32]]]]] = {}
         self._changed = threading.Condition()
         self._tokens = 0  # waiting or being committed
@@ -93,7 +93,7 @@ class WriteBack:
         self, reference_id: str, provenance: dict[str, Any], scored: list[tuple[Sequence, npt.NDArray[np.float32]]]
     ) -> None:
         if reference_id not in self._commits:
-            self._commits[reference_id] = Commits(self._store.create_table(self._reference_of(reference_id)))
+            self._commits[reference_id] = Committer(self._store.create_table(self._reference_of(reference_id)))
         sequences = [sequence for sequence, _ in scored]
         prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
         completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.runs.commits import COMMIT_SEQUENCES
+from reflogp.scoring.runs.committer import COMMIT_SEQUENCES
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.spread.unit import encode

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reflogp.scoring.runs.commits import COMMIT_SECONDS
+from reflogp.scoring.runs.committer import COMMIT_SECONDS
 from reflogp.scoring.runs.pending import Miss
 
 #: Sequences of the first units, before the rate of a worker is known, and fewest sequences of later units.

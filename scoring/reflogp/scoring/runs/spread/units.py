@@ -27,7 +27,7 @@ IN_FLIGHT = 3
 _LOOK_SECONDS = 0.01
 
 
-class Units:
+class UnitScorer:
     """A scorer of units. It takes several units at the same time, so that the engine does not wait for the next unit.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.machine.allocator import growing_segments
-from reflogp.scoring.runs.spread.units import Units
+from reflogp.scoring.runs.spread.units import UnitScorer
 from reflogp.store import Reference, Store, UsageError, describe_reference, resolve_model
 
 
@@ -34,7 +34,7 @@ class ScoringWorker:
         self._choice = EngineChoice(**choice)
         self._store = store
         self._threads = threads
-        self._units: Units
+        self._units: UnitScorer
 
     def prepare(self) -> dict[str, Any]:
         """Load the engine and open the store; return the provenance of the values to come.
@@ -52,7 +52,7 @@ class ScoringWorker:
         if found.reference_id != wanted.reference_id:
             raise UsageError(f"{self._model} is another model there: reference {found.reference_id}, not {wanted.reference_id}")
         table = Store(self._store).table(wanted.reference_id)
-        self._units = Units(self._choice.make(str(folder), wanted), table)
+        self._units = UnitScorer(self._choice.make(str(folder), wanted), table)
         return self._units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 
 
-class Commits:
+class Committer:
     """A committer of values to one table.
 
     Args:

@@ -14,7 +14,7 @@ _LAST_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
-class Ahead(Generic[T]):
+class Prefetch(Generic[T]):
     """Items of an iterable, made ahead in a thread; a context manager, which ends the thread.
 
     Args:
@@ -30,7 +30,7 @@ class Ahead(Generic[T]):
         self._thread = threading.Thread(target=self._make, name=name, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(self, *exc: object) -> None:
