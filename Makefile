@@ -29,7 +29,7 @@ test-gpu: .venv/dev.stamp  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-dist: .venv/dev.stamp  ## build the wheel and the sdist, and install them in an empty environment for each extra
-	$(BIN)/python tests/release.py
+	$(BIN)/python tools/release.py
 
 test-docker: .venv/dev.stamp  ## the image and compose.yaml on a Docker engine: builds, starts, kills, starts again
 	$(BIN)/python -m pytest -m docker tests/docker
@@ -58,10 +58,10 @@ setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm
 setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test`
 
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
-	$(BIN)/python -m tests.service.fidelity
+	$(BIN)/python -m tools.fidelity
 
 matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
-	$(BIN)/python -m tests.trainer_ext.matrix
+	$(BIN)/python -m tools.matrix
 
 clean:  ## remove .venv, the site, what the demo and the examples left, and caches
 	rm -rf site .venv .venv-openrlhf .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -19,7 +19,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.serving import float32, running, settings_file, token_rows
-from tests.service.stress_jobs import make_model
+from tools.stress_jobs import make_model
 
 #: Jobs that wait or run at a time.
 _AT_ONCE = 20

@@ -25,15 +25,15 @@ LONGEST = (
     "service/test_jobs",
     "service/test_state_machine",
     "service/test_staying_up",
-    "service/test_ray",
+    "scoring/test_ray",
     "trainer_ext/test_online",
     "service/test_pages",
     "examples/test_examples",
     "docs/test_blocks",
-    "service/test_score",
-    "service/test_bounds",
+    "cli/test_score",
+    "scoring/test_bounds",
     "store/test_stress",
-    "service/test_loading",
+    "scoring/test_loading",
 )
 
 

@@ -13,8 +13,8 @@ from reflogp.scoring.errors import InvalidSequencesError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine import engine as torch_engine
 from tests.gpu.device import DEVICE, NEEDS_GPU
-from tests.service.families import build
-from tests.service.fidelity import some_pairs, spread_among_neighbours
+from tools.families import build
+from tools.fidelity import some_pairs, spread_among_neighbours
 
 pytestmark = NEEDS_GPU
 

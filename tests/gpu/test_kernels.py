@@ -14,9 +14,9 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention
 from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels
 from tests.conftest import plain_token_logps
 from tests.gpu.device import DEVICE, NEEDS_GPU
-from tests.service.families import build
-from tests.service.fidelity import rms, some_pairs
-from tests.service.test_attention import SHAPES, by_formula, error, some_call, some_pack
+from tests.scoring.test_attention import SHAPES, by_formula, error, some_call, some_pack
+from tools.families import build
+from tools.fidelity import rms, some_pairs
 
 pytestmark = NEEDS_GPU
 

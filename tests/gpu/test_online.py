@@ -10,8 +10,8 @@ from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from tests.gpu.device import DEVICE, NEEDS_GPU
-from tests.service.families import build
-from tests.service.fidelity import some_pairs
+from tools.families import build
+from tools.fidelity import some_pairs
 
 pytestmark = NEEDS_GPU
 

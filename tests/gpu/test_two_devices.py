@@ -11,8 +11,8 @@ import torch
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.scoring.torch_engine.device import copy_to_host
 from tests.gpu.device import DEVICE, NEEDS_GPU
-from tests.service.families import build
-from tests.service.fidelity import some_pairs
+from tools.families import build
+from tools.fidelity import some_pairs
 
 pytestmark = [
     *NEEDS_GPU,

@@ -19,9 +19,9 @@ from reflogp.scoring.runs.score import score_dataset
 from reflogp.service.worker.protocol import HelpOrder
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
-from tests.service.deadly import POISON, deadly_model
+from tests.scoring.deadly import POISON, deadly_model
+from tests.scoring.stored_rows import rows_of, same_rows
 from tests.service.serving import running, settings_file, token_rows, wait_until
-from tests.service.stored_rows import rows_of, same_rows
 
 SMALL = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
 

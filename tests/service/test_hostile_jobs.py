@@ -11,7 +11,7 @@ import pytest
 from reflogp.client import Client
 from reflogp.store.texts import MOST_CHARACTERS
 from tests.conftest import save_llama, write_rows
-from tests.service.hostile_rows import obedient, pair, write_raw
+from tests.scoring.hostile_rows import obedient, pair, write_raw
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

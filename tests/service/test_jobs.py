@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServicePath, Uploaded
 from reflogp.store import Store, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.deadly import POISON, deadly_model
+from tests.scoring.deadly import POISON, deadly_model
 from tests.service.serving import Service, float32, running, settings_file, token_rows, wait_for, wait_until
 
 

@@ -1,4 +1,4 @@
-"""Real processes, killed at random, on a folder and on S3; `python -m tests.store.stress` is the full size."""
+"""Real processes, killed at random, on a folder and on S3; `python -m tools.stress_store` is the full size."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("where", [[], ["--s3"]], ids=["folder", "s3"])
 def test_nothing_is_lost_and_no_value_changes(where):
     sizes = ["--writers", "3", "--commits", "40", "--readers", "2", "--kills", "8"]
-    command = [sys.executable, "-m", "tests.store.stress", *sizes, *where]
+    command = [sys.executable, "-m", "tools.stress_store", *sizes, *where]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     account = json.loads(done.stdout.splitlines()[-1])

@@ -10,7 +10,7 @@ from reflogp.store.reference import autocast_dtype
 
 #: The allowed difference of a sum over n tokens, in nats, is this times sqrt(n). Rounding errors of single tokens are
 #: independent, so their sum grows with the root. Values are (dense, mixture of experts), measured by
-#: tests/trainer_ext/gate_trials.py, with a margin above the largest difference seen (docs/trainer.md).
+#: tools/gate_trials.py, with a margin above the largest difference seen (docs/trainer.md).
 #: Another checkpoint of the same model differs by 0.1 per token or more, with one sign, so its difference grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
 

@@ -15,8 +15,8 @@ from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_se
 from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.service.worker.engine_loop import EngineLoop, OnlineRequest
 from reflogp.service.worker.job_engine import JobEngine
-from tests.service.families import FAMILIES, VOCAB, build
-from tests.service.test_engine import random_sequences
+from tests.scoring.test_engine import random_sequences
+from tools.families import FAMILIES, VOCAB, build
 
 LENGTH = 40
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from reflogp.client import AsyncClient, Client, RequestRefusedError, SequencesRefusedError, ServiceFailedError
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
-from tests.service.deadly import POISON, deadly_model
+from tests.scoring.deadly import POISON, deadly_model
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for
 
 

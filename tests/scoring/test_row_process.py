@@ -14,7 +14,7 @@ import pytest
 from reflogp.scoring.data.row_process import RowLimits, RowTokenizer
 from reflogp.scoring.data.shape import RowError
 from tests.conftest import REPOSITORY, save_llama, write_rows
-from tests.service.hostile_rows import obedient, pair
+from tests.scoring.hostile_rows import obedient, pair
 from tests.service.serving import wait_until
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -19,8 +19,8 @@ from pathlib import Path
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.store.commands import score_command
 from tests.conftest import PAIRS, save_llama
-from tests.trainer_ext.matrix.cases import CASES, STEPS, TOLERANCE, Result
-from tests.trainer_ext.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
+from tools.matrix.cases import CASES, STEPS, TOLERANCE, Result
+from tools.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
 
 TABLE = REPOSITORY / "docs" / "trl-versions.md"
 _ROWS = 48
@@ -115,7 +115,7 @@ def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: 
 
     print(f"TRL {environment.trl}: {len(CASES)} cases", flush=True)
     began, results, log = time.monotonic(), own / "results.jsonl", own / "log"
-    command = [str(python), "-m", "tests.trainer_ext.matrix.cell", "--model", str(model), "--rows", str(rows)]
+    command = [str(python), "-m", "tools.matrix.cell", "--model", str(model), "--rows", str(rows)]
     command += ["--store", str(own / "store"), "--folder", str(own), "--results", str(results), "--reflogp", json.dumps(_MAIN)]
     with log.open("w") as out, suppress(subprocess.TimeoutExpired):
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}

@@ -1,6 +1,6 @@
 """Writers, readers, a compactor and kill -9 on one store, and the account of what they saw.
 
-    python -m tests.store.stress --writers 8 --commits 200 --readers 4 --kills 50 [--s3] [--folder DIR]
+    python -m tools.stress_store --writers 8 --commits 200 --readers 4 --kills 50 [--s3] [--folder DIR]
 
 Every process is a real one. Writers append rows of overlapping keys; a row's values name the writer and the commit, so two
 writers never agree by chance. A writer notes a commit in its diary after `append` returned. Readers look keys up all the time
@@ -32,7 +32,7 @@ from reflogp.store.schema import shard_table
 
 REFERENCE = Reference("cd" * 16, "model", "float32", "float32", ("11" * 32,), {"hidden_size": 8})
 KEYS, ROWS, TOKENS = 4_000, 20, 4
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -123,7 +123,7 @@ def run(uri: str, folder: Path, writers: int, commits: int, readers: int, kills:
     logs = (folder / "log").open("w")
 
     def start(*words: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.store.stress", "--as", *map(str, words), "--uri", uri, "--folder", str(folder)]
+        command = [sys.executable, "-m", "tools.stress_store", "--as", *map(str, words), "--uri", uri, "--folder", str(folder)]
         return subprocess.Popen(command, cwd=_ROOT, env=os.environ | environment, stderr=logs)
 
     reading = [start("read", i, 0) for i in range(readers)]

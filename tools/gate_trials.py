@@ -1,6 +1,6 @@
 """Measures how far a right reference lies from its policy at step 0: what the gate's tolerances are made from.
 
-    python -m tests.trainer_ext.gate_trials [--runs 50]
+    python -m tools.gate_trials [--runs 50]
 
 Each run builds a model with weights of its own seed, scores pairs with it, and trains one step on the stored values, so the
 gate compares packed scoring with TRL's padded batches. Prints, for each dtype and kind of model, the largest difference per

@@ -9,9 +9,9 @@ import torch
 
 from reflogp.scoring.torch_engine import TorchEngine, attention
 from reflogp.scoring.torch_engine.attention import PackLayout, choose_kernel, flash3_varlen, flash_varlen, torch_varlen
-from tests.service.families import build
-from tests.service.fidelity import some_pairs
-from tests.service.test_attention import by_formula, error, some_call, some_pack
+from tests.scoring.test_attention import by_formula, error, some_call, some_pack
+from tools.families import build
+from tools.fidelity import some_pairs
 
 
 def variable_length(query, key, value, cu_queries, cu_keys, longest_query, longest_key, scale, left, softcap=None):

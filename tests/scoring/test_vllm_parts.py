@@ -21,7 +21,7 @@ from reflogp.scoring.vllm_engine.prefix_cache import may_read_cache, sharing_ord
 from reflogp.scoring.vllm_engine.server_api import question, values
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
-from tests.service.test_engine import random_sequences
+from tests.scoring.test_engine import random_sequences
 
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map_only
 
 from reflogp.scoring.torch_engine import head as head_module
 from reflogp.scoring.torch_engine.head import Head
-from tests.service.families import VOCAB, build
+from tools.families import VOCAB, build
 
 aten = torch.ops.aten
 #: Rows that predict, more than one chunk of them everywhere below.

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
-from tests.service.families import FAMILIES, VOCAB, build
+from tools.families import FAMILIES, VOCAB, build
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "fidelity.md"
 
 
 @dataclass(frozen=True)

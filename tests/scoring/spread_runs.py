@@ -1,7 +1,7 @@
 """A dataset with most that a run may meet, and what has to be the same however many engines score it."""
 
+from tests.scoring.stored_rows import rows_of, same_rows
 from tests.service.serving import token_rows
-from tests.service.stored_rows import rows_of, same_rows
 
 _COUNTS = ("rows", "sequences", "duplicates", "scored", "failed", "tokens", "hits", "bad_rows")
 

@@ -26,8 +26,8 @@ from trl import DPOConfig, DPOTrainer
 
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from reflogp.trainer.audit.report import versions
-from tests.trainer_ext.matrix.cases import CASES, MOVES, STEPS, Case, Result
 from tests.trainer_ext.on_cpu import ON_CPU
+from tools.matrix.cases import CASES, MOVES, STEPS, Case, Result
 
 T = TypeVar("T")
 

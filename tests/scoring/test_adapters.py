@@ -13,7 +13,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import CheckpointError, UsageError, describe_reference
 from tests.conftest import plain_token_logps
-from tests.service.test_engine import random_sequences
+from tests.scoring.test_engine import random_sequences
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 #: As in the main environment, for every TRL.
 _SHARED = ("torch", "numpy", "pyarrow", "deltalake", "httpx", "typer", "rich", "accelerate", "peft")

@@ -15,9 +15,9 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention, cpu_a
 from reflogp.service.settings import ReferenceSettings
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import plain_token_logps
-from tests.service.families import build
-from tests.service.fidelity import rms, some_pairs, trl_token_logps
 from tests.service.serving import serving
+from tools.families import build
+from tools.fidelity import rms, some_pairs, trl_token_logps
 
 #: One of each kind of attention, head, path and of experts.
 KINDS = [
@@ -79,7 +79,7 @@ def test_every_path_agrees(path, tmp_path):
 
 def test_values_are_those_of_trls_own_pass(reference_folder, pair_rows, tokenizer):
     """Of its fused head as well: padded batches of 8 pairs, as its precomputation runs under TRL's defaults."""
-    from tests.service.test_engine import tokenized_pairs
+    from tests.scoring.test_engine import tokenized_pairs
 
     sequences = tokenized_pairs(pair_rows[:32], tokenizer)
     theirs = trl_token_logps(reference_folder, sequences, autocast=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Many jobs while the service and its workers are killed at random: `python -m tests.service.stress_jobs` says what was lost.
+"""Many jobs while the service and its workers are killed at random: `python -m tools.stress_jobs` says what was lost.
 
 Every job must end done, no sequence may be stored twice, and each job's result must hold the values of an independent plain
 forward.

@@ -27,11 +27,11 @@ from reflogp.scoring.runs.spread.unit_queue import LEAST, UnitQueue, unit_size
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
-from tests.service.deadly import POISON, deadly_model
+from tests.scoring.deadly import POISON, deadly_model
+from tests.scoring.spread_runs import assert_same_runs, odd_rows
+from tests.scoring.stored_rows import rows_of, same_rows
+from tests.scoring.watching import Watching
 from tests.service.serving import token_rows
-from tests.service.spread_runs import assert_same_runs, odd_rows
-from tests.service.stored_rows import rows_of, same_rows
-from tests.service.watching import Watching
 
 TWO = [Place("cpu", "cpu"), Place("cpu", "cpu")]
 

@@ -1,4 +1,4 @@
-"""Makes docs/pages.png, the page of a job that is done, and docs/report.png, a report: `python -m tests.service.screenshot`.
+"""Makes docs/pages.png, the page of a job that is done, and docs/report.png, a report: `python -m tools.screenshot`.
 
 Needs chromium.
 """

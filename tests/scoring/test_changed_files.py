@@ -19,8 +19,8 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, write_rows
+from tests.scoring.test_identity import in_place, link_swapped, renamed_over
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
-from tests.service.test_identity import in_place, link_swapped, renamed_over
 
 SEQUENCE = {"prompt_ids": [5, 6, 7, 8], "completion_ids": [9, 10, 11]}
 

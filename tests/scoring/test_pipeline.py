@@ -22,8 +22,8 @@ from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError, O
 from reflogp.service.worker.engines import Engines
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
+from tests.scoring.watching import Watching
 from tests.service.serving import token_rows
-from tests.service.watching import Watching
 
 ROWS = 60
 

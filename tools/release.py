@@ -1,6 +1,6 @@
 """Builds the wheel and the sdist, and installs them in empty environments, one for each extra: `make test-dist`.
 
-    python tests/release.py [--out dist] [--extra service …]
+    python tools/release.py [--out dist] [--extra service …]
 
 Each environment must do what its extra is for, and must lack what it never needs.
 """

@@ -11,7 +11,7 @@ from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference, sequence_keys
 from tests.conftest import plain_token_logps, save_llama, write_rows
-from tests.service.watching import Watching
+from tests.scoring.watching import Watching
 
 
 @pytest.fixture

@@ -25,11 +25,11 @@ from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
-from tests.service.deadly import POISON, deadly_model
+from tests.scoring.deadly import POISON, deadly_model
+from tests.scoring.spread_runs import assert_same_runs, odd_rows
+from tests.scoring.stored_rows import rows_of, same_rows
+from tests.scoring.watching import Watching
 from tests.service.serving import running, settings_file, token_rows, wait_for
-from tests.service.spread_runs import assert_same_runs, odd_rows
-from tests.service.stored_rows import rows_of, same_rows
-from tests.service.watching import Watching
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 

@@ -26,7 +26,7 @@ from reflogp.scoring.torch_engine.attention import installed_kernels
 from reflogp.scoring.torch_engine.load import in_memory
 from reflogp.store import CheckpointError, UsageError
 from tests.conftest import plain_token_logps
-from tests.service.fidelity import rms, trl_token_logps
+from tools.fidelity import rms, trl_token_logps
 
 
 def random_sequences(count: int, vocab: int = 128, longest: int = 60, seed: int = 0) -> list[Sequence]:

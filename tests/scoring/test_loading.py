@@ -32,8 +32,8 @@ from reflogp.service import processes
 from reflogp.service.worker.engines import Engines
 from reflogp.store import ReflogpError, describe_reference
 from reflogp.store.checkpoint import read_checkpoint
-from tests.service.families import build
-from tests.service.fidelity import some_pairs
+from tools.families import build
+from tools.fidelity import some_pairs
 
 GIB = 1 << 30
 CUDA = torch.device("cuda:0")

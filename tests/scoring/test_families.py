@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from tests.conftest import plain_token_logps
-from tests.service.families import FAMILIES, VOCAB, build
-from tests.service.fidelity import measure, some_pairs, spread_among_neighbours
+from tools.families import FAMILIES, VOCAB, build
+from tools.fidelity import measure, some_pairs, spread_among_neighbours
 
 #: Two bfloat16 passes of one model round differently, so their errors against float32 differ by chance. Five percent is
 #: several times what other seeds show.

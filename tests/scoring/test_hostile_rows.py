@@ -18,7 +18,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.store.texts import MOST_CHARACTERS, shortened, shortened_names
 from tests.conftest import write_rows
-from tests.service.hostile_rows import obedient, pair, write_raw
+from tests.scoring.hostile_rows import obedient, pair, write_raw
 
 GOOD = pair()
 

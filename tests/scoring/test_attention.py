@@ -11,8 +11,8 @@ from reflogp.scoring.torch_engine import TorchEngine, attention, cpu_attention
 from reflogp.scoring.torch_engine.attention import Call, PackLayout, by_branch, choose_kernel, cpu_blocks
 from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.sequences import Sequence
-from tests.service.families import build
-from tests.service.fidelity import some_pairs
+from tools.families import build
+from tools.fidelity import some_pairs
 
 #: query heads, key heads, head size, value size
 SHAPES = {
