@@ -310,7 +310,7 @@ class TestFailure:
         service.stop()
         swapped = own_service(tmp_path, models["other"], port=service.url.rsplit(":", 1)[1])
         try:
-            with pytest.raises(ReferenceChangedError, match="has not reference"):
+            with pytest.raises(ReferenceChangedError, match="no longer serves reference"):
                 trainer.train()
         finally:
             swapped.stop()

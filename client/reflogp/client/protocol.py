@@ -258,7 +258,7 @@ def failure(url: str, answer: Outcome) -> ServiceError:
         return error_of(answer)
     said = "the stream ended" if answer is None else f"{type(answer).__name__}: {answer}"
     shown = hide_secrets(url)
-    error = ServiceUnreachableError(f"{shown} gives no answer ({said}); `reflogp doctor --url {shown}` looks")
+    error = ServiceUnreachableError(f"{shown} is not responding ({said}); `reflogp doctor --url {shown}` diagnoses it")
     error.__cause__ = answer
     return error
 

@@ -36,7 +36,7 @@ class Metrics:
         self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unasked.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
         self._workers = Gauge("reflogp_workers_ready", "Workers that take work.", registry=registry)
-        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in line.", registry=registry)
+        self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in the queue.", registry=registry)
         self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",

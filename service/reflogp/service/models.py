@@ -105,7 +105,7 @@ class Job(BaseModel):
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
-    note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a job in line waits for.")
+    note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a queued job waits for.")
     error: str | None = Field(None, description="Why it failed.")
     summary: dict[str, Any] | None = Field(None, description="What `reflogp score --json` says of a run; when done.")
 

@@ -237,7 +237,7 @@ class OnlineScoring:
             wait = math.ceil(queued / self._tokens_per_second) if self._tokens_per_second else 1
             raise Problem(
                 429,
-                f"{queued:,} tokens are in line already",
+                f"{queued:,} tokens are queued already",
                 "try again later, with fewer at a time",
                 {"Retry-After": str(max(1, min(60, wait)))},
             )

@@ -193,7 +193,7 @@ class Precompute:
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
         if await to_thread.run_sync(self._ledger.waiting) >= self._settings.max_waiting_jobs:
-            raise Problem(429, "too many jobs are in line", "try again when some are done", {"Retry-After": "60"})
+            raise Problem(429, "too many jobs are queued", "try again when some are done", {"Retry-After": "60"})
         submission = Submission(
             identity=identity,
             content=content,
@@ -379,7 +379,7 @@ class Precompute:
 
     def _give_back(self, job: str, note: str) -> _Write:
         """Return the write that queues a running job again, with the reason."""
-        logger.info("job goes back in line: %s", note, extra={"job": job})
+        logger.info("job is queued again: %s", note, extra={"job": job})
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:

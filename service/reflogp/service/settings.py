@@ -182,14 +182,14 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="How long a request waits for a ledger of jobs that is locked or whose disk fails, before it is 503.",
     )
-    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in line; further ones are answered 429.")
+    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in the queue; further ones are answered 429.")
     commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
     max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
     # online scoring
     window_seconds: float = Field(0.002, ge=0, le=1, description="How long a request waits for others to share a pack with.")
     max_score_sequences: int = Field(4_096, gt=0, description="Sequences of one request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Tokens of one request.")
-    max_queued_tokens: int = Field(16 << 20, gt=0, description="Tokens in line for a worker; beyond, the answer is 429.")
+    max_queued_tokens: int = Field(16 << 20, gt=0, description="Tokens queued for a worker; beyond, the answer is 429.")
     deadline_seconds: float = Field(300.0, gt=0, description="A request that names no deadline has this one.")
     # datasets
     dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name; none: no paths.")
@@ -232,7 +232,7 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _pinned_is_known(self) -> ServerSettings:
         if self.pinned is not None and self.pinned not in self.references:
-            raise ValueError(f"pinned {self.pinned!r} is none of the references")
+            raise ValueError(f"pinned {self.pinned!r}: unknown reference")
         return self
 
     @model_validator(mode="after")
@@ -273,7 +273,7 @@ def _said(error: ErrorDetails) -> str:
     """Describe a setting's error in words."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting"
+        return f"{name}: unknown setting"
     if error["type"] == "missing":
         return f"{name} is not set" + (": give --store, or `store` in the settings file" if name == "store" else "")
     return f"{name}: {error['msg'].removeprefix('Value error, ')}"

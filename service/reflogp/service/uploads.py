@@ -115,7 +115,9 @@ class UploadFolder:
                         break
                     await to_thread.run_sync(_append, file, digest, block)
                 if declared_length is not None and size != declared_length:
-                    raise Problem(400, f"the body has not the {declared_length:,} bytes that were announced", "send it again")
+                    differs = "longer" if size > declared_length else "shorter"
+                    detail = f"the body is {differs} than its Content-Length of {declared_length:,} bytes"
+                    raise Problem(400, detail, "send it again")
                 if not size:
                     raise Problem(422, "the file is empty", "send a file with rows")
                 await to_thread.run_sync(_make_durable, file)

@@ -235,7 +235,7 @@ class RemoteReference(NoReferenceModel):
         except RequestRefusedError as error:
             if error.status == 404:
                 raise ReferenceChangedError(
-                    f"{self.where.store} has not reference {self.where.reference_id} any more: {error}"
+                    f"{self.where.store} no longer serves reference {self.where.reference_id}: {error}"
                 ) from error
             raise
         if scores.reference_id != self.where.reference_id:

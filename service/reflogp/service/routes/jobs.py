@@ -51,7 +51,7 @@ def jobs_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Submit a job",
         response_model=Job,
-        response_description="The job, which is in line now. `Location` names it.",
+        response_description="The job, which is queued now. `Location` names it.",
         responses={
             **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
             200: {"model": Job, "description": "The same job is known."},
@@ -165,7 +165,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}/retry",
         status_code=202,
         summary="Retry a job",
-        response_description="The job, which is in line again.",
+        response_description="The job, which is queued again.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -212,7 +212,7 @@ def jobs_router(context: Context) -> APIRouter:
     async def _require_done(job_id: str) -> None:
         state = (await precompute.get(job_id)).state
         if state != "done":
-            step = "wait until it is done" if state in UNFINISHED else "put it in line again: retry"
+            step = "wait until it is done" if state in UNFINISHED else "queue it again: retry"
             raise Problem(409, f"the job is {state}", step)
 
     return router

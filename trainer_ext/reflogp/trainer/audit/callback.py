@@ -87,7 +87,7 @@ class ReferenceAudit(TrainerCallback):
             raise UsageError(f"on_finding={on_finding!r}: use 'fail' or 'warn'")
         unknown = sorted(set(checks) - set(CHECKS))
         if unknown:
-            raise UsageError(f"checks: there is no {', '.join(unknown)}; choose of {', '.join(CHECKS)}")
+            raise UsageError(f"checks: unknown {', '.join(unknown)}; choose from {', '.join(CHECKS)}")
         self.on_finding = on_finding
         self.checks = frozenset(checks)
         self.step_zero: StepZero | None = None
