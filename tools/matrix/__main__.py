@@ -138,9 +138,10 @@ def _table(columns: list[Column]) -> str:
     lines = [
         "# TRL's versions",
         "",
-        f"Cached trainers beside the same trainers of TRL with a live reference model, {STEPS} steps in float32 on a CPU:",
-        f"the largest difference of any loss ({TOLERANCE:g} is allowed), and the seconds that both runs took, with scoring",
-        "what the first one missed, by the command that its error named. Written by `make matrix`.",
+        "Each cell compares our cached trainer with the same trainer of TRL and a live reference model, over",
+        f"{STEPS} steps in float32 on a CPU. It has the largest difference of any loss ({TOLERANCE:g} is allowed) and the",
+        "seconds that both runs took. The seconds include scoring the rows that the cached trainer lacked,",
+        "with the command that its error message named. Written by `make matrix`.",
         "",
         line("TRL", [column.environment.trl for column in columns]),
         line("---", ["---"] * len(columns)),
