@@ -15,6 +15,7 @@ from reflogp.client.client import Client, Dataset
 from reflogp.client.errors import RequestRefusedError
 from reflogp.client.models import ServicePath, ServiceUri, Uploaded
 from reflogp.store import UsageError
+from reflogp.store.windows import TruncationMode
 
 
 def submit(
@@ -39,9 +40,7 @@ def submit(
         Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: found from the columns.")
     ] = None,
     max_length: options.MaxLength = None,
-    truncation_mode: Annotated[
-        Literal["keep_start", "keep_end"], typer.Option(help="Which end a longer sequence keeps.")
-    ] = "keep_start",
+    truncation_mode: Annotated[TruncationMode, typer.Option(help="Which end a longer sequence keeps.")] = "keep_start",
     ld_alpha: Annotated[
         float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of a pair's longer tail, in the values.")
     ] = None,

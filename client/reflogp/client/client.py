@@ -26,11 +26,11 @@ from reflogp.client.models import Job, JobPage, JobState, ServicePath, ServiceUr
 from reflogp.client.scoring import Scores, TokenIds
 from reflogp.store import UsageError
 from reflogp.store.whole_files import write_atomically
+from reflogp.store.windows import TruncationMode
 
 T = TypeVar("T")
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
-TruncationMode: TypeAlias = Literal["keep_start", "keep_end"]
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from reflogp.store.safe_text import hide_secrets
+from reflogp.store.windows import TruncationMode
 
 #: A queued or running job ends in one of the other states. A failed or cancelled job can be queued again (retry).
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -55,7 +56,7 @@ class JobSettings(BaseModel):
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
     format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None finds it from the columns.")
     max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
-    truncation_mode: Literal["keep_start", "keep_end"] = Field("keep_start", description="Which end a longer sequence keeps.")
+    truncation_mode: TruncationMode = Field("keep_start", description="Which end a longer sequence keeps.")
     ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first, and interrupts a lower one.")
     title: str = Field("", max_length=200, description="For people.")

@@ -19,6 +19,7 @@ from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobRequest, Job
 from reflogp.service.precompute import MAX_REPORT_BYTES
 from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
+from reflogp.store.windows import TruncationMode
 
 #: Media types of a dataset that is itself the body of a submission, each with the suffix of its file.
 DATASET_TYPES = {
@@ -240,7 +241,7 @@ def _settings_of_query(
     ] = None,
     format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
     max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,
-    truncation_mode: Annotated[str, Query(pattern="^keep_(start|end)$", description="As above.")] = "keep_start",
+    truncation_mode: Annotated[TruncationMode, Query(description="As above.")] = "keep_start",
     ld_alpha: Annotated[float | None, Query(ge=0, le=1, description="As above.")] = None,
     priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
     title: Annotated[str, Query(max_length=200, description="As above.")] = "",
