@@ -64,7 +64,7 @@ def export(
 ) -> None:
     """Write joined pairs as files that open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
 
-    Values belong to the tokens that were scored, and these stacks find them by a row's number. So score and join rows of the
+    A value belongs to exact tokens, but these stacks look values up by the row's number. So score and join rows of the
     token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset that it trains on.
     Every row needs values: if some have none, nothing is written, the rows are named, and the exit code is 3.
 

@@ -223,7 +223,10 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
         except ValueError as error:
             raise UsageError(f"setting dataset_uris: {text!r}: {error}") from error
         if prefix.query or (not prefix.host and prefix.path):
-            raise UsageError(f"setting dataset_uris: {text!r} is neither a scheme nor a host with the beginning of a path")
+            raise UsageError(
+                f"setting dataset_uris: {text!r} must be a scheme (https://), or a host or bucket with an optional path prefix "
+                "(s3://bucket/folder/), without a query"
+            )
         if prefix.scheme != uri.scheme:
             continue
         if not prefix.host:

@@ -218,7 +218,7 @@ class Precompute:
     async def cancel(self, job_id: str) -> Job:
         """Cancel a job: at once if it is queued, within one pass if it runs. The ledger has the cancellation when this returns.
 
-        Raises LedgerError; Problem if the job is unknown or has ended.
+        Raises LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
         job = await self.get(job_id)
         state = await to_thread.run_sync(self._ledger.cancel, job_id)

@@ -240,7 +240,7 @@ class ServerSettings(BaseSettings):
         if self.executor == "ray" and len(self.devices) > 1:
             raise ValueError("with executor ray give one of devices (all, auto, cpu or cuda), and how many as ray_workers")
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
-            raise ValueError('ray_address and ray_workers go with executor "ray"')
+            raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
         return self
 
     def state_folder(self) -> Path:

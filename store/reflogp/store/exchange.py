@@ -68,7 +68,7 @@ def export_table(
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{folder} is there and not empty; name a new folder")
+        raise UsageError(f"{folder} exists and is not an empty folder; name a new one")
     snapshot = snapshot or table.snapshot()
     shards = [table.shard(path) for path in snapshot.rows_of]
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")

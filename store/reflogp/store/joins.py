@@ -181,7 +181,9 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
 def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
     """Raise UsageError for an ld_alpha without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
-        raise UsageError("ld_alpha weighs a pair's two completions against each other: it needs chosen_ids, rejected_ids")
+        raise UsageError(
+            "ld_alpha needs the lengths of both completions of a pair: give the columns chosen_ids and rejected_ids"
+        )
 
 
 def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:

@@ -127,7 +127,7 @@ def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
 
 
 def sentence(error: BaseException) -> str:
-    """Return a storage error in one line. Object stores send several lines, in colours, around an XML document."""
+    """Return a storage error in one line. Object stores send several lines with ANSI colours and an XML document."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if said:

@@ -102,7 +102,7 @@ def read_pairs(file: Path) -> JoinedPairs:
         table = opened.read([*needed, *(["error"] if is_result else [])])
     rows = table[row_column].to_numpy()
     if not (np.diff(rows) > 0).all():
-        raise UsageError(f"the rows of {file} are not in the dataset's order, or some are there twice: join it again")
+        raise UsageError(f"the rows of {file} are not in the dataset's order, or some are repeated: run `reflogp join` again")
     _refuse_rows_without_values(file, table, rows, expected)
     chosen, rejected = (np.asarray(table[name].to_numpy(), np.float32) for name in _LOGPS)
     bad = ~(np.isfinite(chosen) & np.isfinite(rejected))

@@ -109,8 +109,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             found.append(Finding("mend", f"{text}Both are far below one half: check that chosen and rejected are not swapped."))
         else:
             text += (
-                "50% is chance. DPO measures from the reference, so this is where training starts and not a mark "
-                "for the data."
+                "50% is chance. DPO measures from the reference, so this is where training starts and not a mark for the data."
             )
             found.append(Finding("fact", text))
         if preference.shorter_higher is not None:

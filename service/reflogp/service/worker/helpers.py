@@ -43,7 +43,7 @@ class Helpers:
         self._here: dict[int, _Helper] = {}
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open. Helpers open the table themselves; those of an earlier attempt are still present."""
+        """See Workers.open. Each helper opens the table itself. Offer the helpers of an earlier attempt to `begin`."""
         with self._lock:
             self._joined = list(self._here.values())
 
@@ -54,7 +54,7 @@ class Helpers:
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Does nothing: the job continues without helpers."""
+        """See Workers.look. Does nothing: a job needs no helpers, because its own worker computes too."""
 
     def take(self, message: dict[str, Any]) -> None:
         """Handle a frame about a helper. Frames of other jobs, which have ended, are ignored."""

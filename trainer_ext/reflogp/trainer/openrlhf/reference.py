@@ -111,7 +111,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     """Raise UsageError for a source that cannot serve OpenRLHF, before anything is loaded."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} holds sums of TRL's sequences, and OpenRLHF needs values of single tokens: give the store"
+            f"{source.location} holds one sum for each completion, and OpenRLHF needs a value for each token: give the store"
         )
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' is for TRL's trainers; with OpenRLHF use 'error' or 'score'")
