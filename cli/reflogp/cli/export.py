@@ -77,7 +77,7 @@ def export(
     _check_options(stack, {"--hash": cache_hash, "--loss-type": loss_type, "--metadata": metadata})
     try:
         pairs = read_pairs(joined)
-        files = _write(pairs, output, cache_hash, loss_type, metadata)
+        files = _write(stack, pairs, output, cache_hash, loss_type, metadata)
     except RowsWithoutValuesError as error:
         err.print(f"reflogp: {error}", style="red")
         if as_json:
@@ -103,14 +103,23 @@ def _check_options(stack: Stack, given: dict[str, Any]) -> None:
 
 
 def _write(
-    pairs: JoinedPairs, output: Path, cache_hash: str | None, loss_type: LossType | None, metadata: Path | None
+    stack: Stack,
+    pairs: JoinedPairs,
+    output: Path,
+    cache_hash: str | None,
+    loss_type: LossType | None,
+    metadata: Path | None,
 ) -> list[Path]:
-    """Write the files and return their paths. `_check_options` has run, so the options that are set identify the stack."""
-    if cache_hash is not None and loss_type is not None:
-        return [write_open_instruct(pairs, output, cache_hash, loss_type)]
-    if metadata is not None:
-        return write_megatron_bridge(pairs, output, _read_object(metadata))
-    return [write_fairseq2(pairs, output)]
+    """Write a stack's files and return their paths. `_check_options` has run: the options that the stack needs are set."""
+    match stack:
+        case "open-instruct":
+            assert cache_hash is not None and loss_type is not None
+            return [write_open_instruct(pairs, output, cache_hash, loss_type)]
+        case "megatron-bridge":
+            assert metadata is not None
+            return write_megatron_bridge(pairs, output, _read_object(metadata))
+        case "fairseq2":
+            return [write_fairseq2(pairs, output)]
 
 
 def _read_object(file: Path) -> dict[str, Any]:

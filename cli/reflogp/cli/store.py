@@ -214,7 +214,10 @@ def _size(count: int) -> str:
 
 
 class _Tables:
-    """The tables of all references, or of the one whose id starts with `reference`. A table with an error is reported and skipped."""
+    """The tables of all references, or of the one whose id starts with `reference`.
+
+    A table with an error is reported and skipped.
+    """
 
     def __init__(self, store: Store, reference: str | None) -> None:
         references = store.references()

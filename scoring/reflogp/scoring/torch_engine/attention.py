@@ -1,4 +1,4 @@
-"""Choose the attention kernel and compute attention over packs (packing.py), in which each token attends to its own sequence only.
+"""Choose the kernel and compute attention over packs (packing.py): each token attends to its own sequence only.
 
 Registered with transformers' AttentionInterface as "reflogp_packed", so no model needs code here. The arguments that a layer
 passes (scaling, sliding window, soft cap, sinks) are honoured.

@@ -125,9 +125,9 @@ def _pairs(count: Any) -> Any:
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best rate of a square product of random matrices, in operations per second.
 
-    The numbers are random because a GPU uses less power for constants, and then runs faster than with a model's weights. The best
-    of several repeats and two sizes is taken because any disturbance makes a product slower. The larger size is left out if the
-    rate of the smaller one shows that it would take too long.
+    The numbers are random because a GPU uses less power for constants, and then runs faster than with a model's weights. The
+    best of several repeats and two sizes is taken because any disturbance makes a product slower. The larger size is left out
+    if the rate of the smaller one shows that it would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:

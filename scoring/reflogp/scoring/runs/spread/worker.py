@@ -51,7 +51,8 @@ class ScoringWorker:
         found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
         if found.reference_id != wanted.reference_id:
             raise UsageError(
-                f"{self._model} is another model on this worker's machine: reference {found.reference_id}, not {wanted.reference_id}"
+                f"{self._model} is another model on this worker's machine: reference {found.reference_id}, "
+                f"not {wanted.reference_id}"
             )
         table = Store(self._store).table(wanted.reference_id)
         self._units = UnitScorer(self._choice.make(str(folder), wanted), table)
