@@ -20,7 +20,7 @@ demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, joi
 	$(BIN)/reflogp demo
 
 test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
 
 test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --numprocesses $(WORKERS) --dist loadfile tests/vllm
