@@ -1,6 +1,7 @@
 """The Python API: every kind of dataset goes in and comes back, with the values of an independent computation."""
 
 import doctest
+import pickle
 
 import datasets
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reflogp.scoring.api
 from reflogp.scoring import join, report, score
-from reflogp.scoring.errors import NotScoredError
+from reflogp.scoring.errors import DatasetError, NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError
 from tests.conftest import plain_token_logps, write_rows
 
@@ -136,6 +137,105 @@ def test_rows_that_trl_drops_are_left_out(rows, model, tmp_path):
     options = {"dtype": "float32", "max_length": 64}
     score(model, long, tmp_path / "store", **options)
     assert [row["ref_row"] for row in join(model, long, tmp_path / "store", **options)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_join_of_no_row_has_the_columns(kind, rows, model, scored, tmp_path):
+    dataset, read, returned = kinds([{**row, "prompt": row["prompt"] + " more"} for row in rows], tmp_path)[kind]
+    joined = join(model, dataset, scored, dtype="float32", on_miss="drop")
+    assert isinstance(joined, returned) and read(joined) == []
+    if kind in ("path", "dataset", "shuffled dataset", "arrow"):
+        assert set(joined.column_names) == {*rows[0], *COLUMNS}
+    if kind in ("pandas", "polars"):
+        assert set(joined.columns) == {*rows[0], *COLUMNS}
+    bad = kinds([{"prompt": "Q:", "chosen": None, "rejected": "x"}], tmp_path)[kind][0]
+    if kind == "stream":
+        assert read(join(model, bad, scored, dtype="float32", on_miss="drop")) == []
+    else:
+        with pytest.raises(DatasetError, match="no row of the dataset can be used"):
+            join(model, bad, scored, dtype="float32", on_miss="drop")
+
+
+@pytest.mark.parametrize("kind", ["path", "dataset", "shuffled dataset", "arrow"])
+def test_types_of_the_columns(kind, rows, model, scored, tmp_path):
+    varied = [{"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]} for row in rows]
+    varied[3]["source"] = "a column that the first rows lack"
+    table = pa.Table.from_pylist(varied, schema=pa.schema([(name, pa.string()) for name in [*rows[0], "source"]]))
+    dataset = {
+        "path": write_rows(tmp_path / "varied.jsonl", varied),
+        "dataset": datasets.Dataset(table),
+        "shuffled dataset": datasets.Dataset(table).select(range(12)),
+        "arrow": table,
+    }[kind]
+    joined = join(model, dataset, scored, dtype="float32")
+    schema = joined.schema if kind == "arrow" else joined.features.arrow_schema
+    assert schema.field("ref_chosen_logps").type == schema.field("ref_rejected_logps").type == pa.float32()
+    assert schema.field("ref_row").type == schema.field("ref_chosen_tokens").type == pa.int64()
+    assert (joined.column("source") if kind == "arrow" else pa.array(joined["source"]))[3].as_py() == varied[3]["source"]
+
+
+def test_a_dataset_keeps_split_features_and_format(rows, model, scored):
+    labelled = datasets.Dataset.from_list([{**row, "kind": n % 2} for n, row in enumerate(rows)], split="validation")
+    labelled = labelled.cast_column("kind", datasets.ClassLabel(names=["a", "b"])).with_format("numpy")
+    joined = join(model, labelled, scored, dtype="float32")
+    assert (joined.split, joined.format["type"]) == ("validation", "numpy")
+    assert joined.features["kind"].names == ["a", "b"]
+    assert isinstance(joined["ref_chosen_logps"][:], np.ndarray)
+
+
+def test_a_stream_is_read_by_one_worker(rows, model, scored):
+    stream = join(model, datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4), scored, dtype="float32")
+    assert [row["ref_row"] for row in torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1)] == list(range(12))
+    with pytest.raises(UsageError, match="num_workers is 2"):
+        list(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2))
+    assert len(list(datasets.concatenate_datasets([stream, stream]))) == 24
+    assert len(list(datasets.interleave_datasets([stream, stream]))) >= 23
+    with pytest.raises(UsageError, match="cannot be sent to another process"):
+        pickle.loads(pickle.dumps(stream))  # noqa: S301
+
+
+def test_what_pandas_makes_of_gaps(model, tmp_path):
+    odd = pandas.DataFrame(
+        [
+            {"prompt": "Q:", "completion": " 4", "label": 1, "x": 1},
+            {"prompt": "Q:", "completion": " 5", "label": 0, "x": "s"},
+            {"prompt": "Q:", "completion": " 6", "label": None, "x": None},
+            {"prompt": "Q:", "completion": None, "label": 1, "x": object()},
+        ]
+    )
+    summary = score(model, odd, tmp_path / "store", dtype="float32")
+    assert (summary.scored, summary.bad_row_numbers) == (3, [3])
+    joined = join(model, odd, tmp_path / "store", dtype="float32", on_miss="drop")
+    assert joined["ref_row"].tolist() == [0, 1, 2] and (joined["ref_logps"] < 0).all()
+    assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
+    with pytest.raises(UsageError, match="several columns of one name"):
+        score(model, pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]), tmp_path / "store", dtype="float32")
+
+
+def test_many_rows_messages_and_tokens(model, pair_rows, tmp_path):
+    messages = [{name: row[name] for name in ("prompt", "chosen", "rejected") if name in row} for row in pair_rows[:6]]
+    assert score(model, pandas.DataFrame(messages), tmp_path / "store", dtype="float32").bad_rows == 0
+    assert len(join(model, datasets.Dataset.from_list(messages), tmp_path / "store", dtype="float32")) == 6
+    tokens = [{"prompt_ids": [5, n % 700 + 10], "chosen_ids": [7, 8], "rejected_ids": [9]} for n in range(1500)]
+    frame = polars.DataFrame(tokens)
+    assert score(model, frame, tmp_path / "store", dtype="float32").rows == 1500
+    assert join(model, frame, tmp_path / "store", dtype="float32")["ref_row"].to_list() == list(range(1500))
+    streamed = datasets.Dataset.from_list(tokens[:50]).to_iterable_dataset().with_format("numpy")
+    assert len(list(join(model, streamed, tmp_path / "store", dtype="float32"))) == 50
+
+
+def test_arguments_that_would_be_taken_for_others(rows, model, scored, tmp_path):
+    with pytest.raises(UsageError, match="on_miss 'raise': use error or drop"):
+        join(model, rows, scored, dtype="float32", on_miss="raise")
+    changed = datasets.Dataset.from_list(rows)
+    changed.set_transform(lambda batch: batch)
+    with pytest.raises(UsageError, match="has a transform"):
+        score(model, changed, scored, dtype="float32")
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=datasets.Dataset.from_dict({"prompt": []}))
+    with pytest.raises(DatasetError, match="split test: "):
+        score(model, splits, scored, dtype="float32")
+    with pytest.raises(UsageError, match="one of the splits train, test"):
+        report(model, splits, scored, tmp_path / "report", dtype="float32")
 
 
 def test_nothing_was_scored(rows, model, scored, tmp_path):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, Literal
 
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
@@ -16,14 +14,14 @@ from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import NotScoredError
+from reflogp.scoring.join_objects import with_columns
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows
 from reflogp.scoring.reports.build import ReportSummary, write_report
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.progress import progress_bar
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
-from reflogp.store import Store, UsageError, describe_reference, resolve_model
+from reflogp.store import ReflogpError, Store, UsageError, describe_reference, resolve_model
 from reflogp.store.commands import naming_command, score_command
-from reflogp.store.joins import ROW_COLUMN
 from reflogp.store.windows import check_truncation
 
 #: Row numbers that a message names.
@@ -56,7 +54,8 @@ def score(
             the reference id.
         max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id.
+        tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id. Give an object for a
+            tokenizer that runs code of its own.
         engine: what computes; None for torch on a GPU, or on the CPU where there is none.
         progress: show a progress bar; None shows it in terminals and notebooks.
 
@@ -130,8 +129,8 @@ def join(
 
     Returns:
         The same kind of dataset with the columns: a Dataset for a path or hub name, a DatasetDict for a DatasetDict, an
-        IterableDataset that is joined as it is read for an IterableDataset (and raises then), a pandas or Polars data frame, a
-        pyarrow.Table, or a list of dicts.
+        IterableDataset for an IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts. A stream is
+        joined while it is read, in one process, and raises then.
 
     Raises:
         NotScoredError: rows have no values, or cannot be used; names them.
@@ -144,6 +143,8 @@ def join(
         >>> sorted(name for name in row if name.endswith("_logps"))
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
+    if on_miss not in ("error", "drop"):
+        raise UsageError(f"on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
     opened = store if isinstance(store, Store) else Store(store)
     reference = describe_reference(model, dtype)
@@ -153,19 +154,19 @@ def join(
     find_tokenizer = _tokenizer(str(resolve_model(model, None)), tokenizer)
     settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
 
-    def windows(rows: Any) -> Iterator[JoinedWindow]:
+    def windows(rows: Any, is_stream: bool) -> Iterator[JoinedWindow]:
         source = open_dataset(rows)
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
         for window in joined_windows(source, find_tokenizer(), at, summary, **settings, watcher=_BadRows(problems)):
-            if on_miss == "error":
+            if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command)
             yield window
         if on_miss == "error":
             _require_values(summary, problems, command)
         source.check_unchanged()
 
-    return _of_each_split(dataset, lambda rows, _: _joined(rows, lambda: windows(rows)))
+    return _of_each_split(dataset, lambda rows, _: with_columns(rows, lambda is_stream: windows(rows, is_stream)))
 
 
 def report(
@@ -199,6 +200,8 @@ def report(
         >>> report(model, rows, store, folder, dtype="float32").with_values
         1
     """
+    if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
+        raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")
     opened = store if isinstance(store, Store) else Store(store)
     reference = describe_reference(model, dtype)
     source = open_dataset(dataset)
@@ -280,77 +283,15 @@ def _tokenizer(
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
     """Apply a function to a dataset, or to each split of a DatasetDict; the function gets the split's name."""
-    kind = kind_of(dataset)
-    if kind not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
+    if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")
-    done = {name: function(split, name) for name, split in dataset.items()}
+    done = {}
+    for name, split in dataset.items():
+        try:
+            done[name] = function(split, name)
+        except ReflogpError as error:
+            error.args = (f"split {name}: {error}", *error.args[1:])
+            raise
     if any(isinstance(result, ScoreSummary) for result in done.values()):
         return done
     return type(dataset)(done)
-
-
-def _joined(dataset: Any, windows: Callable[[], Iterator[JoinedWindow]]) -> Any:
-    """Return the dataset's rows with the columns that a join adds, as the same kind of dataset."""
-    import datasets
-
-    kind = kind_of(dataset)
-    if kind == "datasets.IterableDataset":
-        return datasets.IterableDataset.from_generator(_Stream(windows))
-    found = list(windows())
-    if isinstance(dataset, list):
-        return [
-            {**row, **values} for window in found for row, values in zip(window.rows, window.columns.to_pylist(), strict=True)
-        ]
-    columns = (
-        pa.concat_tables([window.columns for window in found]) if found else pa.table({ROW_COLUMN: pa.array([], pa.int64())})
-    )
-    numbers = columns[ROW_COLUMN].to_numpy()
-    if kind == "pandas.DataFrame":
-        return dataset.iloc[numbers].assign(**{name: values.to_pandas().array for name, values in _named(columns)})
-    if kind == "polars.DataFrame":
-        import polars
-
-        return dataset[numbers].with_columns(polars.DataFrame(polars.from_arrow(columns)).get_columns())
-    if isinstance(dataset, pa.Table):
-        table = dataset.take(pa.array(numbers))
-        for name, values in _named(columns):
-            table = table.drop_columns([name]) if name in table.column_names else table
-            table = table.append_column(name, values)
-        return table
-    if kind == "datasets.Dataset":
-        kept = dataset.select(numbers)
-        kept = kept.remove_columns([name for name in columns.column_names if name in kept.column_names])
-        return datasets.concatenate_datasets([kept, datasets.Dataset(columns)], axis=1)
-    return datasets.Dataset.from_list([row for window in found for row in _rows(window)])
-
-
-class _Stream:
-    """A generator of joined rows, for IterableDataset.
-
-    Args:
-        windows: begins at the first row each time.
-    """
-
-    def __init__(self, windows: Callable[[], Iterator[JoinedWindow]]) -> None:
-        self._windows = windows
-
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        for window in self._windows():
-            yield from _rows(window)
-
-    def __reduce__(self) -> Any:
-        # `datasets` names a generator by a digest of its pickle, and an open store has none. Each join is a stream of its own.
-        return _unpickled, (uuid.uuid4().hex,)
-
-
-def _unpickled(_: str) -> Any:
-    raise UsageError("a joined stream cannot be sent to another process: join in that process, or start workers by fork")
-
-
-def _rows(window: JoinedWindow) -> Iterator[dict[str, Any]]:
-    for row, values in zip(window.rows, window.columns.to_pylist(), strict=True):
-        yield {**row, **values}
-
-
-def _named(table: pa.Table) -> Iterator[tuple[str, pa.ChunkedArray]]:
-    return zip(table.column_names, table.columns, strict=True)

@@ -105,11 +105,11 @@ def join_dataset(
     if tokenizer is None:
         tokenizer = load_tokenizer(model_folder)
     try:
-        row_schema = source.schema(_is_usable)
+        row_schema = source.schema(is_usable)
         for window in joined_windows(source, tokenizer, snapshot, summary, **settings, watcher=watcher):
             table = pa.Table.from_pylist(window.rows, schema=row_schema)
             for name in window.columns.column_names:
-                table = _with_column(table, name, window.columns[name])
+                table = with_column(table, name, window.columns[name])
             if writer is None:
                 note = {
                     "store": store_uri,
@@ -204,7 +204,7 @@ def joined_windows(
     summary.coverage = summary.written / max(1, summary.rows - summary.dropped_rows)
 
 
-def _is_usable(columns: dict[str, Any]) -> bool:
+def is_usable(columns: dict[str, Any]) -> bool:
     """Return True if a row's columns have the types that tokenising needs."""
     try:
         form = detect_format(columns)
@@ -217,7 +217,7 @@ def _is_usable(columns: dict[str, Any]) -> bool:
     return True
 
 
-def _with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     """Return the table with this column appended; the dataset's own column of the same name is removed."""
     if name in table.column_names:
         table = table.drop_columns([name])

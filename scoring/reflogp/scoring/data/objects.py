@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.data.bounds import BATCH_ROWS
@@ -20,8 +22,8 @@ def open_dataset(dataset: Any) -> RowSource:
     """Open a dataset of any kind as a source of rows.
 
     Args:
-        dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`; a pandas or Polars data
-            frame; a `pyarrow.Table`; or a list of dicts. Columns as for `reflogp score`.
+        dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`, whose format is ignored; a
+            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. Columns as for `reflogp score`.
 
     Raises:
         DatasetError: a path or name that cannot be opened.
@@ -33,12 +35,15 @@ def open_dataset(dataset: Any) -> RowSource:
         return _ObjectRows(lambda: _rows_of_table(dataset), len(dataset))
     kind = kind_of(dataset)
     if kind == "datasets.Dataset":
+        if dataset.format["type"] == "custom":
+            raise UsageError("the dataset has a transform, which would not be applied: apply it with map, or reset_format()")
         return _ObjectRows(lambda: _rows_of_batches(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
-        return _ObjectRows(lambda: iter(dataset), 0)
+        return _ObjectRows(lambda: iter(dataset.with_format(None)), 0)
     if kind == "pandas.DataFrame":
-        table = pa.Table.from_pandas(dataset, preserve_index=False)
-        return _ObjectRows(lambda: _rows_of_table(table), len(table))
+        if not dataset.columns.is_unique:
+            raise UsageError(f"the data frame has several columns of one name: {', '.join(map(str, dataset.columns))}")
+        return _ObjectRows(lambda: _rows_of_pandas(dataset), len(dataset))
     if kind == "polars.DataFrame":
         return _ObjectRows(lambda: iter(dataset.iter_rows(named=True)), len(dataset))
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
@@ -64,7 +69,7 @@ def kind_of(dataset: Any) -> str | None:
 
 
 def _rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches():
+    for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         yield from batch.to_pylist()
 
 
@@ -72,6 +77,27 @@ def _rows_of_batches(dataset: Any) -> Iterator[dict[str, Any]]:
     for batch in dataset.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
+
+
+def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:
+    names = [str(name) for name in frame.columns]
+    for start in range(0, len(frame), BATCH_ROWS):
+        part = frame.iloc[start : start + BATCH_ROWS]
+        for values in zip(*(part[name].tolist() for name in frame.columns), strict=True):
+            yield {name: _plain(value) for name, value in zip(names, values, strict=True)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a cell as Python has it: None for NaN and NA, lists for arrays."""
+    if isinstance(value, np.ndarray):
+        return [_plain(entry) for entry in value.tolist()]
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    return value
 
 
 class _ObjectRows(RowSource):

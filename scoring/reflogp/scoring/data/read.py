@@ -174,7 +174,10 @@ class RowSource:
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
             try:
-                found = pa.Table.from_pylist([row.columns for row in rows]).schema
+                names = dict.fromkeys(
+                    name for row in rows for name in row.columns or {}
+                )  # from_pylist asks the first row alone
+                found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
                 raise DatasetError(f"{self.name}: a column has no one type: {shortened(str(error))}") from error

@@ -26,8 +26,8 @@ from reflogp.store.snapshot import Found
 
 #: Completions of a pair with at least this similarity hardly differ.
 ALIKE = 0.9
-#: Accepted values of a row's `label` in lower-case text; CSV has text only.
-_LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
+#: Accepted values of a row's `label` in lower-case text; CSV has text only, and pandas makes numbers of a column with gaps.
+_LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
 _UNREADABLE = "its stored values cannot be read; run `reflogp store verify`"
