@@ -144,7 +144,7 @@ def test_store_compact_vacuum_export_import(score, reflogp, pairs_file, referenc
     assert reflogp("store", "export", store, tmp_path / "shared")[0] == DONE
     code, _, err = reflogp("store", "export", store, tmp_path / "shared")
     assert code == USAGE
-    assert "not empty" in one_sentence(err)
+    assert "is not an empty folder" in one_sentence(err)
     assert reflogp("store", "export", store, tmp_path / "x", "--reference", "ffff")[0] == USAGE
     imported = last_object(reflogp("store", "import", tmp_path / "other", tmp_path / "shared", "--json")[1])
     assert imported["written"] == before["sequences"]

@@ -463,7 +463,7 @@ def test_help_teaches_what_the_values_belong_to(reflogp, monkeypatch):
     code, out, _ = reflogp("export", "--help")
     said = " ".join(out.replace("│", " ").split())
     assert code == DONE
-    for words in ("Values belong to the tokens that were scored", "Reference logprobs cache path", "expected_scoring_metadata"):
+    for words in ("A value belongs to exact tokens", "Reference logprobs cache path", "expected_scoring_metadata"):
         assert words in said
 
 
