@@ -245,7 +245,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     table.append(some_rows(0, 10)[1])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    with pytest.raises(UsageError, match="not empty"):
+    with pytest.raises(UsageError, match="not an empty folder"):
         export_table(table, str(tmp_path / "full"))
     with pytest.raises(UsageError, match="not an export"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "full"))
