@@ -157,7 +157,7 @@ def test_one_value_that_is_not_a_number_is_found(filled, reference_folder, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"location": "pairs.parquet"}, "single tokens"),
+        ({"location": "pairs.parquet"}, "a value for each token"),
         ({"on_miss": "compute"}, "for TRL's trainers"),
     ],
     ids=str,
