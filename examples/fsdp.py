@@ -8,6 +8,7 @@ them before the first step. No process holds a reference model or a part of one.
 shard_on_cpu(), and score in bfloat16.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,18 @@ def train(options: Any) -> None:
     if trainer.is_world_process_zero():
         show(trainer)
         print(f"process 0 of {trainer.accelerator.num_processes} holds {held:,} of {whole:,} parameters")
-    trainer.accelerator.end_training()  # a process that ends while gloo's threads run may be aborted
+    end_process(trainer)
+
+
+def end_process(trainer: Any) -> None:
+    """End this process when all have come here, without ending the interpreter first.
+
+    torch's device meshes keep their process groups, so gloo's threads run to the end. One that releases a tensor while the
+    interpreter ends aborts the process (pytorch/pytorch#179291). NCCL has no such threads.
+    """
+    trainer.accelerator.wait_for_everyone()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def main() -> None:
