@@ -338,10 +338,33 @@ def test_an_output_that_would_overwrite_the_data_is_refused(score, reflogp, refe
 
 def test_a_wrong_dtype_is_told_the_right_one(score, reflogp, reference_folder, pairs_file, tmp_path):
     score(pairs_file)
-    code, _, err = reflogp("join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", tmp_path / "j.parquet")
+    join = ("join", reference_folder, pairs_file, "--store", tmp_path / "store", "-o", tmp_path / "j.parquet")
+    code, _, err = reflogp(*join, "--dtype", "bfloat16")
     assert code == FAILED
     assert "in bfloat16 was never scored" in one_sentence(err)
     assert "scored in float32" in one_sentence(err)
+
+
+def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pairs_file, tmp_path):
+    """Without a GPU the first scoring computes in float32; what follows takes what the store holds, if that is one dtype."""
+    given = (reference_folder, pairs_file, "--store", tmp_path / "store")
+    read = {"join": ("-o", tmp_path / "j.parquet"), "report": ("-o", tmp_path / "report")}
+    for command, output in read.items():
+        code, _, err = reflogp(command, *given, *output)
+        assert code == FAILED and "Score the data: reflogp score" in one_sentence(err)
+        assert "--dtype" not in one_sentence(err)
+    code, _, err = reflogp("score", *given, "--device", "cpu")
+    assert code == 0 and "dtype float32: " in err and "holds nothing of this model yet" in err
+    for command, output in read.items():
+        code, _, err = reflogp(command, *given, *output)
+        assert code == 0 and "dtype float32: what " in err
+    code, printed, _ = reflogp("score", *given)
+    assert code == 0 and " 0 scored" in printed
+    assert reflogp("score", *given, "--dtype", "bfloat16")[0] == 0
+    for command, output in {**read, "score": ()}.items():
+        code, _, err = reflogp(command, *given, *output)
+        assert code == USAGE and "in float32 and in bfloat16: say which one to use" in one_sentence(err)
+        assert reflogp(command, *given, *output, "--dtype", "bfloat16")[0] == 0
 
 
 def test_a_file_without_one_readable_row(score, tmp_path):

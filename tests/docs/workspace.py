@@ -37,7 +37,8 @@ _ADDRESS = "http://127.0.0.1:8311"
 _SERVE = ("serve", "--store", "./logps", "--model", "sft=./sft-model")
 #: A CPU, few steps, nothing written: put into every config of a trainer that a block makes.
 _STEPS = 2
-_SHORT = f"use_cpu=True, bf16=False, max_steps={_STEPS}, report_to=[], save_strategy='no', disable_tqdm=True, "
+_ON_CPU = "use_cpu=True, bf16=False, "
+_SHORT = f"max_steps={_STEPS}, report_to=[], save_strategy='no', disable_tqdm=True, "
 _SHORT_OF = {"RLOOConfig": _SHORT + "max_completion_length=8, "}
 #: For `reflogp demo`, which builds a model and trains it for a minute.
 _SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
@@ -64,7 +65,8 @@ class Workspace:
 
     def run_python(self, block: Block) -> None:
         """Run it in the page's names, which the page's later blocks see."""
-        text = _CONFIG.sub(lambda found: found[0] + _SHORT_OF.get(found[1], _SHORT), self._here(block.text))
+        chosen = _ON_CPU if "use_cpu=" not in block.text else ""  # a block that chooses its device runs as it stands
+        text = _CONFIG.sub(lambda found: found[0] + chosen + _SHORT_OF.get(found[1], _SHORT), self._here(block.text))
         names = self._names.setdefault(block.page, {"__name__": "docs"})
         exec(compile("\n" * block.line + text, str(REPOSITORY / block.page), "exec"), names)
         if "trainer.train()" in text:

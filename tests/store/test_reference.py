@@ -34,7 +34,7 @@ def test_one_changed_byte_is_another_reference(reference_folder, tmp_path):
 
 def test_the_dtype_is_part_of_the_id(reference_folder):
     assert len({reference_id(reference_folder, dtype) for dtype in ("float32", "bfloat16", "float16")}) == 3
-    assert reference_id(reference_folder, "auto") == reference_id(reference_folder, "float32")
+    assert reference_id(reference_folder, "checkpoint") == reference_id(reference_folder, "float32")
 
 
 def test_only_the_semantic_part_of_the_config_counts(reference_folder, tmp_path):

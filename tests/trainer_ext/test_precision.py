@@ -8,9 +8,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, KTOConfig
 
-from reflogp.store import ReferenceNotFoundError
+from reflogp.store import ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource, StepZeroError
 from reflogp.trainer.tolerances import computes_in
+from tests.store.test_reference import copied, edit_config
 from tests.trainer_ext.conftest import losses, score_pairs
 
 AUTOCAST = "bfloat16-autocast"
@@ -164,9 +165,33 @@ class TestDtypeNotGiven:
         trainers = [cached_trainer({"reference": source, "model": half}), cached_trainer({"reference": source})]
         assert [trainer.joins["train"].where.reference_dtype for trainer in trainers] == ["bfloat16", "float32"]
 
-    def test_that_was_never_scored_is_named_in_the_command(self, cached_trainer, tmp_path, reference_folder, data_file):
+    def test_is_the_stores_where_it_holds_one(self, cached_trainer, tmp_path, data_file, reference_folder, caplog):
         score_pairs(reference_folder, data_file, tmp_path / "store", "float32")
-        with pytest.raises(ReferenceNotFoundError) as refused:
-            cached_trainer({"reference": ReferenceSource(tmp_path / "store", model=str(reference_folder))}, bf16=None)
+        source = ReferenceSource(tmp_path / "store", model=str(reference_folder))
+        half = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16)
+        trainer = cached_trainer({"reference": source, "model": half})
+        trainer.train()
+        seen = trainer.audit.step_zero
+        assert (seen.reference_dtype, seen.policy_dtype, seen.passed) == ("float32", "bfloat16", True)
+        [said] = [record.message for record in caplog.records if "reference log-probs in" in record.message]
+        assert "reference log-probs in float32" in said and "the policy computes in bfloat16" in said
+
+    def test_of_two_that_are_not_the_runs_is_asked_for(self, cached_trainer, tmp_path, reference_folder, data_file):
+        for dtype in ("float32", "bfloat16"):
+            score_pairs(reference_folder, data_file, tmp_path / "store", dtype)
+        source = ReferenceSource(tmp_path / "store", model=str(reference_folder))
+        with pytest.raises(UsageError, match="in float32 and in bfloat16: say which one to use"):
+            cached_trainer({"reference": source}, bf16=None)
+
+    @pytest.mark.parametrize("is_there", [False, True])
+    def test_that_was_never_scored_is_named_in_the_command(
+        self, cached_trainer, tmp_path, reference_folder, data_file, is_there
+    ):
+        store = tmp_path / "store"
+        if is_there:
+            other = copied(reference_folder, tmp_path / "other")
+            edit_config(other, rms_norm_eps=1e-3)
+            score_pairs(other, data_file, store, "float32")
+        with pytest.raises((ReferenceNotFoundError, StoreNotFoundError)) as refused:
+            cached_trainer({"reference": ReferenceSource(store, model=str(reference_folder))}, bf16=None)
         assert f"--dtype {AUTOCAST}" in str(refused.value)
-        assert "the same weights were scored in float32" in str(refused.value)

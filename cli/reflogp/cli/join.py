@@ -18,7 +18,7 @@ def join(
     data: options.Data,
     store: options.Store,
     output: Annotated[str, typer.Option("--output", "-o", help="Parquet file to write.")],
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.StoreDtype = "auto",
     lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
@@ -48,7 +48,6 @@ def join(
         raise missing_extra("service", error) from error
     quiet_libraries()
     source = RowSource(data, split)
-    folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
     command = score_command(
         model,
         data,
@@ -65,6 +64,7 @@ def join(
     )
     opened = Store(store)
     with naming_command(command):
+        folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision)
         at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("joining") as bar:
         summary = join_dataset(

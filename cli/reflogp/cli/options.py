@@ -16,11 +16,16 @@ Data = Annotated[
 ]
 Store = Annotated[str, typer.Option("--store", help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
 Split = Annotated[str, typer.Option(help="Split of a hub dataset or a saved DatasetDict.")]
-Dtype = Annotated[
+_DTYPES = (
+    "bfloat16, float32, float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (bf16=True, "
+    "fp16=True); checkpoint for the one in config.json"
+)
+Dtype = Annotated[str, typer.Option(help=f"Compute dtype: {_DTYPES}. Part of the reference id.")]
+StoreDtype = Annotated[
     str,
     typer.Option(
-        help="Compute dtype: bfloat16, float32, float16; bfloat16-autocast or float16-autocast for float32 weights in mixed "
-        "precision (bf16=True, fp16=True); auto for the checkpoint's own. Part of the reference id."
+        help=f"Compute dtype: {_DTYPES}. Part of the reference id. auto: the one in which the store holds the model; if it "
+        "holds none, bfloat16, or float32 without a GPU."
     ),
 ]
 LmHeadDtype = Annotated[

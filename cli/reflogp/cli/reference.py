@@ -1,12 +1,15 @@
-"""`reflogp reference`: describe a model as a store identifies it; the other subcommands use `find_reference` too."""
+"""`reflogp reference`: describe a model as a store identifies it; other subcommands find their reference here too."""
 
 from __future__ import annotations
 
 import sys
 
 from reflogp.cli import options
-from reflogp.cli.console import progress_bar
-from reflogp.store import Reference, describe_reference, resolve_model
+from reflogp.cli.console import err, progress_bar
+from reflogp.store import Reference, Store, describe_reference, resolve_model
+from reflogp.store.choose_dtype import choose_reference
+
+_HASHING = "hashing weights (bytes)"
 
 
 def reference(
@@ -22,12 +25,31 @@ def reference(
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """
-    sys.stdout.write(find_reference(model, dtype, lm_head_dtype, revision)[1].to_json() + "\n")
+    resolve_model(model, revision)
+    with progress_bar(_HASHING) as bar:
+        found = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)
+    sys.stdout.write(found.to_json() + "\n")
 
 
-def find_reference(model: str, dtype: str, lm_head_dtype: str | None, revision: str | None) -> tuple[str, Reference]:
-    """Return (local folder, reference) of a model; hash its weights under a progress bar unless their digests are cached."""
+def find_reference(
+    store: Store, model: str, dtype: str, lm_head_dtype: str | None, revision: str | None, otherwise: str | None = None
+) -> tuple[str, Reference]:
+    """Return (local folder, reference) of a model in a store, and print how a dtype that was not given was chosen.
+
+    The weights are hashed under a progress bar unless their digests are cached. Arguments and errors are those of
+    `choose_reference`.
+    """
     folder = resolve_model(model, revision)
-    with progress_bar("hashing weights (bytes)") as bar:
-        reference = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=bar.hashed)
-    return str(folder), reference
+    with progress_bar(_HASHING) as bar:
+        found, reason = choose_reference(
+            store,
+            model,
+            dtype,
+            otherwise=otherwise,
+            lm_head_dtype=lm_head_dtype,
+            revision=revision,
+            progress=bar.hashed,
+        )
+    if reason:
+        err.print(reason, markup=False)
+    return str(folder), found

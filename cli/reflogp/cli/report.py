@@ -18,7 +18,7 @@ def report(
     data: options.Data,
     store: options.Store,
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a new one, or one of an earlier report.")],
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.StoreDtype = "auto",
     lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
@@ -50,7 +50,6 @@ def report(
     if form is not None and form not in FORMATS:
         raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
     source = RowSource(data, split)
-    folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
     command = score_command(
         model,
         data,
@@ -68,6 +67,7 @@ def report(
     )
     opened = Store(store)
     with naming_command(command):
+        folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision)
         at = opened.table_of(reference).snapshot(snapshot)
     with progress_bar("reading") as bar:
         summary = write_report(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ def score(
     model: options.Model,
     data: options.Data,
     store: options.Store,
-    dtype: options.Dtype = "bfloat16",
+    dtype: options.StoreDtype = "auto",
     lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
@@ -117,29 +118,28 @@ def score(
         )
     opened = Store(store)
     source = RowSource(data, split)
-    if claim is None:
-        try:
-            folder, reference = find_reference(model, dtype, lm_head_dtype, revision)
-        except UsageError as error:
-            if engine == "remote":
-                raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
-            raise
-    else:
-        folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
-        for name, given in (("dtype", dtype), ("lm_head_dtype", lm_head_dtype)):
-            origin = ctx.get_parameter_source(name)
-            claimed = getattr(reference, name)
-            if given != claimed and origin is not None and origin.name == "COMMANDLINE":
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out"
-                )
-    choice.require_dtype(reference.dtype)
-    with (
-        closing(_scorer(choice, folder, reference, commit_sequences, devices))
-        if ray is None
-        else _on_ray(choice, model, revision, reference, commit_sequences, ray, ray_workers) as scorer,
-        progress_bar("scoring") as bar,
-    ):
+    with ExitStack() as stack:
+        if devices == "cpu":
+            choice = replace(choice, device="cpu")
+        if ray is not None:
+            choice = stack.enter_context(_cluster(choice, ray))
+        if claim is None:
+            try:
+                folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision, choice.default_dtype())
+            except UsageError as error:
+                if engine == "remote":
+                    raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
+                raise
+        else:
+            folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
+            _require_claimed(ctx, reference)
+        choice.require_dtype(reference.dtype)
+        made = (
+            _scorer(choice, folder, reference, commit_sequences, devices)
+            if ray is None
+            else _scorer_on_ray(choice, model, revision, reference, commit_sequences, ray_workers)
+        )
+        scorer, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
             TokenizedDataset(
                 source,
@@ -160,6 +160,14 @@ def score(
         raise typer.Exit(EXIT_MISSES)
 
 
+def _require_claimed(ctx: typer.Context, reference: Reference) -> None:
+    """Raise UsageError if the command line gives another dtype than the claimed reference has."""
+    for name in ("dtype", "lm_head_dtype"):
+        origin, given, claimed = ctx.get_parameter_source(name), ctx.params[name], getattr(reference, name)
+        if given != claimed and origin is not None and origin.name == "COMMANDLINE":
+            raise UsageError(f"--{name.replace('_', '-')} {given}: the claimed reference has {claimed}; leave the option out")
+
+
 def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: int, devices: str | None) -> Any:
     """Make the scorer: an engine in this process, or several engines, each in its own process on one or more devices."""
     if devices is None:
@@ -178,27 +186,24 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
 
 
 @contextmanager
-def _on_ray(
-    choice: Any,
-    model: str,
-    revision: str | None,
-    reference: Reference,
-    commit_sequences: int,
-    address: str,
-    workers: int | None,
-) -> Iterator[Any]:
-    """Yield a scorer whose workers run on a Ray cluster for the duration of the block."""
+def _cluster(choice: Any, address: str) -> Iterator[Any]:
+    """Connect to a Ray cluster for the block; yield the engine choice with the device of its workers."""
     try:
-        from reflogp.scoring.on_ray.cluster import connected
-        from reflogp.scoring.on_ray.workers import ClusterWorkers
+        from reflogp.scoring.on_ray.cluster import connected, on_workers
     except ImportError as error:
         raise missing_extra("ray", error) from error
+    with connected(address or None):
+        yield on_workers(choice)
+
+
+def _scorer_on_ray(
+    choice: Any, model: str, revision: str | None, reference: Reference, commit_sequences: int, workers: int | None
+) -> Any:
+    """Make a scorer whose workers run on the cluster that this process is connected to."""
+    from reflogp.scoring.on_ray.workers import ClusterWorkers
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 
-    with connected(address or None):
-        on_ray = ClusterWorkers(model, revision, reference, choice, workers)
-        with closing(ParallelScorer(on_ray, commit_sequences=commit_sequences)) as scorer:
-            yield scorer
+    return ParallelScorer(ClusterWorkers(model, revision, reference, choice, workers), commit_sequences=commit_sequences)
 
 
 def _print(summary: Any, as_json: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, Literal
 
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
@@ -20,7 +22,8 @@ from reflogp.scoring.reports.build import ReportSummary, write_report
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.progress import progress_bar
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
-from reflogp.store import ReflogpError, Store, UsageError, describe_reference, resolve_model
+from reflogp.store import ReflogpError, Store, UsageError, resolve_model
+from reflogp.store.choose_dtype import choose_reference
 from reflogp.store.commands import naming_command, score_command
 from reflogp.store.windows import check_truncation
 
@@ -33,7 +36,7 @@ def score(
     dataset: Any,
     store: str | os.PathLike[str] | Store,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -51,7 +54,8 @@ def score(
             `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
         store: where the values go: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: what the model computes in: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast". Part of
-            the reference id.
+            the reference id. "auto": the one in which the store holds the model; where it holds none, bfloat16, or float32
+            without a GPU.
         max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
         tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id. Give an object for a
@@ -63,20 +67,22 @@ def score(
         A ScoreSummary; of a DatasetDict one for each split, by name.
 
     Raises:
-        UsageError: a model, a dataset or settings that cannot be used.
+        UsageError: a model, a dataset or settings that cannot be used; or the store holds the model in several dtypes.
         EngineError: the model cannot be loaded, or a forward pass failed. What was computed is committed.
         StoreError: the store cannot be read or written.
 
     Example:
         >>> from reflogp.scoring import score
         >>> rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}]
-        >>> score(model, rows, store, dtype="float32").scored
+        >>> score(model, rows, store).scored
         2
     """
     choice = engine or EngineChoice()
     opened = store if isinstance(store, Store) else Store(store)
-    reference = describe_reference(model, dtype)
+    reference, reason = choose_reference(opened, model, dtype, otherwise=choice.default_dtype())
     choice.require_dtype(reference.dtype)
+    if progress is not False:
+        _say(reason)
     folder = str(resolve_model(model, None))
     find_tokenizer = _tokenizer(folder, tokenizer, choice.trust_remote_code)
 
@@ -106,7 +112,7 @@ def join(
     dataset: Any,
     store: str | os.PathLike[str] | Store,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
@@ -122,7 +128,8 @@ def join(
     prompt alone fills max_length are left out, as TRL drops them.
 
     Args:
-        model, dataset, store, dtype, max_length, truncation_mode, tokenizer: see score; give both the same.
+        model, dataset, store, max_length, truncation_mode, tokenizer: see score; give both the same.
+        dtype: what the values were computed in; "auto": the one dtype in which the store holds the model.
         ld_alpha: weight of the longer completion's tail in LD-DPO.
         snapshot: number of a snapshot of the store; None for the latest.
         on_miss: "error" raises where a row has no values; "drop" leaves such rows out.
@@ -139,7 +146,7 @@ def join(
 
     Example:
         >>> from reflogp.scoring import join
-        >>> [row] = join(model, rows, store, dtype="float32")
+        >>> [row] = join(model, rows, store)
         >>> sorted(name for name in row if name.endswith("_logps"))
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
@@ -147,10 +154,11 @@ def join(
         raise UsageError(f"on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
     opened = store if isinstance(store, Store) else Store(store)
-    reference = describe_reference(model, dtype)
     command = score_command(model, "DATA", opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
     with naming_command(command):
+        reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(snapshot)
+    _say(reason)
     find_tokenizer = _tokenizer(str(resolve_model(model, None)), tokenizer)
     settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
 
@@ -175,7 +183,7 @@ def report(
     store: str | os.PathLike[str] | Store,
     output: str | os.PathLike[str],
     *,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     tokenizer: str | PreTrainedTokenizerBase | None = None,
@@ -184,7 +192,8 @@ def report(
     """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
 
     Args:
-        model, dataset, store, dtype, max_length, truncation_mode, tokenizer: see score; give both the same.
+        model, dataset, store, max_length, truncation_mode, tokenizer: see score; give both the same.
+        dtype: see join.
         output: folder to write: a new one, or one of an earlier report.
         progress: see score.
 
@@ -197,17 +206,19 @@ def report(
 
     Example:
         >>> from reflogp.scoring import report
-        >>> report(model, rows, store, folder, dtype="float32").with_values
+        >>> report(model, rows, store, folder).with_values
         1
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")
     opened = store if isinstance(store, Store) else Store(store)
-    reference = describe_reference(model, dtype)
     source = open_dataset(dataset)
     command = score_command(model, source.name, opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
     with naming_command(command):
+        reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(None)
+    if progress is not False:
+        _say(reason)
     folder = str(resolve_model(model, None))
     with progress_bar("reading", progress) as bar:
         return write_report(
@@ -270,6 +281,12 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
             f"reflogp.scoring.score, or `{command}`; or leave the rows out with on_miss='drop'",
             summary,
         )
+
+
+def _say(reason: str) -> None:
+    """Print how a dtype was chosen, if it was."""
+    if reason:
+        tqdm.write(reason, file=sys.stderr)
 
 
 def _tokenizer(

@@ -118,6 +118,17 @@ class EngineChoice:
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
 
+    def default_dtype(self) -> str:
+        """Return the dtype for a model that was never scored: "bfloat16", but "float32" where this engine has no GPU.
+
+        A CPU is slower in bfloat16 unless it has products for it, and small models on CPUs are trained in float32. A remote
+        engine's server is taken to have a GPU.
+        """
+        import torch
+
+        on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
+        return "float32" if on_cpu and self.name != "remote" else "bfloat16"
+
     def require_dtype(self, dtype: str) -> None:
         """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:

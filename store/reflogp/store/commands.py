@@ -13,7 +13,7 @@ def score_command(
     model: str,
     data: str,
     store: str,
-    dtype: str,
+    dtype: str = "auto",
     *,
     lm_head_dtype: str | None = None,
     max_length: int | None = None,
@@ -27,6 +27,7 @@ def score_command(
 ) -> str:
     """Return the `reflogp score` command with these arguments; options at their defaults are left out."""
     options = [
+        ("--dtype", dtype if dtype != "auto" else None),
         ("--lm-head-dtype", lm_head_dtype),
         ("--max-length", max_length),
         ("--truncation-mode", truncation_mode if truncation_mode != "keep_start" else None),
@@ -36,7 +37,7 @@ def score_command(
         ("--tokenizer", tokenizer),
         ("--chat-template", chat_template),
     ]
-    words = ["reflogp", "score", model, data, "--store", store, "--dtype", dtype]
+    words = ["reflogp", "score", model, data, "--store", store]
     words += [str(word) for option in options if option[1] is not None for word in option]
     words += ["--trust-remote-code"] * trust_remote_code
     return shlex.join(words)

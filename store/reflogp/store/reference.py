@@ -141,7 +141,7 @@ def describe_reference(
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
         dtype: "float32", "bfloat16", "float16" for weights and activations in that dtype; "bfloat16-autocast" or
-            "float16-autocast" for float32 weights under torch.autocast; "auto" for the dtype that config.json names.
+            "float16-autocast" for float32 weights under torch.autocast; "checkpoint" for the dtype that config.json names.
         lm_head_dtype: "float32" if logits are computed in float32; None if they are computed in `dtype`.
         revision: revision of a hub id.
         progress: called with (bytes hashed, total bytes) while weight files are read.
@@ -153,6 +153,21 @@ def describe_reference(
     """
     with open_model(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress) as opened:
         return opened.reference
+
+
+def describe_all_numerics(
+    model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
+) -> list[Reference]:
+    """Return the references for a model under every dtype, and every dtype of the logits unless that is given.
+
+    Arguments and errors are those of `describe_reference`. The weights are hashed once.
+    """
+    heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
+    with open_model(model, revision=revision, progress=progress) as opened:
+        found = [
+            _reference_of(model, opened.checkpoint, opened.digests, dtype, head) for head in heads for dtype in get_args(Dtype)
+        ]
+    return list({reference.reference_id: reference for reference in found}.values())
 
 
 @dataclass(frozen=True)
@@ -310,14 +325,14 @@ def _reference_of(
 
 
 def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
-    """Return `dtype` as one of `Dtype`; "auto" becomes the dtype in config.json (float32 if config.json names none).
+    """Return `dtype` as one of `Dtype`; "checkpoint" becomes the dtype in config.json (float32 if config.json names none).
 
     Raises UsageError for any other value.
     """
-    if dtype == "auto":
+    if dtype == "checkpoint":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in get_args(Dtype):
-        raise UsageError(f"dtype {dtype!r}: use one of auto, {', '.join(get_args(Dtype))}")
+        raise UsageError(f"dtype {dtype!r}: use one of {', '.join(get_args(Dtype))}, or checkpoint")
     return cast(Dtype, dtype)
 
 

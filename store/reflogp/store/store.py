@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.fs as pafs
@@ -59,10 +60,9 @@ class Store:
         if storage.is_local(self.uri) and not Path(self.uri).is_dir():
             raise StoreNotFoundError(f"there is no store at {self.uri}: check the path, or make it with `reflogp score`")
         try:
-            entries = self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
-            folders = sorted(entry.base_name for entry in entries if entry.type == pafs.FileType.Directory)
+            entries = self._entries()
             found, damaged = [], 0
-            for folder in folders:
+            for folder in sorted(name for name, kind in entries.items() if kind == pafs.FileType.Directory):
                 try:
                     if reference := self._read_reference(folder):
                         found.append(reference)
@@ -109,6 +109,21 @@ class Store:
             hint = f"; the same weights were scored in {scored}: give that dtype (--dtype {same[0]}, or dtype=)" if same else ""
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
+    def held(self, candidates: Sequence[Reference]) -> list[Reference]:
+        """Return the candidates that the store has a table of; none if there is no store at the URI.
+
+        Raises UsageError, StoreUnavailableError, StoreFormatError, DamagedStoreError.
+        """
+        self._refuse_what_is_no_store()
+        try:
+            if storage.is_local(self.uri) and not Path(self.uri).is_dir():
+                return []
+            entries = self._entries()
+            there = [reference for reference in candidates if reference.reference_id in entries]
+            return [reference for reference in there if self._read_reference(reference.reference_id) is not None]
+        except storage.STORAGE_ERRORS as error:
+            raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
+
     def create_table(self, reference: Reference) -> LogprobTable:
         """Return the table of `reference` after checking that it can be written. Creates the table if the store has none.
 
@@ -152,6 +167,12 @@ class Store:
                 raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if is_table:
             raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
+
+    def _entries(self) -> dict[str, pafs.FileType]:
+        """Return what lies directly in the store's folder, by name; nothing if there is no such folder."""
+        return {
+            entry.base_name: entry.type for entry in self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
+        }
 
     def _root(self) -> pafs.FileSystem:
         return storage.open_filesystem(self.uri, self._options)

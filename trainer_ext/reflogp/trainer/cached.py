@@ -21,7 +21,14 @@ from reflogp.store.joins import Join
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.report import begin_report
 from reflogp.trainer.construction import unchanged_by_failure
-from reflogp.trainer.distributed_join import NothingScored, agree_on_snapshot, all_missing, join_on_all_ranks, raise_missing
+from reflogp.trainer.distributed_join import (
+    NothingScored,
+    agree_on_dtype,
+    agree_on_snapshot,
+    all_missing,
+    join_on_all_ranks,
+    raise_missing,
+)
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
 from reflogp.trainer.layouts import layout_of
 from reflogp.trainer.media import refuse_media
@@ -89,7 +96,7 @@ class CachedReferenceMixin(_AnyTrainer):
         if not isinstance(reference, ReferenceSource):
             raise UsageError(
                 f'{name} needs to know where the reference log-probs are: reference=ReferenceSource("./logps", '
-                'model="./sft-model", dtype="bfloat16"), the store, the model and the dtype that `reflogp score` was given'
+                'model="./sft-model"), the store and the model that `reflogp score` was given'
             )
         refuse_reference_model(name, ref_model)
         require_hook(type(self))
@@ -157,7 +164,7 @@ class CachedReferenceMixin(_AnyTrainer):
         refuse_media(dataset, name, raw=False)
         settings = self._reference_settings()
         policy = self.accelerator.unwrap_model(self.model)
-        self.reference = self.reference.in_dtype_of_run(computes_in(policy, self.accelerator))
+        self.reference = agree_on_dtype(self.reference, computes_in(policy, self.accelerator))
         where = self._where = agree_on_snapshot(self.reference)
         if isinstance(dataset, IterableDataset):
             joined = self._join_stream(dataset, name, where, settings)

@@ -5,6 +5,7 @@ A run with a single process takes the same path.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 
-from reflogp.store import ReferenceNotFoundError, StoreNotFoundError, UsageError
+from reflogp.store import Reference, ReferenceNotFoundError, StoreNotFoundError, UsageError
+from reflogp.store.choose_dtype import numerics
 from reflogp.store.joins import Asked, Join
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
 from reflogp.trainer.layouts import Layout
@@ -20,6 +22,8 @@ from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all
 from reflogp.trainer.shared_columns import Columns, load_columns, save_columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Settings, Where
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,22 @@ class NothingScored:
     """
 
     error: ReferenceNotFoundError | StoreNotFoundError
+
+
+def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
+    """Return the source with the dtype that the first process chooses for a run that computes in `dtype`."""
+    if not source.chooses_dtype:
+        return source
+
+    def choose() -> Reference | None:
+        return source.chosen_for(dtype) if Rank.here().rank == 0 else None
+
+    chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
+    assert chosen is not None
+    if chosen.dtype != dtype and Rank.here().rank == 0:
+        there = f"what {source.location} has of {source.model} was scored in it, and the policy computes in {dtype}"
+        logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
+    return source.of(chosen)
 
 
 def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:

@@ -10,8 +10,18 @@ import os
 from dataclasses import replace
 from typing import Literal, get_args
 
-from reflogp.store import ReferenceNotFoundError, ReflogpError, StoreNotFoundError, UsageError, describe_reference
+from reflogp.store import (
+    Reference,
+    ReferenceNotFoundError,
+    ReflogpError,
+    Store,
+    StoreNotFoundError,
+    UsageError,
+    describe_reference,
+)
+from reflogp.store.choose_dtype import AUTO, several_held
 from reflogp.store.commands import score_command
+from reflogp.store.reference import describe_all_numerics
 from reflogp.trainer.values import FileValues, ServiceValues, Settings, StoreValues, Values, command_to_score
 
 OnMiss = Literal["error", "score", "compute"]
@@ -25,9 +35,9 @@ class ReferenceSource:
             (….parquet).
         model: the reference model: a folder or hub id. Only its files' digests are needed, and they are cached; weights are
             never loaded. Omit it if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. None: the dtype in which the run
-            computes, which CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision; bfloat16 for
-            everything else.
+        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. "auto": the one dtype in which the
+            location has the model. Where it has several or none: the dtype in which the run computes, which CachedDPOTrainer
+            and CachedKTOTrainer find from the policy and its mixed precision, and bfloat16 for everything else.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
         on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
@@ -43,7 +53,7 @@ class ReferenceSource:
         UsageError: arguments that name no reference, or contradict each other.
 
     Example:
-        source = ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
+        source = ReferenceSource("./logps", model="./sft-model")
         trainer = CachedDPOTrainer(model, args=DPOConfig(...), train_dataset=..., processing_class=..., reference=source)
     """
 
@@ -51,7 +61,7 @@ class ReferenceSource:
         self,
         location: str | os.PathLike[str],
         model: str | None = None,
-        dtype: str | None = None,
+        dtype: str = AUTO,
         reference_id: str | None = None,
         snapshot: int | None = None,
         on_miss: OnMiss = "error",
@@ -74,8 +84,8 @@ class ReferenceSource:
             raise UsageError("ReferenceSource needs model= (a folder or hub id) or reference_id=")
         self.model = model
         self._lm_head_dtype = lm_head_dtype
-        self._takes_the_runs_dtype = model is not None and dtype is None and reference_id is None
-        dtype = dtype or "bfloat16"
+        self.chooses_dtype = model is not None and dtype == AUTO and reference_id is None
+        dtype = dtype if dtype != AUTO else "bfloat16"
         self.described = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype) if model is not None else None
         if self.described is not None and reference_id not in (None, self.described.reference_id):
             raise UsageError(f"{model} in {dtype} is reference {self.described.reference_id}, not {reference_id}")
@@ -86,13 +96,32 @@ class ReferenceSource:
         self.score_timeout = score_timeout
         self.token = token
 
-    def in_dtype_of_run(self, dtype: str) -> ReferenceSource:
-        """Return the source for a run that computes in `dtype`: this source, unless its own dtype was left open."""
-        if not self._takes_the_runs_dtype or self.model is None or (self.described and self.described.dtype == dtype):
-            return self
+    def chosen_for(self, dtype: str) -> Reference:
+        """Return the reference of a source with dtype="auto", for a run that computes in `dtype`.
+
+        Raises UsageError if the location has the model in several dtypes, and `dtype` is none of them.
+        """
+        assert self.model is not None
+        possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
+        if self.is_service:
+            held = ServiceValues.held(self.location, self.token, possible)
+        elif self.is_file:
+            held = [
+                one for one in possible if one.reference_id == FileValues.open(self.location, None, None).where.reference_id
+            ]
+        else:
+            held = Store(self.location).held(possible)
+        if len(held) == 1:
+            return held[0]
+        of_run = describe_reference(self.model, dtype, lm_head_dtype=self._lm_head_dtype)
+        if held and of_run not in held:
+            raise several_held(self.location, self.model, held)
+        return of_run
+
+    def of(self, reference: Reference) -> ReferenceSource:
+        """Return the source with a reference of its model that was chosen for it."""
         found = copy.copy(self)
-        found.described = describe_reference(self.model, dtype, lm_head_dtype=self._lm_head_dtype)
-        found.reference_id = found.described.reference_id
+        found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found
 
     def open(self, snapshot: int | None = None) -> Values:
@@ -105,6 +134,8 @@ class ReferenceSource:
             ReferenceNotFoundError: nothing was ever scored with this reference.
             SnapshotNotFoundError, UsageError, StoreError, ServiceError: the source cannot be opened.
         """
+        if self.chooses_dtype:
+            return self.of(self.chosen_for("bfloat16")).open(snapshot)
         number = self.snapshot if snapshot is None else snapshot
         if self.is_service:
             return ServiceValues.open(

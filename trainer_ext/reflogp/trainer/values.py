@@ -189,6 +189,13 @@ class ServiceValues:
         names = ", ".join(f"{found.name or '-'} ({found.reference_id}, {found.dtype})" for found in known) or "none"
         raise ReferenceNotFoundError(f"{url} has no reference {reference}; it has {names}")
 
+    @staticmethod
+    def held(url: str, token: str | None, candidates: list[Reference]) -> list[Reference]:
+        """Return the candidates that a service serves."""
+        with Client(url.rstrip("/"), token) as client:
+            served = {reference.reference_id for reference in client.references()}
+        return [reference for reference in candidates if reference.reference_id in served]
+
     def answer(self, asked: Asked, settings: Settings) -> Join:
         return answer(asked, self, settings.ld_alpha)
 

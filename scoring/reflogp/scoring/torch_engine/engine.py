@@ -52,8 +52,8 @@ class TorchEngine:
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. Or a model in memory
             (load.in_memory), whose own dtype and device are used instead of the arguments.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. "bfloat16-autocast" and "float16-autocast":
-            float32 weights under torch.autocast, as accelerate's mixed precision computes.
+        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the one in config.json. "bfloat16-autocast" and
+            "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
         token_budget: most tokens of one pass; "auto" computes it from the free memory. When memory runs out the budget is
             halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again, up to

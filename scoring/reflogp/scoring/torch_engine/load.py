@@ -113,7 +113,7 @@ def load_model(
 
     Args:
         model: model folder, PEFT adapter folder, hub id, or a checkpoint from `read_checkpoint`.
-        dtype: "float32", "bfloat16", "float16" or "auto"; "bfloat16-autocast" or "float16-autocast" for float32 weights and
+        dtype: "float32", "bfloat16", "float16" or "checkpoint"; "bfloat16-autocast", "float16-autocast" for float32 weights and
             forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
         revision: revision of a hub id.

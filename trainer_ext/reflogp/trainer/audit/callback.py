@@ -456,7 +456,7 @@ class ReferenceAudit(TrainerCallback):
     def _summary_line(self) -> str:
         joined = "; ".join(
             f"{name}: {record.rows if record.rows is not None else 'a stream of'} rows from {record.where.store} snapshot "
-            f"{record.where.snapshot}, reference {record.where.reference_id}"
+            f"{record.where.snapshot}, reference {record.where.reference_id} ({record.where.reference_dtype})"
             for name, record in self._joined.items()
         )
         state = "; ".join(f"{check}: {problems[0]}" for check, problems in self.findings.items()) or "nothing found"

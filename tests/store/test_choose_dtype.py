@@ -1,0 +1,84 @@
+"""`dtype="auto"`: the one dtype in which a store holds a model, whatever else it holds."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError, describe_reference
+from reflogp.store.choose_dtype import choose_reference, numerics
+from reflogp.store.reference import describe_all_numerics
+from tests.store.rows import REFERENCE
+from tests.store.test_reference import copied, edit_config
+
+
+@pytest.fixture(scope="module")
+def model(reference_folder):
+    return str(reference_folder)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+def test_all_numerics_are_what_each_description_says(model):
+    found = describe_all_numerics(model)
+    assert len(found) == len({reference.reference_id for reference in found}) == 9  # float32 with a float32 head is one
+    for reference in found:
+        head = None if reference.lm_head_dtype == reference.dtype else reference.lm_head_dtype
+        assert reference == describe_reference(model, reference.dtype, lm_head_dtype=head)
+    assert {reference.lm_head_dtype for reference in describe_all_numerics(model, lm_head_dtype="float32")} == {"float32"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_store_holds_decides(model, store, reference_folder, tmp_path, seed):
+    """Stores with random tables of this model and of another one with the same weights."""
+    other = copied(reference_folder, tmp_path / "other")
+    edit_config(other, rms_norm_eps=1e-3)
+    chance = random.Random(seed)
+    held = chance.sample(describe_all_numerics(model), chance.randint(0, 2))
+    for reference in [*held, *chance.sample(describe_all_numerics(str(other)), chance.randint(0, 3))]:
+        store.create_table(reference)
+    otherwise = chance.choice(["bfloat16", "float32"])
+    if len(held) > 1:
+        with pytest.raises(UsageError, match="say which one to use") as refused:
+            choose_reference(store, model, otherwise=otherwise)
+        assert all(numerics(reference) in str(refused.value) for reference in held)
+    else:
+        found, reason = choose_reference(store, model, otherwise=otherwise)
+        assert found == (held[0] if held else describe_reference(model, otherwise))
+        assert reason.startswith(f"dtype {numerics(found)}: ")
+    if not held:
+        with pytest.raises((StoreNotFoundError, ReferenceNotFoundError)):
+            choose_reference(store, model)
+    for reference in held:  # a dtype that is given is taken as it is
+        if reference.lm_head_dtype == reference.dtype:
+            assert choose_reference(store, model, reference.dtype) == (reference, "")
+
+
+def test_a_head_that_is_given_leaves_other_heads_out(model, store):
+    plain, head = describe_reference(model, "bfloat16"), describe_reference(model, "bfloat16", lm_head_dtype="float32")
+    for reference in (plain, head):
+        store.create_table(reference)
+    assert choose_reference(store, model, lm_head_dtype="float32")[0] == head
+    with pytest.raises(UsageError, match="in bfloat16 and in bfloat16 with logits in float32"):
+        choose_reference(store, model)
+
+
+def test_a_folder_without_a_reference_is_no_table(model, store):
+    """What is left where a process was killed while it made a table."""
+    store.create_table(REFERENCE)
+    left = describe_reference(model, "float16")
+    folder = store.create_table(left).uri.removesuffix("/logprobs")
+    Path(folder, "reference.json").unlink()
+    found, _ = choose_reference(store, model, otherwise="float32")
+    assert found.dtype == "float32"
+    with pytest.raises(ReferenceNotFoundError, match="was never scored into"):
+        choose_reference(store, model)
+
+
+def test_a_folder_that_is_no_store_is_refused(model, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="is a model's folder"):
+        choose_reference(Store(tmp_path), model, otherwise="float32")
