@@ -30,6 +30,7 @@ from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.result import write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
 from reflogp.store.texts import shortened
+from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -243,16 +244,12 @@ def _attempt(
             )
             write_result(
                 dataset,
-                reference,
                 place.store.table(reference.reference_id).snapshot(),
+                TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha),
                 progress.problems,
-                tokenizer.load,
                 Path(order.result),
                 Path(order.report),
-                max_length=order.max_length,
-                truncation_mode=order.truncation_mode,
-                ld_alpha=order.ld_alpha,
-                check=check,
+                check,
             )
         except DatasetError as error:
             files.check()  # a changed file is a better explanation than the error that it caused
