@@ -187,7 +187,7 @@ def question(call: protocol.Call) -> dict:
 
 
 def ask(prompts, completions, deadline=None) -> protocol.Call:
-    return next(scoring.scoring("sft", prompts, completions, 1.0, True, False, deadline, None))
+    return next(scoring.scoring("sft", scoring.sequences(prompts, completions), 1.0, True, False, deadline, None))
 
 
 @pytest.mark.parametrize(
@@ -620,7 +620,7 @@ def looked_up(call: protocol.Call) -> httpx.Response:
 
 
 def scoring_plan(prompts, completions, **more):
-    return scoring.scoring("sft", prompts, completions, 1.0, True, False, None, None, **more)
+    return scoring.scoring("sft", scoring.sequences(prompts, completions, **more), 1.0, True, False, None, None)
 
 
 def test_large_scores_are_divided_by_sequences_and_by_tokens_and_come_back_in_order(monkeypatch):

@@ -108,9 +108,8 @@ class Client:
             ServiceBusyError: the queue was full at every attempt.
             UsageError: prompts and completions are not lists of token ids, or differ in number.
         """
-        plan = scoring.scoring(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
-        )
+        table = scoring.sequences(prompts, completions, attention_masks)
+        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
         return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
@@ -341,9 +340,8 @@ class AsyncClient:
         attention_masks: TokenIds | None = None,
     ) -> Scores:
         """See Client.score."""
-        plan = scoring.scoring(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
-        )
+        table = scoring.sequences(prompts, completions, attention_masks)
+        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
         return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
