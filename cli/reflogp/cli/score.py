@@ -156,8 +156,7 @@ def score(
             opened,
             reference,
             scorer,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
+            settings=arguments.settings,
             watcher=bar,
             strict_engine=engine if strict_engine else None,
         )

@@ -91,8 +91,7 @@ def score(
                 opened,
                 reference,
                 scorer,
-                max_length=max_length,
-                truncation_mode=truncation_mode,
+                settings=TrainerSettings(max_length, truncation_mode),
                 watcher=bar,
             )
         source.check_unchanged()

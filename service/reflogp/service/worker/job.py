@@ -226,6 +226,7 @@ def _attempt(
 ) -> ScoreSummary:
     """Run a job once, from the start to the result. Raises FileChangedError in addition."""
     form: Any = order.format
+    settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
 
     def make_engine() -> JobEngine:
         engine = loop.engine(order.reference_id, job.check)
@@ -247,14 +248,13 @@ def _attempt(
                 ParallelScorer(
                     helpers, LocalScorer(make_engine, commit_seconds=place.commit_seconds), job.check, _UNIT_SEQUENCES
                 ),
-                max_length=order.max_length,
-                truncation_mode=order.truncation_mode,
+                settings=settings,
                 watcher=progress,
             )
             write_result(
                 dataset,
                 place.store.table(reference.reference_id).snapshot(),
-                TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha),
+                settings,
                 progress.problems,
                 Path(order.result),
                 Path(order.report),
