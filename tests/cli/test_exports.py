@@ -17,6 +17,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.service.worker.result import write_result
 from reflogp.store import Store, describe_reference
+from reflogp.store.windows import TrainerSettings
 from tests.conftest import REPOSITORY, plain_token_logps, write_rows
 
 DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
@@ -253,9 +254,8 @@ def test_a_jobs_result_is_exported_too_and_its_bad_rows_are_named_with_their_rea
 
     def result(data, name, problems):
         dataset = TokenizedDataset(RowSource(str(data)), lambda: tokenizer, None)
-        settings = {"max_length": None, "truncation_mode": "keep_start", "ld_alpha": None, "check": lambda: None}
         file = tmp_path / name
-        write_result(dataset, reference, snapshot, problems, lambda: tokenizer, file, tmp_path / "report.json", **settings)
+        write_result(dataset, snapshot, TrainerSettings(), problems, file, tmp_path / "report.json", lambda: None)
         return file
 
     whole = result(place / "tokens.jsonl", "whole.parquet", {})

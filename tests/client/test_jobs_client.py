@@ -20,6 +20,7 @@ from reflogp.client import (
     Client,
     DeadlineExceededError,
     JobFailedError,
+    JobSettings,
     NotAllowedError,
     RequestRefusedError,
     SequencesRefusedError,
@@ -33,6 +34,7 @@ from reflogp.client import (
     scoring,
 )
 from reflogp.client.events import EventParser, Following
+from reflogp.service import models as service_models
 from reflogp.store import UsageError, sequence_keys
 from reflogp.store.arrow_stream import stream_bytes
 from tests.conftest import plain_token_logps, write_rows
@@ -187,7 +189,7 @@ def question(call: protocol.Call) -> dict:
 
 
 def ask(prompts, completions, deadline=None) -> protocol.Call:
-    return next(scoring.scoring("sft", prompts, completions, 1.0, True, False, deadline, None))
+    return next(scoring.scoring("sft", scoring.sequences(prompts, completions), 1.0, True, False, deadline, None))
 
 
 @pytest.mark.parametrize(
@@ -359,6 +361,12 @@ def test_what_is_no_file_here_says_what_to_give(client, tmp_path):
         client.submit(ServiceUri("file:///etc/passwd"), "sft")
     with pytest.raises(RequestRefusedError):
         client.submit(Uploaded("never-sent.jsonl"), "sft")
+
+
+def test_job_settings_are_those_of_the_service_and_others_are_refused_before_the_upload(client, tmp_path):
+    assert {"reference", *JobSettings.__annotations__} == set(service_models.JobSettings.model_fields)
+    with pytest.raises(TypeError, match="a job has no setting max_len; use format, max_length"):
+        client.submit(tmp_path / "nothing.jsonl", "sft", max_len=1024)
 
 
 async def in_async(url, work):
@@ -620,7 +628,7 @@ def looked_up(call: protocol.Call) -> httpx.Response:
 
 
 def scoring_plan(prompts, completions, **more):
-    return scoring.scoring("sft", prompts, completions, 1.0, True, False, None, None, **more)
+    return scoring.scoring("sft", scoring.sequences(prompts, completions, **more), 1.0, True, False, None, None)
 
 
 def test_large_scores_are_divided_by_sequences_and_by_tokens_and_come_back_in_order(monkeypatch):

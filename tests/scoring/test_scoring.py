@@ -10,6 +10,7 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import TorchEngine
 from reflogp.store import Store, describe_reference, sequence_keys
+from reflogp.store.windows import TrainerSettings
 from tests.conftest import plain_token_logps, save_llama, write_rows
 from tests.scoring.watching import Watching
 
@@ -73,18 +74,18 @@ def test_values_equal_a_plain_forward(score, tmp_path, reference_folder):
 
 def test_an_early_stop_is_a_hit_for_less_and_a_miss_for_more(score, tmp_path):
     file = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": [1] * 10, "chosen_ids": [2] * 30, "rejected_ids": [3] * 5}])
-    assert score(file, max_length=20).scored == 2
-    assert score(file, must_not_load, max_length=15).hits == 2
-    longer = score(file, max_length=25)
+    assert score(file, settings=TrainerSettings(max_length=20)).scored == 2
+    assert score(file, must_not_load, settings=TrainerSettings(max_length=15)).hits == 2
+    longer = score(file, settings=TrainerSettings(max_length=25))
     assert (longer.hits, longer.scored) == (1, 1)
     whole = score(file)
     assert (whole.hits, whole.scored) == (1, 1)
-    assert score(file, must_not_load, max_length=33).hits == 2
+    assert score(file, must_not_load, settings=TrainerSettings(max_length=33)).hits == 2
 
 
 def test_rows_whose_prompt_fills_max_length_are_dropped_as_trl_does(score, tmp_path):
     rows = [{"prompt_ids": [1] * n, "chosen_ids": [2], "rejected_ids": [3]} for n in (5, 8, 9)]
-    summary = score(write_rows(tmp_path / "t.jsonl", rows), max_length=8)
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), settings=TrainerSettings(max_length=8))
     assert (summary.rows, summary.dropped_rows, summary.sequences, summary.bad_rows) == (3, 2, 2, 0)
 
 
@@ -92,7 +93,7 @@ def test_keep_end_scores_the_window_that_is_left(score, tmp_path, reference_fold
     """The window's own plain forward, also where it begins inside the completion."""
     prompt, chosen, rejected = [1, 2, 3, 4, 5, 6], [7, 8, 9], [20 + i for i in range(15)]
     file = write_rows(tmp_path / "t.jsonl", [{"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}])
-    score(file, max_length=8, truncation_mode="keep_end")
+    score(file, settings=TrainerSettings(max_length=8, truncation_mode="keep_end"))
     model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
     windows = [((prompt + chosen)[-8:-3], chosen), (rejected[-8:-7], rejected[-7:])]
     at = snapshot(reference_folder, tmp_path)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer import AuditError, JoinRecord, StepZeroError
 from reflogp.trainer.openrlhf.audit import Cadence, RunAudit
-from reflogp.trainer.values import Settings, Where
+from reflogp.trainer.values import Where
 
 ACCUMULATION = 4
 
@@ -26,7 +27,7 @@ class Run:
     def __init__(
         self, folder, model, logs_at=lambda step: True, evaluates_at=lambda step: step % 3 == 0, saves_at=lambda step: False
     ):
-        join = JoinRecord(Where("store", "id", "float32", 1), Settings(), rows=1)
+        join = JoinRecord(Where("store", "id", "float32", 1), TrainerSettings(), rows=1)
         self.audit = RunAudit(folder, {"train": join}, "fail", None)
         self.engine = SimpleNamespace(global_steps=0)
         self.happens = {"log": logs_at, "evaluate": evaluates_at, "save": saves_at}

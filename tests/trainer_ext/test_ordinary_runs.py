@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from reflogp.store import Store, describe_reference
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer import MissingLogpsError
 from tests.conftest import save_llama, write_rows
 from tests.trainer_ext import distributed_run
@@ -67,7 +68,7 @@ def world(tokenizer, pair_rows, tmp_path_factory):
     rows = short_rows(pair_rows)
     data = write_rows(folder / "rows.jsonl", rows)
     score_pairs(model, data, folder / "store")
-    score_pairs(model, data, folder / "store", max_length=KEEP_END, truncation_mode="keep_end")
+    score_pairs(model, data, folder / "store", settings=TrainerSettings(KEEP_END, "keep_end"))
     Store(folder / "kto-store").create_table(describe_reference(str(model), "float32"))
     return World(model, tokenizer, rows, folder / "store", folder)
 

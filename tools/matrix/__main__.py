@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reflogp.cli.demo_model import train_tokenizer
-from reflogp.store.commands import score_command
+from reflogp.store.commands import ScoreArguments
 from tests.conftest import PAIRS, save_llama
 from tools.matrix.cases import CASES, STEPS, TOLERANCE, Result
 from tools.matrix.environments import ENVIRONMENTS, REPOSITORY, Environment
@@ -110,7 +110,7 @@ def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: 
     }
     first = own / "first.jsonl"
     first.write_text(rows.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
-    words = score_command(str(model), str(first), str(own / "store"), "float32").split()[1:]
+    words = ScoreArguments(str(model), str(first), str(own / "store"), "float32").command().split()[1:]
     subprocess.run([*_MAIN, *words], check=True, env=offline, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
     print(f"TRL {environment.trl}: {len(CASES)} cases", flush=True)

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
-from reflogp.cli.reference import find_reference
-from reflogp.store import Store
-from reflogp.store.commands import naming_command, score_command
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.scored import open_scored, print_left_out
+from reflogp.store.commands import ScoreArguments
+from reflogp.store.windows import TrainerSettings
 
 
 def join(
@@ -41,52 +41,31 @@ def join(
     Example: reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet --max-length 1024
     """
     try:
-        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
-        from reflogp.scoring.data.read import RowSource
         from reflogp.scoring.joining import join_dataset
     except ImportError as error:
         raise missing_extra("service", error) from error
     quiet_libraries()
-    source = RowSource(data, split)
-    command = score_command(
+    arguments = ScoreArguments(
         model,
         data,
         store,
         dtype,
+        TrainerSettings(max_length, truncation_mode, ld_alpha),
         lm_head_dtype=lm_head_dtype,
-        max_length=max_length,
-        truncation_mode=truncation_mode,
-        split=split,
         revision=revision,
+        split=split,
         tokenizer=tokenizer,
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    opened = Store(store)
-    with naming_command(command):
-        folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision)
-        at = opened.table_of(reference).snapshot(snapshot)
+    dataset, at = open_scored(arguments, snapshot)
     with progress_bar("joining") as bar:
-        summary = join_dataset(
-            source,
-            folder,
-            opened.uri,
-            reference,
-            at,
-            output,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            ld_alpha=ld_alpha,
-            tokenizer=chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
-            watcher=bar,
-        )
-    print_dropped(summary.dropped_rows)
-    if summary.missing and at.damaged:
-        err.print(f"first repair the store: {at.repair_command()}")
+        summary = join_dataset(dataset, at, output, arguments.settings, bar)
+    print_left_out(summary, at)
     if summary.missing:
         named = ", ".join(map(str, summary.missing_row_numbers[:10])) + (" …" if summary.missing > 10 else "")
         err.print(f"{summary.missing} rows are not in snapshot {summary.snapshot} and were left out: {named}", style="yellow")
-        err.print(f"score them: {command}", markup=False)
+        err.print(f"score them: {arguments.command()}", markup=False)
     if as_json:
         print_json(summary.as_dict())
     else:

@@ -8,6 +8,7 @@ from reflogp.cli import options
 from reflogp.cli.console import err, progress_bar
 from reflogp.store import Reference, Store, describe_reference, resolve_model
 from reflogp.store.choose_dtype import choose_reference
+from reflogp.store.commands import ScoreArguments
 
 _HASHING = "hashing weights (bytes)"
 
@@ -31,23 +32,21 @@ def reference(
     sys.stdout.write(found.to_json() + "\n")
 
 
-def find_reference(
-    store: Store, model: str, dtype: str, lm_head_dtype: str | None, revision: str | None, otherwise: str | None = None
-) -> tuple[str, Reference]:
+def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
     """Return (local folder, reference) of a model in a store, and print how a dtype that was not given was chosen.
 
-    The weights are hashed under a progress bar unless their digests are cached. Arguments and errors are those of
+    The weights are hashed under a progress bar unless their digests are cached. `otherwise` and the errors are those of
     `choose_reference`.
     """
-    folder = resolve_model(model, revision)
+    folder = resolve_model(arguments.model, arguments.revision)
     with progress_bar(_HASHING) as bar:
         found, reason = choose_reference(
             store,
-            model,
-            dtype,
+            arguments.model,
+            arguments.dtype,
             otherwise=otherwise,
-            lm_head_dtype=lm_head_dtype,
-            revision=revision,
+            lm_head_dtype=arguments.lm_head_dtype,
+            revision=arguments.revision,
             progress=bar.hashed,
         )
     if reason:

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_dropped, print_json, progress_bar, quiet_libraries
-from reflogp.cli.reference import find_reference
-from reflogp.store import Store, UsageError
-from reflogp.store.commands import naming_command, score_command
+from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.scored import open_scored, print_left_out
+from reflogp.store.commands import ScoreArguments
+from reflogp.store.windows import TrainerSettings
 
 
 def report(
@@ -40,54 +40,29 @@ def report(
     Example: reflogp report ./sft-model pairs.jsonl --store ./logps -o ./report --max-length 1024
     """
     try:
-        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
-        from reflogp.scoring.data.read import RowSource
-        from reflogp.scoring.data.shape import FORMATS
         from reflogp.scoring.reports.build import write_report
     except ImportError as error:
         raise missing_extra("service", error) from error
     quiet_libraries()
-    if form is not None and form not in FORMATS:
-        raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
-    source = RowSource(data, split)
-    command = score_command(
+    arguments = ScoreArguments(
         model,
         data,
         store,
         dtype,
+        TrainerSettings(max_length, truncation_mode),
         lm_head_dtype=lm_head_dtype,
-        max_length=max_length,
-        truncation_mode=truncation_mode,
-        split=split,
         revision=revision,
+        split=split,
         form=form,
         tokenizer=tokenizer,
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    opened = Store(store)
-    with naming_command(command):
-        folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision)
-        at = opened.table_of(reference).snapshot(snapshot)
+    command = arguments.command()
+    dataset, at = open_scored(arguments, snapshot)
     with progress_bar("reading") as bar:
-        summary = write_report(
-            source,
-            folder,
-            opened.uri,
-            reference,
-            at,
-            output,
-            score=command,
-            model=model,
-            form=form,  # type: ignore[arg-type]
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            tokenizer=chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
-            watcher=bar,
-        )
-    print_dropped(summary.dropped_rows)
-    if summary.missing and at.damaged:
-        err.print(f"first repair the store: {at.repair_command()}")
+        summary = write_report(dataset, at, output, arguments.settings, score=command, model=model, watcher=bar)
+    print_left_out(summary, at)
     if summary.missing:
         err.print(
             f"{summary.missing:,} rows have no values in snapshot {summary.snapshot}; score them: {command}",

@@ -15,7 +15,10 @@ from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.reference import find_reference
+from reflogp.cli.scored import open_rows, tokenized
 from reflogp.store import Reference, Store, UsageError, resolve_model
+from reflogp.store.commands import ScoreArguments
+from reflogp.store.windows import TrainerSettings
 
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
@@ -87,16 +90,10 @@ def score(
     Example: reflogp score ./sft-70b pairs.jsonl.gz --store ./logps --engine vllm --tensor-parallel 8
     """
     try:
-        from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
-        from reflogp.scoring.data.read import RowSource
-        from reflogp.scoring.data.shape import FORMATS
-        from reflogp.scoring.data.tokenized import TokenizedDataset
         from reflogp.scoring.runs.score import score_dataset
     except ImportError as error:
         raise missing_extra("service", error) from error
     quiet_libraries()
-    if form is not None and form not in FORMATS:
-        raise UsageError(f"--format {form}: use one of {', '.join(FORMATS)}")
     choice = engine_choice(
         engine,
         trust_remote_code,
@@ -117,7 +114,21 @@ def score(
             "--engine remote needs no --ray: the server computes, and --concurrency says how much it is asked at once"
         )
     opened = Store(store)
-    source = RowSource(data, split)
+    arguments = ScoreArguments(
+        model,
+        data,
+        store,
+        dtype,
+        TrainerSettings(max_length, truncation_mode),
+        lm_head_dtype=lm_head_dtype,
+        revision=revision,
+        split=split,
+        form=form,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )
+    rows = open_rows(arguments)
     with ExitStack() as stack:
         if devices == "cpu":
             choice = replace(choice, device="cpu")
@@ -125,7 +136,7 @@ def score(
             choice = stack.enter_context(_cluster(choice, ray))
         if claim is None:
             try:
-                folder, reference = find_reference(opened, model, dtype, lm_head_dtype, revision, choice.default_dtype())
+                folder, reference = find_reference(opened, arguments, choice.default_dtype())
             except UsageError as error:
                 if engine == "remote":
                     raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
@@ -141,21 +152,16 @@ def score(
         )
         scorer, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
-            TokenizedDataset(
-                source,
-                lambda: chosen_tokenizer(folder, tokenizer, chat_template, trust_remote_code),
-                form,  # type: ignore[arg-type]
-            ),
+            tokenized(rows, folder, arguments),
             opened,
             reference,
             scorer,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
+            settings=arguments.settings,
             watcher=bar,
             strict_engine=engine if strict_engine else None,
         )
     _print(summary, as_json)
-    source.check_unchanged()  # the scored values are kept, but the dataset may have changed since it was read
+    rows.check_unchanged()  # the scored values are kept, but the dataset may have changed since it was read
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
 

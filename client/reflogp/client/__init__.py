@@ -12,7 +12,7 @@ from reflogp.client.errors import (
     ServiceFailedError,
     ServiceUnreachableError,
 )
-from reflogp.client.models import Job, JobPage, JobProgress, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 from reflogp.client.protocol import Lookup, ReferenceInfo
 from reflogp.client.scoring import Scores
 
@@ -24,6 +24,7 @@ __all__ = [
     "JobFailedError",
     "JobPage",
     "JobProgress",
+    "JobSettings",
     "Lookup",
     "NotAllowedError",
     "ReferenceInfo",

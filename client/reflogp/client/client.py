@@ -14,7 +14,7 @@ from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import httpx
 import pyarrow as pa
@@ -22,15 +22,13 @@ import pyarrow as pa
 from reflogp.client import files, jobs, protocol, scoring
 from reflogp.client.errors import ServiceError
 from reflogp.client.events import Following
-from reflogp.client.models import Job, JobPage, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.models import Job, JobPage, JobSettings, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
 from reflogp.client.scoring import Scores, TokenIds
 from reflogp.store import UsageError
 from reflogp.store.whole_files import write_atomically
-from reflogp.store.windows import TruncationMode
 
 T = TypeVar("T")
 
-Format: TypeAlias = Literal["preference", "kto", "tokens"]
 Dataset: TypeAlias = str | Path | ServicePath | ServiceUri | Uploaded
 
 
@@ -108,9 +106,8 @@ class Client:
             ServiceBusyError: the queue was full at every attempt.
             UsageError: prompts and completions are not lists of token ids, or differ in number.
         """
-        plan = scoring.scoring(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
-        )
+        table = scoring.sequences(prompts, completions, attention_masks)
+        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
         return self._run(plan)
 
     def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
@@ -132,46 +129,27 @@ class Client:
         dataset: Dataset,
         reference: str,
         *,
-        format: Format | None = None,
-        max_length: int | None = None,
-        truncation_mode: TruncationMode = "keep_start",
-        ld_alpha: float | None = None,
-        priority: int = 0,
-        title: str = "",
         split: str = "train",
         idempotency_key: str | None = None,
+        **settings: Unpack[JobSettings],
     ) -> Job:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
         Args:
             dataset: a file on this machine, which is uploaded first; or ServicePath, ServiceUri or Uploaded.
             reference: name or id.
-            format: preference, kto or tokens; None detects it from the columns.
-            max_length: maximum tokens of prompt and completion together; None for no limit.
-            truncation_mode: which end of a longer sequence is kept.
-            ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
-            priority: from -100 to 100; higher runs first.
-            title: a label for people.
             split: split of a saved DatasetDict.
             idempotency_key: names the job; the same key with other content is refused.
+            settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
         Raises:
             UsageError: the file does not exist, or is a folder.
+            TypeError: a setting that jobs do not have.
         """
+        jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
             dataset = Uploaded(self.upload(dataset).name)
-        call = jobs.submit_call(
-            dataset,
-            split,
-            idempotency_key,
-            reference=reference,
-            format=format,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            ld_alpha=ld_alpha,
-            priority=priority,
-            title=title,
-        )
+        call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
         return jobs.job_of(self._send(call))
 
     def job(self, job: str) -> Job:
@@ -341,9 +319,8 @@ class AsyncClient:
         attention_masks: TokenIds | None = None,
     ) -> Scores:
         """See Client.score."""
-        plan = scoring.scoring(
-            reference, prompts, completions, temperature, cache_read, cache_write, deadline, self._timeout, attention_masks
-        )
+        table = scoring.sequences(prompts, completions, attention_masks)
+        plan = scoring.scoring(reference, table, temperature, cache_read, cache_write, deadline, self._timeout)
         return await self._run(plan)
 
     async def upload(self, path: str | Path, name: str | None = None, *, progress: files.Progress | None = None) -> UploadInfo:
@@ -355,30 +332,15 @@ class AsyncClient:
         dataset: Dataset,
         reference: str,
         *,
-        format: Format | None = None,
-        max_length: int | None = None,
-        truncation_mode: TruncationMode = "keep_start",
-        ld_alpha: float | None = None,
-        priority: int = 0,
-        title: str = "",
         split: str = "train",
         idempotency_key: str | None = None,
+        **settings: Unpack[JobSettings],
     ) -> Job:
         """See Client.submit."""
+        jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
             dataset = Uploaded((await self.upload(dataset)).name)
-        call = jobs.submit_call(
-            dataset,
-            split,
-            idempotency_key,
-            reference=reference,
-            format=format,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            ld_alpha=ld_alpha,
-            priority=priority,
-            title=title,
-        )
+        call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
         return jobs.job_of(await self._send(call))
 
     async def job(self, job: str) -> Job:

@@ -12,7 +12,7 @@ import httpx
 from reflogp.client import protocol
 from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefusedError, ServiceFailedError
 from reflogp.client.files import LocalFile
-from reflogp.client.models import Job, JobPage, JobProgress, ServicePath, ServiceUri, Uploaded, UploadInfo
+from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
 _TIMES = ("created_at", "started_at", "finished_at")
 
@@ -75,10 +75,20 @@ def retry_call(job: str) -> protocol.Call:
     return protocol.Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)
 
 
+def check_settings(settings: JobSettings) -> None:
+    """Raise TypeError for a setting that jobs do not have, before a dataset is uploaded for nothing."""
+    if unknown := settings.keys() - JobSettings.__annotations__.keys():
+        raise TypeError(f"a job has no setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
+
+
 def submit_call(
-    dataset: ServicePath | ServiceUri | Uploaded, split: str, idempotency_key: str | None, **settings: Any
+    dataset: ServicePath | ServiceUri | Uploaded,
+    reference: str,
+    split: str,
+    idempotency_key: str | None,
+    settings: JobSettings,
 ) -> protocol.Call:
-    """Return the request for a job with `settings`, named as the service names them; the service fills in those that are None.
+    """Return the request for a job.
 
     Safe to repeat, with or without a key: the service identifies a job by its dataset's content, its reference and its
     settings.
@@ -90,7 +100,8 @@ def submit_call(
             where = {"uri": uri}
         case Uploaded(name):
             where = {"upload": name}
-    asked = {name: value for name, value in settings.items() if value is not None} | {"dataset": where | {"split": split}}
+    given = {name: value for name, value in settings.items() if value is not None}
+    asked = {"reference": reference, **given, "dataset": where | {"split": split}}
     headers = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
     headers["content-type"] = "application/json"
     return protocol.Call("POST", "/v1/jobs", content=json.dumps(asked).encode(), headers=headers)

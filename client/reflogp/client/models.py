@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypedDict
 
+from reflogp.store.windows import TruncationMode
+
+Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: States that a job does not leave on its own.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
@@ -31,6 +34,26 @@ class Uploaded:
     """An uploaded dataset, by its name on the service."""
 
     name: str
+
+
+class JobSettings(TypedDict, total=False):
+    """The settings of a job, named as the service names them. The service fills in those that are left out or None.
+
+    Attributes:
+        format: format of the dataset; None detects it from the columns.
+        max_length: maximum tokens of prompt and completion together; None for no limit.
+        truncation_mode: which end of a longer sequence is kept; "keep_start" by default.
+        ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
+        priority: from -100 to 100, 0 by default; higher runs first.
+        title: a label for people.
+    """
+
+    format: Format | None
+    max_length: int | None
+    truncation_mode: TruncationMode
+    ld_alpha: float | None
+    priority: int
+    title: str
 
 
 @dataclass(frozen=True)

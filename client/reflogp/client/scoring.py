@@ -47,23 +47,11 @@ class Scores:
     queue_seconds: float
 
 
-def scoring(
-    reference: str,
-    prompts: TokenIds,
-    completions: TokenIds,
-    temperature: float,
-    cache_read: bool,
-    cache_write: bool,
-    deadline: float | None,
-    patience: float | None,
-    attention_masks: TokenIds | None = None,
-) -> protocol.Plan[Scores]:
-    """Score sequences, in as many requests as the service's limits require.
+def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
+    """Return n sequences as a request carries them: columns prompt_ids, completion_ids and, if given, attention_mask.
 
-    Raises SequencesRefusedError if some sequences could not be scored, after all sequences were sent.
+    Raises UsageError for anything but lists of token ids, or lists that differ in number.
     """
-    if deadline is not None and not deadline > 0:
-        raise UsageError(f"deadline {deadline}: give seconds above 0")
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
         raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['completion_ids'])} completions")
@@ -71,7 +59,24 @@ def scoring(
         columns["attention_mask"] = _lists(attention_masks, "attention_masks")
         if len(columns["attention_mask"]) != len(columns["prompt_ids"]):
             raise UsageError(f"{len(columns['prompt_ids'])} prompts but {len(columns['attention_mask'])} attention masks")
-    table = pa.table(columns)
+    return pa.table(columns)
+
+
+def scoring(
+    reference: str,
+    table: pa.Table,
+    temperature: float,
+    cache_read: bool,
+    cache_write: bool,
+    deadline: float | None,
+    patience: float | None,
+) -> protocol.Plan[Scores]:
+    """Score `sequences`, in as many requests as the service's limits require.
+
+    Raises SequencesRefusedError if some sequences could not be scored, after all sequences were sent.
+    """
+    if deadline is not None and not deadline > 0:
+        raise UsageError(f"deadline {deadline}: give seconds above 0")
     params = {
         "reference": reference,
         "temperature": temperature,

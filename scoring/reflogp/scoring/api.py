@@ -24,8 +24,8 @@ from reflogp.scoring.runs.progress import progress_bar
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.store import ReflogpError, Store, UsageError, resolve_model
 from reflogp.store.choose_dtype import choose_reference
-from reflogp.store.commands import naming_command, score_command
-from reflogp.store.windows import check_truncation
+from reflogp.store.commands import ScoreArguments, naming_command
+from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Row numbers that a message names.
 _NAMED_ROWS = 10
@@ -97,8 +97,7 @@ def score(
                 opened,
                 reference,
                 scorer,
-                max_length=max_length,
-                truncation_mode=truncation_mode,
+                settings=TrainerSettings(max_length, truncation_mode),
                 watcher=bar,
             )
         source.check_unchanged()
@@ -154,19 +153,19 @@ def join(
         raise UsageError(f"on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
     opened = store if isinstance(store, Store) else Store(store)
-    command = score_command(model, "DATA", opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
+    settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
+    command = ScoreArguments(model, "DATA", opened.uri, dtype, settings).command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(snapshot)
     _say(reason)
     find_tokenizer = _tokenizer(str(resolve_model(model, None)), tokenizer)
-    settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
 
     def windows(rows: Any, is_stream: bool) -> Iterator[JoinedWindow]:
         source = open_dataset(rows)
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
-        for window in joined_windows(source, find_tokenizer(), at, summary, **settings, watcher=_BadRows(problems)):
+        for window in joined_windows(TokenizedDataset(source, find_tokenizer), at, summary, settings, _BadRows(problems)):
             if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command)
             yield window
@@ -213,28 +212,16 @@ def report(
         raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")
     opened = store if isinstance(store, Store) else Store(store)
     source = open_dataset(dataset)
-    command = score_command(model, source.name, opened.uri, dtype, max_length=max_length, truncation_mode=truncation_mode)
+    settings = TrainerSettings(max_length, truncation_mode)
+    command = ScoreArguments(model, source.name, opened.uri, dtype, settings).command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(None)
     if progress is not False:
         _say(reason)
-    folder = str(resolve_model(model, None))
+    tokenized = TokenizedDataset(source, _tokenizer(str(resolve_model(model, None)), tokenizer))
     with progress_bar("reading", progress) as bar:
-        return write_report(
-            source,
-            folder,
-            opened.uri,
-            reference,
-            at,
-            os.fspath(output),
-            score=command,
-            model=model,
-            max_length=max_length,
-            truncation_mode=truncation_mode,
-            tokenizer=_tokenizer(folder, tokenizer)(),
-            watcher=bar,
-        )
+        return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar)
 
 
 class _BadRows:

@@ -16,16 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
-from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
+from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
-from reflogp.store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
+from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
 from reflogp.store.texts import shortened
+from reflogp.store.windows import TrainerSettings
 
 
 @dataclass
@@ -60,17 +59,10 @@ class JoinSummary:
 
 
 def join_dataset(
-    source: RowSource,
-    model_folder: str,
-    store_uri: str,
-    reference: Reference,
+    dataset: TokenizedDataset,
     snapshot: Snapshot,
     output: str,
-    *,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
-    ld_alpha: float | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> JoinSummary:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
@@ -86,15 +78,12 @@ def join_dataset(
     Parquet metadata: `reflogp` has the store, reference, snapshot and settings; `reflogp.coverage` has the counts of rows read
     and written.
 
-    Args:
-        tokenizer: None for the tokenizer in the model folder.
-
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
         StoreUnavailableError: the rows do not fit one Parquet schema.
     """
-    summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store_uri, output=output)
-    settings: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
+    source, store = dataset.source, snapshot.store_uri
+    summary = JoinSummary(reference_id=snapshot.reference_id, snapshot=snapshot.number, store=store, output=output)
     target = Path(output)
     if target.suffix != ".parquet":
         raise UsageError(f"the output {output} would be a Parquet file; give it a name that ends in .parquet")
@@ -102,22 +91,14 @@ def join_dataset(
         raise UsageError(f"the output {output} is the dataset itself; give it another name")
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     writer: pq.ParquetWriter | None = None
-    if tokenizer is None:
-        tokenizer = load_tokenizer(model_folder)
     try:
         row_schema = source.schema(is_usable)
-        for window in joined_windows(source, tokenizer, snapshot, summary, **settings, watcher=watcher):
+        for window in joined_windows(dataset, snapshot, summary, settings, watcher):
             table = pa.Table.from_pylist(window.rows, schema=row_schema)
             for name in window.columns.column_names:
                 table = with_column(table, name, window.columns[name])
             if writer is None:
-                note = {
-                    "store": store_uri,
-                    "reference_id": reference.reference_id,
-                    "reference_dtype": reference.dtype,
-                    "snapshot": snapshot.number,
-                    **settings,
-                }
+                note = {"store": store, **join_note(snapshot, settings)}
                 schema = table.schema.with_metadata({"reflogp": json.dumps(note)})
                 target.parent.mkdir(parents=True, exist_ok=True)
                 writer = pq.ParquetWriter(partial, schema, compression="zstd")
@@ -141,6 +122,12 @@ def join_dataset(
     return summary
 
 
+def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
+    """Return what a Parquet file says about its values: their reference, snapshot and settings, as JSON values."""
+    numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
+    return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
+
+
 @dataclass(frozen=True)
 class JoinedWindow:
     """Some rows that have values, in order.
@@ -157,27 +144,20 @@ class JoinedWindow:
 
 
 def joined_windows(
-    source: RowSource,
-    tokenizer: PreTrainedTokenizerBase | None,
+    dataset: TokenizedDataset,
     snapshot: Snapshot,
     summary: JoinSummary,
-    *,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
-    ld_alpha: float | None = None,
+    settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Iterator[JoinedWindow]:
     """Yield the rows that have values, a window of the dataset at a time; count all rows in `summary`.
 
-    Args:
-        tokenizer: None is enough for rows of tokens.
-
     Raises:
         DatasetError, TokenizerError: see tokenize_dataset.
     """
-    for window in tokenize_dataset(source, tokenizer):
+    for window in dataset:
         if watcher and not summary.rows:
-            watcher.begin(source.count())
+            watcher.begin(dataset.count())
         summary.rows = window.last_row + 1
         for row, problem in window.problems.items():
             _bad(summary, watcher, row, problem)
@@ -185,7 +165,7 @@ def joined_windows(
             watcher.advance(len(window.table) + len(window.problems), 0)
         if not len(window.table):
             continue
-        join = join_logps(window.table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+        join = join_logps(window.table, snapshot, **asdict(settings))
         numbers = window.table["row"].to_numpy()
         for row in numbers[join.unusable]:
             _bad(summary, watcher, int(row), "its stored values cannot be read; run `reflogp store verify`")

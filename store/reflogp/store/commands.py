@@ -5,42 +5,62 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from reflogp.store.errors import ReferenceNotFoundError, StoreNotFoundError
+from reflogp.store.windows import TrainerSettings
 
 
-def score_command(
-    model: str,
-    data: str,
-    store: str,
-    dtype: str = "auto",
-    *,
-    lm_head_dtype: str | None = None,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
-    split: str = "train",
-    revision: str | None = None,
-    form: str | None = None,
-    tokenizer: str | None = None,
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
-) -> str:
-    """Return the `reflogp score` command with these arguments; options at their defaults are left out."""
-    options = [
-        ("--dtype", dtype if dtype != "auto" else None),
-        ("--lm-head-dtype", lm_head_dtype),
-        ("--max-length", max_length),
-        ("--truncation-mode", truncation_mode if truncation_mode != "keep_start" else None),
-        ("--split", split if split != "train" else None),
-        ("--revision", revision),
-        ("--format", form),
-        ("--tokenizer", tokenizer),
-        ("--chat-template", chat_template),
-    ]
-    words = ["reflogp", "score", model, data, "--store", store]
-    words += [str(word) for option in options if option[1] is not None for word in option]
-    words += ["--trust-remote-code"] * trust_remote_code
-    return shlex.join(words)
+@dataclass(frozen=True)
+class ScoreArguments:
+    """The arguments of `reflogp score` that decide which values it stores, and how it reads and tokenises the dataset.
+
+    `command` names them in messages, and the commands that look the same values up take the same arguments.
+
+    Attributes:
+        model, data, store: the reference model, the dataset, and the store.
+        dtype: dtype that the model computes in; "auto" for the one that the store has.
+        settings: the trainer's; ld_alpha is ignored, because scoring stores the values of single tokens.
+        lm_head_dtype: "float32", or None for the model's dtype.
+        revision: revision of a hub model.
+        split: split of a saved or hub dataset.
+        form: the dataset's format; None detects it.
+        tokenizer: folder or hub id of another tokenizer; None for the model's own.
+        chat_template: file with a Jinja template; None for the tokenizer's own.
+        trust_remote_code: run code from the checkpoint.
+    """
+
+    model: str
+    data: str
+    store: str
+    dtype: str = "auto"
+    settings: TrainerSettings = field(default_factory=TrainerSettings)
+    lm_head_dtype: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    form: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+
+    def command(self) -> str:
+        """Return the complete command line; options at their defaults are left out."""
+        mode = self.settings.truncation_mode
+        options = [
+            ("--dtype", self.dtype if self.dtype != "auto" else None),
+            ("--lm-head-dtype", self.lm_head_dtype),
+            ("--max-length", self.settings.max_length),
+            ("--truncation-mode", mode if mode != "keep_start" else None),
+            ("--split", self.split if self.split != "train" else None),
+            ("--revision", self.revision),
+            ("--format", self.form),
+            ("--tokenizer", self.tokenizer),
+            ("--chat-template", self.chat_template),
+        ]
+        words = ["reflogp", "score", self.model, self.data, "--store", self.store]
+        words += [str(word) for option in options if option[1] is not None for word in option]
+        words += ["--trust-remote-code"] * self.trust_remote_code
+        return shlex.join(words)
 
 
 @contextmanager

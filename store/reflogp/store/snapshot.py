@@ -26,6 +26,7 @@ from reflogp.store.commands import repair_command
 from reflogp.store.errors import DamagedStoreError, StoreDamageWarning, UsageError
 from reflogp.store.index import MISS, Int64s, Layer, Places, Words
 from reflogp.store.keys import keys_as_words
+from reflogp.store.reference import Reference
 from reflogp.store.schema import list_sums
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
 
@@ -52,11 +53,11 @@ class Snapshot:
 
     Args:
         number: number of the snapshot.
-        reference_id: reference id of the table.
+        reference: reference model of the table.
         filesystem: rooted at the table's folder.
         rows_of: shard -> number of rows, for every shard of this state.
         index_rows: rows up to which the index is kept in memory.
-        table_uri: URI of the table, for messages.
+        table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
     A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
     """
@@ -64,14 +65,14 @@ class Snapshot:
     def __init__(
         self,
         number: int,
-        reference_id: str,
+        reference: Reference,
         filesystem: pafs.FileSystem,
         rows_of: Mapping[str, int],
         index_rows: int = INDEX_ROWS,
         table_uri: str = "STORE/REFERENCE/logprobs",
     ) -> None:
         self.number = number
-        self.reference_id = reference_id
+        self.reference = reference
         self.rows_of = dict(rows_of)
         self.damaged: dict[str, str] = {}
         self._filesystem = filesystem
@@ -81,6 +82,16 @@ class Snapshot:
         # The index, and how many of the first shards it covers. Threads that load it concurrently each set the whole pair.
         self._index: tuple[list[Layer], int] = ([], 0)
 
+    @property
+    def reference_id(self) -> str:
+        """Id of the reference model."""
+        return self.reference.reference_id
+
+    @property
+    def store_uri(self) -> str:
+        """URI of the store that has the table."""
+        return self._table_uri.rsplit("/", 2)[0]
+
     def __len__(self) -> int:
         """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""
         return sum(self.rows_of.values())
@@ -88,17 +99,15 @@ class Snapshot:
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return snapshot `number` with the shards of `rows_of`; the index that this snapshot has read is reused."""
         if not rows_of.keys() >= self.rows_of.keys():
-            return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
-        later = Snapshot(
-            number, self.reference_id, self._filesystem, self.rows_of | dict(rows_of), self._index_rows, self._table_uri
-        )
+            return self._another(number, rows_of)
+        later = self._another(number, self.rows_of | dict(rows_of))
         later._shards[: len(self._shards)] = self._shards
         later._index = self._index
         later.damaged = dict(self.damaged)
         return later
 
     def _another(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
+        return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
         """Look n keys up. The methods of the result return lengths, sums and values."""

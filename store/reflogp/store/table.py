@@ -158,7 +158,7 @@ class LogprobTable:
                 f"snapshot {number} of reference {self.reference.reference_id} was vacuumed: {len(gone)} of its {len(rows_of)} "
                 f"shards were deleted after compaction ({there})"
             )
-        return Snapshot(number, self.reference.reference_id, self._reading, rows_of, self._index_rows, self.uri)
+        return Snapshot(number, self.reference, self._reading, rows_of, self._index_rows, self.uri)
 
     @_in_turn
     def append(self, rows: pa.Table) -> Appended:
@@ -388,9 +388,7 @@ class LogprobTable:
     def _latest_snapshot(self) -> Snapshot:
         number, latest = self._salvaged.version if self._salvaged else int(self._delta.version()), self._latest
         if latest is None:
-            latest = Snapshot(
-                number, self.reference.reference_id, self._reading, self._rows_of_now(), self._index_rows, self.uri
-            )
+            latest = Snapshot(number, self.reference, self._reading, self._rows_of_now(), self._index_rows, self.uri)
         elif latest.number != number:
             latest = latest.advanced(number, self._rows_of_now())
         self._latest = latest

@@ -7,7 +7,7 @@ a causal model's values do not depend on later tokens. Scoring and joins both us
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,32 @@ from reflogp.store.keys import TokenLists, list_lengths, sequence_keys, token_li
 TruncationMode = Literal["keep_start", "keep_end"]
 
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """The settings of a trainer's config that change a row's log-probs.
+
+    Attributes:
+        max_length: maximum tokens of prompt and completion together; None for no limit.
+        truncation_mode: "keep_start" or "keep_end".
+        ld_alpha: LD-DPO's weight of a pair's longer tail; None gives all tokens the same weight.
+    """
+
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    ld_alpha: float | None = None
+
+    @property
+    def scored_apart(self) -> dict[str, Any]:
+        """The settings that scoring needs too: max_length and truncation_mode, if truncation does not keep the start.
+
+        keep_start needs none, because prefixes of whole sequences serve it. ld_alpha needs none, because per-token values serve
+        it.
+        """
+        if self.truncation_mode == "keep_start" or self.max_length is None:
+            return {}
+        return {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from datasets import IterableDataset
 
 from reflogp.store import UsageError
 from reflogp.store.joins import Join
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.report import begin_report
 from reflogp.trainer.construction import unchanged_by_failure
@@ -40,7 +41,7 @@ from reflogp.trainer.shared_columns import Columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag
-from reflogp.trainer.values import Settings, Where
+from reflogp.trainer.values import Where
 
 #: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object
@@ -182,7 +183,7 @@ class CachedReferenceMixin(_AnyTrainer):
                 self._require_all()
         return joined
 
-    def _join_rows(self, dataset: Any, name: str, where: Where, settings: Settings) -> Any:
+    def _join_rows(self, dataset: Any, name: str, where: Where, settings: TrainerSettings) -> Any:
         layout = layout_of(dataset.column_names, self)
         found = join_on_all_ranks(dataset, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
         columns, misses = found.columns, found.misses
@@ -200,7 +201,7 @@ class CachedReferenceMixin(_AnyTrainer):
         self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
         return joined
 
-    def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: Settings) -> Any:
+    def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
         if self.reference.on_miss == "compute":
             raise UsageError("on_miss='compute' needs rows that can be read twice; a stream's cannot")
         if isinstance(where, NothingScored):
@@ -226,13 +227,13 @@ class CachedReferenceMixin(_AnyTrainer):
             return None
         return computes_in(self.accelerator.unwrap_model(self.model), self.accelerator)
 
-    def _reference_settings(self) -> Settings:
+    def _reference_settings(self) -> TrainerSettings:
         """Return the settings of this run's config that change the reference's values.
 
         TRL up to 0.28 does not apply ld_alpha to the reference.
         """
         ld_alpha = None if self._is_legacy else getattr(self.args, "ld_alpha", None)
-        return Settings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
+        return TrainerSettings(self.args.max_length, getattr(self.args, "truncation_mode", "keep_start"), ld_alpha)
 
     def _sums_as_the_loss_reads_them(self, join: Join) -> Columns:
         """Return a join's sums in the form that the trainer's loss reads.

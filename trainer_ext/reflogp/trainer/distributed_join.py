@@ -16,12 +16,13 @@ from datasets import Dataset
 from reflogp.store import Reference, ReferenceNotFoundError, StoreNotFoundError, UsageError
 from reflogp.store.choose_dtype import numerics
 from reflogp.store.joins import Asked, Join
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
 from reflogp.trainer.layouts import Layout
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.shared_columns import Columns, load_columns, save_columns
 from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.values import Settings, Where
+from reflogp.trainer.values import Where
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
     return where
 
 
-def all_missing(dataset: Dataset, name: str, layout: Layout, settings: Settings) -> Misses | None:
+def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
     """Return the missing rows of a dataset for which nothing was scored yet; None for a dataset without completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
@@ -108,7 +109,7 @@ def raise_missing(
     misses: Sequence[Misses],
     source: ReferenceSource,
     where: Where | NothingScored,
-    settings: Settings,
+    settings: TrainerSettings,
     output_dir: Path,
     dtype: str | None,
 ) -> None:
@@ -144,7 +145,7 @@ def join_on_all_ranks(
     layout: Layout,
     source: ReferenceSource,
     where: Where,
-    settings: Settings,
+    settings: TrainerSettings,
     read: Callable[[Join], Columns],
 ) -> Found:
     """Look up the rows of a dataset that every process holds.

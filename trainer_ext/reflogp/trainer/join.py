@@ -22,14 +22,14 @@ from reflogp.client import Job
 from reflogp.store import UsageError
 from reflogp.store.joins import Asked, Join, ask
 from reflogp.store.whole_files import write_atomically
-from reflogp.store.windows import check_truncation
+from reflogp.store.windows import TrainerSettings, check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
 from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
 from reflogp.trainer.media import refuse_media, refuse_row
 from reflogp.trainer.shared_columns import Columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import tolerance
-from reflogp.trainer.values import ServiceValues, Settings, Values, Where
+from reflogp.trainer.values import ServiceValues, Values, Where
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class JoinRecord:
     """
 
     where: Where
-    settings: Settings
+    settings: TrainerSettings
     rows: int | None = None
     coverage: float = 1.0
     scored: int = 0
@@ -130,7 +130,7 @@ def join_reference_logps(
     """
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")
-    settings = Settings(max_length, truncation_mode, ld_alpha)
+    settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
     check_truncation(max_length, truncation_mode)
     refuse_media(dataset, "given", raw=False)
     values = source.open()
@@ -146,14 +146,14 @@ def join_reference_logps(
     return with_columns(dataset, columns, list(join.tokens.values()), values.where.reference_dtype)[0]
 
 
-def ask_dataset(dataset: Dataset, layout: Layout, settings: Settings) -> Asked:
+def ask_dataset(dataset: Dataset, layout: Layout, settings: TrainerSettings) -> Asked:
     """Return the keys and lengths that a dataset's rows need from a store."""
-    cut = Settings() if layout.cut else settings
+    cut = TrainerSettings() if layout.cut else settings
     return ask(_tables(dataset, layout), max_length=cut.max_length, truncation_mode=cut.truncation_mode)
 
 
 def answer_rows(
-    dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: Settings
+    dataset: Dataset, layout: Layout, asked: Asked, source: ReferenceSource, values: Values, settings: TrainerSettings
 ) -> tuple[Values, Join, int]:
     """Look up every row, and have the service score the missing rows if the source says so.
 
@@ -262,7 +262,7 @@ def join_stream(
     dataset: IterableDataset,
     source: ReferenceSource,
     values: Values,
-    settings: Settings,
+    settings: TrainerSettings,
     trainer: Any = None,
     name: str = THE_DATASET,
 ) -> IterableDataset:
@@ -279,7 +279,7 @@ def join_stream(
 class _StreamJoin:
     """Joins one batch of a stream in the process that reads it, which may be a data loader's worker."""
 
-    def __init__(self, source: ReferenceSource, values: Values, settings: Settings, trainer: Any, name: str) -> None:
+    def __init__(self, source: ReferenceSource, values: Values, settings: TrainerSettings, trainer: Any, name: str) -> None:
         self._source, self._values, self._settings, self._name = source, values, settings, name
         self._names = layout_of(["prompt_ids", "completion_ids"], trainer).names
         self._rows = 0

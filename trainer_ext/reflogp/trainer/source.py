@@ -20,9 +20,10 @@ from reflogp.store import (
     describe_reference,
 )
 from reflogp.store.choose_dtype import AUTO, several_held
-from reflogp.store.commands import score_command
+from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import describe_all_numerics
-from reflogp.trainer.values import FileValues, ServiceValues, Settings, StoreValues, Values, command_to_score
+from reflogp.store.windows import TrainerSettings
+from reflogp.trainer.values import FileValues, ServiceValues, StoreValues, Values, command_to_score
 
 OnMiss = Literal["error", "score", "compute"]
 
@@ -156,7 +157,7 @@ class ReferenceSource:
         return not self.is_service and not self.is_file
 
     def nothing_scored(
-        self, error: ReflogpError, data: str, settings: Settings | None = None, dtype: str | None = None
+        self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
         """Return a store's error that nothing was scored yet, with the complete command that scores the data.
 
@@ -173,14 +174,14 @@ class ReferenceSource:
         hint = other if dtype not in (None, self.described.dtype) else ""
         return type(error)(f"{words}. Score the data: {command}{hint}")
 
-    def score_command(self, dtype: str, data: str = "DATA", settings: Settings | None = None) -> str:
+    def score_command(self, dtype: str, data: str = "DATA", settings: TrainerSettings | None = None) -> str:
         """Return the command that scores data in a dtype."""
         if self.described is None:
-            return score_command("MODEL", data, self.location, dtype)
+            return ScoreArguments("MODEL", data, self.location, dtype).command()
         reference = replace(self.described, dtype=dtype)
         if self.described.lm_head_dtype in (self.described.dtype, dtype):
             reference = replace(reference, lm_head_dtype=dtype)
-        return command_to_score(str(self.model), reference, data, self.location, settings or Settings())
+        return command_to_score(str(self.model), reference, data, self.location, settings or TrainerSettings())
 
     def advice_for_dtype(self, dtype: str) -> str:
         """Return advice on how to get this reference's values in another dtype, as a sentence without its full stop."""
@@ -188,7 +189,7 @@ class ReferenceSource:
             name = self.reference_name or "NAME"
             return f'Give the service dtype = "{dtype}" for it ([references.{name}] in its settings) and score there'
         if self.is_file:
-            command = score_command(str(self.model or "MODEL"), "DATA", "STORE", dtype)
+            command = ScoreArguments(str(self.model or "MODEL"), "DATA", "STORE", dtype).command()
             return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"
         named = f'dtype="{dtype}"' if self.model is not None else "its reference_id"
         return f"Score in {dtype} (`{self.score_command(dtype)}`) and give ReferenceSource {named}"

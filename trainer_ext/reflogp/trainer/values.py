@@ -31,8 +31,9 @@ from reflogp.store import (
     read_checkpoint,
     resolve_model,
 )
-from reflogp.store.commands import score_command
+from reflogp.store.commands import ScoreArguments
 from reflogp.store.joins import PAIR_COLUMNS, Asked, FoundLogps, Join, answer, check_ld_alpha
+from reflogp.store.windows import TrainerSettings
 
 #: Keys per lookup over HTTP; a response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
@@ -62,7 +63,7 @@ class Values(Protocol):
 
     where: Where
 
-    def answer(self, asked: Asked, settings: Settings) -> Join:
+    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         """Look up the log-probs that rows need."""
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
@@ -71,41 +72,21 @@ class Values(Protocol):
         Raises UsageError if only sums are available.
         """
 
-    def command(self, model: str | None, data: str, settings: Settings) -> str:
+    def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         """Return the command line that scores `data` into the source of these values; empty for a file."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a trainer's config that change a row's log-probs."""
-
-    max_length: int | None = None
-    truncation_mode: str = "keep_start"
-    ld_alpha: float | None = None
-
-    @property
-    def scored_apart(self) -> dict[str, Any]:
-        """The settings that scoring needs too: max_length and truncation_mode, if truncation does not keep the start.
-
-        keep_start needs none, because prefixes of whole sequences serve it. ld_alpha needs none, because per-token values serve
-        it.
-        """
-        if self.truncation_mode == "keep_start" or self.max_length is None:
-            return {}
-        return {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
-
-
-def command_to_score(model: str, reference: Reference, data: str, store: str, settings: Settings) -> str:
+def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
     """Return the `reflogp score` command for some data, with every option that the reference's values depend on."""
-    return score_command(
+    return ScoreArguments(
         model,
         data,
         store,
         reference.dtype,
+        TrainerSettings(**settings.scored_apart),
         lm_head_dtype=reference.lm_head_dtype if reference.lm_head_dtype != reference.dtype else None,
         trust_remote_code=needs_remote_code(model),
-        **settings.scored_apart,
-    )
+    ).command()
 
 
 def needs_remote_code(model: str) -> bool:
@@ -143,13 +124,13 @@ class StoreValues:
         table = store.table(reference) if isinstance(reference, str) else store.table_of(reference)
         return cls(store.uri, table.reference, table.snapshot(snapshot))
 
-    def answer(self, asked: Asked, settings: Settings) -> Join:
+    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         return answer(asked, self._lookup, settings.ld_alpha)
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         return self._lookup.find(keys).token_lists()
 
-    def command(self, model: str | None, data: str, settings: Settings) -> str:
+    def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         return command_to_score(model or self._reference.name, self._reference, data, self.where.store, settings)
 
 
@@ -196,7 +177,7 @@ class ServiceValues:
             served = {reference.reference_id for reference in client.references()}
         return [reference for reference in candidates if reference.reference_id in served]
 
-    def answer(self, asked: Asked, settings: Settings) -> Join:
+    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         return answer(asked, self, settings.ld_alpha)
 
     def find(self, keys: pa.Array) -> FoundLogps:
@@ -219,7 +200,7 @@ class ServiceValues:
     def look_up(self, keys: pa.Array, values: bool = False) -> Lookup:
         return self.client.lookup(self.where.reference_id, keys, values=values, snapshot=self.where.snapshot)
 
-    def command(self, model: str | None, data: str, settings: Settings) -> str:
+    def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         reference = self.reference.name or self.reference.reference_id
         words = ["reflogp", "submit", self.where.store, data, "--reference", reference, "--format", "tokens", "--watch"]
         for name, value in settings.scored_apart.items():
@@ -227,7 +208,7 @@ class ServiceValues:
         return shlex.join(words)
 
     def score(
-        self, rows: pa.Table, settings: Settings, on_change: Callable[[Job], None], timeout: float | None
+        self, rows: pa.Table, settings: TrainerSettings, on_change: Callable[[Job], None], timeout: float | None
     ) -> ServiceValues:
         """Have the service score tokenised rows in a job, and return the values of the snapshot after that job.
 
@@ -283,7 +264,7 @@ class FileValues:
 
     def __init__(self, file: str, note: dict[str, Any], table: pa.Table) -> None:
         self.where = Where(file, note["reference_id"], note["reference_dtype"], note["snapshot"])
-        self._settings = Settings(note["max_length"], note["truncation_mode"], note["ld_alpha"])
+        self._settings = TrainerSettings(note["max_length"], note["truncation_mode"], note["ld_alpha"])
         self._table = table
 
     @classmethod
@@ -304,7 +285,7 @@ class FileValues:
             raise UsageError(f"{location} was joined at snapshot {values.where.snapshot}, not {snapshot}")
         return values
 
-    def answer(self, asked: Asked, settings: Settings) -> Join:
+    def answer(self, asked: Asked, settings: TrainerSettings) -> Join:
         check_ld_alpha(asked.columns, settings.ld_alpha)
         if settings != self._settings:
             raise UsageError(
@@ -324,7 +305,7 @@ class FileValues:
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
         raise UsageError(f"{self.where.store} holds sums, and values of single tokens are needed: give the store")
 
-    def command(self, model: str | None, data: str, settings: Settings) -> str:
+    def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         return ""
 
     def _names(self, asked: Asked) -> list[str]:

@@ -13,8 +13,9 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class TokenizedDataset:
 
     Args:
         source: the rows.
-        load: returns the tokenizer; called when something must be tokenised.
+        load: returns the tokenizer; called once, when something must be tokenised.
         form: the dataset's format; None detects it.
         kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
             Name it by `cache_name`, so that it cannot be another dataset's. The rows' original columns are not kept. Nothing is
@@ -45,6 +46,9 @@ class TokenizedDataset:
             differ from the content that `kept` is named after.
         limits: limits for tokenising a row; None for the defaults.
         check: called many times a second while rows are read and tokenised; may raise to stop.
+
+    Attributes:
+        source: the rows.
     """
 
     def __init__(
@@ -59,13 +63,29 @@ class TokenizedDataset:
         check: Callable[[], None] | None = None,
     ) -> None:
         self._unchanged = unchanged
-        self._source = source
+        self.source = source
         self._load = load
         self._form = form
         self._kept = kept
         self._limits = limits
         self._check_given = check
         self._stopped = threading.Event()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The dataset's tokenizer, loaded when it is first needed."""
+        return self._load()
+
+    def only(self, numbers: Iterable[int]) -> TokenizedDataset:
+        """Return a view of these rows only; see RowSource.only. Its token ids are neither read from a file nor kept."""
+        return TokenizedDataset(
+            self.source.only(numbers),
+            lambda: self.tokenizer,
+            self._form,
+            unchanged=self._unchanged,
+            limits=self._limits,
+            check=self._check_given,
+        )
 
     def stop(self) -> None:
         """Make iterations in other threads raise StoppedError while they tokenise; reading kept token ids goes on."""
@@ -82,7 +102,7 @@ class TokenizedDataset:
         if self._kept is not None and self._kept.is_file():
             with pa.memory_map(str(self._kept)) as file:
                 return int(pa.ipc.open_file(file).schema.metadata[b"rows"])
-        return self._source.count()
+        return self.source.count()
 
     def __iter__(self) -> Iterator[TokenizedRows]:
         if self._kept is None:
@@ -90,7 +110,7 @@ class TokenizedDataset:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
-        yield from tokenize_dataset(self._source, self._load(), self._form, limits=self._limits, check=self._check)
+        yield from tokenize_dataset(self.source, self.tokenizer, self._form, limits=self._limits, check=self._check)
         self._unchanged()
 
     def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:
@@ -100,7 +120,7 @@ class TokenizedDataset:
             yield from self._written(partial, kept)
 
     def _written(self, partial: Path, kept: Path) -> Iterator[TokenizedRows]:
-        rows = self._source.count()
+        rows = self.source.count()
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
         limited = False

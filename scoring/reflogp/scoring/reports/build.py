@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.shape import Format
-from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
 from reflogp.scoring.reports.charts import write_pngs
@@ -25,15 +21,15 @@ from reflogp.scoring.reports.duplicates import find_duplicates
 from reflogp.scoring.reports.figures import make_figures
 from reflogp.scoring.reports.folder import PAGE_NAME, check_folder, forget_other_charts
 from reflogp.scoring.reports.outliers import find_outliers
-from reflogp.scoring.reports.page import Content, Setting, render_page
+from reflogp.scoring.reports.page import Content, Subject, render_page
 from reflogp.scoring.reports.preference import label_preference, pair_preference
 from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.score import ProgressCallbacks
-from reflogp.store import Reference, Snapshot, UsageError
+from reflogp.store import Snapshot, UsageError
 from reflogp.store.whole_files import write_atomically
-from reflogp.store.windows import check_truncation
+from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Number of examples shown for each kind of outlier, for pairs that hardly differ, and for near repeats.
 _SHOWN = 4
@@ -95,38 +91,31 @@ class ReportSummary:
 
 
 def write_report(
-    source: RowSource,
-    model_folder: str,
-    store_uri: str,
-    reference: Reference,
+    dataset: TokenizedDataset,
     snapshot: Snapshot,
     output: str,
+    settings: TrainerSettings,
     *,
     score: str,
-    model: str = "",
-    form: Format | None = None,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: str,
     watcher: ProgressCallbacks | None = None,
 ) -> ReportSummary:
     """Write `output`/index.html and the charts.
 
     Args:
+        settings: the trainer's max_length and truncation_mode.
         score: the command line that scores the missing rows, which the page quotes.
-        model: the user's name for the model; empty for the folder's path.
-        tokenizer: None for the tokenizer in the model folder.
+        model: the user's name for the model.
 
     Raises:
         UsageError: bad settings, a dataset that cannot be used, or an output folder with other content than a report.
     """
     started = time.monotonic()
+    source, max_length, truncation_mode = dataset.source, settings.max_length, settings.truncation_mode
     check_truncation(max_length, truncation_mode)
     folder = Path(output)
     check_folder(folder)
-    used = load_tokenizer(model_folder) if tokenizer is None else tokenizer
-    dataset = TokenizedDataset(source, lambda: used, form)
-    collected = collect(dataset, snapshot, max_length=max_length, truncation_mode=truncation_mode, watcher=watcher)
+    collected = collect(dataset, snapshot, settings, watcher)
     if not len(collected.rows):
         row, problem = collected.coverage.problems[0]
         raise UsageError(f"{source.name} has no row that can be used, so there is nothing to report; row {row}: {problem}")
@@ -143,7 +132,7 @@ def write_report(
     noun, coverage = "pair" if collected.pairs else "row", collected.coverage
     said = [
         *findings.coverage_findings(coverage, score, snapshot.repair_command() if snapshot.damaged else None),
-        *findings.value_findings(collected, len(used)),
+        *findings.value_findings(collected, len(dataset.tokenizer)),
         *(findings.pair_findings(pairs, collected) if labels is None else findings.label_findings(labels)),
         *findings.truncation_findings(at, max_length is not None, enough, noun),
         *findings.duplicate_findings(duplicates, coverage.examples, noun),
@@ -153,22 +142,10 @@ def write_report(
     near = {place for pair in duplicates.near_pairs for place in (pair.first, pair.second)}
     farthest = {place for kind in outliers for place, _ in kind.worst}
     compared = [place for place, _ in alike[:_SHOWN]]
-    shown = read_shown(
-        {*near, *farthest, *compared},
-        compared,
-        collected,
-        source,
-        used,
-        form,
-        snapshot,
-        max_length,
-        truncation_mode,
-    )
-    setting = Setting(
-        source.name, model or model_folder, store_uri, reference, snapshot.number, max_length, truncation_mode, score
-    )
+    shown = read_shown({*near, *farthest, *compared}, compared, collected, dataset, snapshot, settings)
+    subject = Subject(source.name, model, snapshot, settings, score)
     content = Content(
-        setting,
+        subject,
         noun,
         findings.verdict(said),
         said,
@@ -212,9 +189,9 @@ def write_report(
         truncation=[asdict(one) for one in content.cuts],
         findings=[asdict(finding) for finding in said],
         seconds=time.monotonic() - started,
-        reference_id=reference.reference_id,
+        reference_id=snapshot.reference_id,
         snapshot=snapshot.number,
-        store=store_uri,
+        store=snapshot.store_uri,
         output=str(folder / PAGE_NAME),
         files=[PAGE_NAME, *charts],
     )

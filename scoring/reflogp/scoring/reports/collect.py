@@ -7,7 +7,7 @@ about 100 bytes, and its sketch takes 256.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
 from reflogp.store import Join, Snapshot, join_logps
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found
+from reflogp.store.windows import TrainerSettings
 
 #: Completions of a pair with at least this similarity hardly differ.
 ALIKE = 0.9
@@ -126,9 +127,7 @@ class Collected:
 def collect(
     dataset: TokenizedDataset,
     snapshot: Snapshot,
-    *,
-    max_length: int | None,
-    truncation_mode: str,
+    settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Collected:
     """Read a dataset once and look up its values.
@@ -143,7 +142,7 @@ def collect(
         coverage.rows = window.last_row + 1
         problems = dict(window.problems)
         if len(window.table):
-            parts.append(_numbers(window, snapshot, max_length, truncation_mode, coverage, problems, sketches))
+            parts.append(_numbers(window, snapshot, settings, coverage, problems, sketches))
         coverage.bad_rows += len(problems)
         coverage.problems += sorted(problems.items())[: NAMED_ROWS - len(coverage.problems)]
         if watcher:
@@ -185,8 +184,7 @@ class _Remembers:
 def _numbers(
     window: TokenizedRows,
     snapshot: Snapshot,
-    max_length: int | None,
-    truncation_mode: str,
+    settings: TrainerSettings,
     coverage: Coverage,
     problems: dict[int, str],
     sketches: Sketches,
@@ -196,7 +194,7 @@ def _numbers(
     Rows with an empty completion or damaged values are added to `problems`.
     """
     table, lookup = window.table, _Remembers(snapshot)
-    join = join_logps(table, lookup, max_length=max_length, truncation_mode=truncation_mode)
+    join = join_logps(table, lookup, **asdict(settings))
     rows = table["row"].to_numpy()
     empty = np.logical_or.reduce([needed == 0 for needed in join.tokens.values()]) & ~join.dropped
     missing = join.missing & ~empty

@@ -29,13 +29,14 @@ from reflogp.scoring.reports.shown import LEVELS, Shown
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
 from reflogp.scoring.reports.visible import visible
-from reflogp.store import Reference
+from reflogp.store import Snapshot
+from reflogp.store.windows import TrainerSettings
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Subject:
     """The inputs and settings of a report, printed at the end of the page.
 
     Attributes:
@@ -44,11 +45,8 @@ class Setting:
 
     data: str
     model: str
-    store: str
-    reference: Reference
-    snapshot: int
-    max_length: int | None
-    truncation_mode: str
+    snapshot: Snapshot
+    settings: TrainerSettings
     score: str
 
 
@@ -67,7 +65,7 @@ class Content:
         seconds: time that the report took.
     """
 
-    setting: Setting
+    subject: Subject
     noun: str
     verdict: str
     findings: list[Finding]
@@ -99,7 +97,7 @@ def render_page(content: Content) -> str:
         mark=Markup(MARK),
         style=Markup(style),
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
-        name=Path(content.setting.data).name or content.setting.data,
+        name=Path(content.subject.data).name or content.subject.data,
         made=moment(datetime.now(UTC)),
         version=version("reflogp"),
         levels=LEVELS,

@@ -11,13 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.shape import Format
-from reflogp.scoring.data.tokenize import tokenize_dataset
+from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports.collect import Collected
 from reflogp.scoring.reports.visible import token_texts
 from reflogp.store import Snapshot
-from reflogp.store.windows import windows
+from reflogp.store.windows import TrainerSettings, windows
 
 #: Upper bounds of the levels of a token's surprise (minus its log-prob), in nats; one more level lies above the last bound.
 LEVELS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -71,12 +69,9 @@ def read_shown(
     places: Iterable[int],
     compared: Iterable[int],
     collected: Collected,
-    source: RowSource,
-    tokenizer: PreTrainedTokenizerBase,
-    form: Format | None,
+    dataset: TokenizedDataset,
     snapshot: Snapshot,
-    max_length: int | None,
-    truncation_mode: str,
+    settings: TrainerSettings,
 ) -> dict[int, Shown]:
     """Read the examples at some places.
 
@@ -84,7 +79,7 @@ def read_shown(
         places: indices in `collected` of the examples to show.
         compared: those of `places` whose completions are compared token by token (pairs only).
         collected: the numbers collected from the same dataset.
-        source, tokenizer, form, snapshot, max_length, truncation_mode: the same as for `collect`.
+        dataset, snapshot, settings: the same as for `collect`.
 
     Returns:
         Place -> its example.
@@ -95,7 +90,7 @@ def read_shown(
     rows = {int(collected.rows[place]) for place in asked}
     first = int(collected.rows[0])  # so that the format is detected from the same row as in the first pass
     found: dict[int, Shown] = {}
-    for window in tokenize_dataset(source.only({*rows, first}), tokenizer, form):
+    for window in dataset.only({*rows, first}):
         numbers = window.table["row"].to_numpy()
         for at, row in enumerate(numbers):
             place = int(np.searchsorted(collected.rows, row)) + int((numbers[:at] == row).sum())
@@ -103,10 +98,9 @@ def read_shown(
                 found[place] = _shown(
                     window.table.slice(at, 1),
                     None if collected.labels is None or collected.labels[place] < 0 else int(collected.labels[place]),
-                    tokenizer,
+                    dataset.tokenizer,
                     snapshot,
-                    max_length,
-                    truncation_mode,
+                    settings,
                     place in compared,
                 )
     return found
@@ -117,8 +111,7 @@ def _shown(
     label: int | None,
     tokenizer: PreTrainedTokenizerBase,
     snapshot: Snapshot,
-    max_length: int | None,
-    truncation_mode: str,
+    settings: TrainerSettings,
     compared: bool,
 ) -> Shown:
     ids = {
@@ -130,7 +123,7 @@ def _shown(
     differs = _differing(*ids.values()) if compared else {number: set() for number in range(len(ids))}
     sides = []
     for number, (name, completion) in enumerate(ids.items()):
-        view = windows(example["prompt_ids"], example[name], max_length, truncation_mode)
+        view = windows(example["prompt_ids"], example[name], settings.max_length, settings.truncation_mode)
         [values] = snapshot.token_logps(view.keys())
         logps = None if values is None else values[: int(view.needed[0])].astype(np.float64)
         # keep_end cuts the beginning; after an empty prompt, the first token is cut.

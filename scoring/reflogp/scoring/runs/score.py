@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
-from reflogp.store.windows import Windows, check_truncation, windows
+from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
 #: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
 _WINDOWS_AHEAD = 2
@@ -115,8 +115,7 @@ def score_dataset(
     reference: Reference,
     scorer: Scorer,
     *,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
+    settings: TrainerSettings | None = None,
     watcher: ProgressCallbacks | None = None,
     strict_engine: str | None = None,
 ) -> ScoreSummary:
@@ -127,8 +126,8 @@ def score_dataset(
         store: store of the values.
         reference: the model that the scorer computes with.
         scorer: computes and commits; it gets no sequences if the store lacks none.
-        max_length: score no token past this position (keep_start), or only the last `max_length` tokens (keep_end).
-        truncation_mode: "keep_start" or "keep_end".
+        settings: max_length and truncation_mode: score no token past position max_length (keep_start), or only the last
+            max_length tokens (keep_end); ld_alpha is ignored. None scores whole sequences.
         watcher: callbacks for progress and bad rows.
         strict_engine: name of an engine; raise if the store has values of another engine for a row.
 
@@ -141,7 +140,8 @@ def score_dataset(
         UsageError or a subclass: the input cannot be used.
         StoreError: the store cannot be written.
     """
-    check_truncation(max_length, truncation_mode)
+    settings = settings or TrainerSettings()
+    check_truncation(settings.max_length, settings.truncation_mode)
     started = time.monotonic()
     table = store.create_table(reference)
     before = table.snapshot()
@@ -149,7 +149,7 @@ def score_dataset(
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, scorer, summary, watcher, strict_engine)
     scorer.open(table)
-    looked_up = _looked_up(dataset, before, max_length, truncation_mode)
+    looked_up = _looked_up(dataset, before, settings)
     with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
         try:
             for window in windows_ahead.items(lambda: scorer.tell(run)):
@@ -187,13 +187,14 @@ class _Window:
     looked_up: list[tuple[Windows, pa.Array, Found]]
 
 
-def _looked_up(dataset: TokenizedDataset, before: Snapshot, max_length: int | None, truncation_mode: str) -> Iterator[_Window]:
+def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
     """Yield the windows of a dataset, looked up in the snapshot. Runs in a thread of its own."""
     rows_in_all: int | None = None
     for window in dataset:
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
         columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
-        views = [windows(window.table["prompt_ids"], window.table[c], max_length, truncation_mode) for c in columns]
+        cut = settings.max_length, settings.truncation_mode
+        views = [windows(window.table["prompt_ids"], window.table[c], *cut) for c in columns]
         keys = [view.keys() for view in views]
         yield _Window(
             rows_in_all,

@@ -229,13 +229,11 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute one layer's attention over the current pack; the signature is transformers'.
+    """Compute one layer's attention over the current pack. transformers calls it, with keywords after the mask.
 
     Args:
         query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
@@ -243,7 +241,8 @@ def packed_attention(
         scaling: factor of the scores; 1/sqrt(head size) when None.
         sliding_window: number of keys that a query sees, its own included (Mistral, arxiv.org/abs/2310.06825).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
-        s_aux: one logit per head that joins the softmax and has no value (attention sinks of gpt-oss), (heads,).
+        kwargs: arguments of some models only. s_aux: one logit per head that joins the softmax and has no value (attention
+            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Others, such as dropout, change nothing here.
 
     Returns:
         (1, tokens, heads, head size), None.
@@ -266,7 +265,7 @@ def packed_attention(
     autocast = torch.is_autocast_enabled(device)
     if autocast:  # autocast casts for torch's own attention, but not for other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
-    call = Call(query, key, value, scale, sliding_window, softcap, s_aux)
+    call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"))
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):

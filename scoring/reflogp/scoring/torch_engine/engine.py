@@ -50,8 +50,9 @@ class TorchEngine:
     slower path whose values agree, with a warning (`self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. Or a model in memory
-            (load.in_memory), whose own dtype and device are used instead of the arguments.
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. The folder of a hub id's
+            revision is `resolve_model(model, revision)`. Or a model in memory (load.in_memory), whose own dtype and device are
+            used instead of the arguments.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the one in config.json. "bfloat16-autocast" and
             "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
@@ -61,7 +62,6 @@ class TorchEngine:
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.should_compile).
         refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
-        revision: revision of a hub id.
         trust_remote_code: run modelling code from the checkpoint.
 
     Attributes:
@@ -89,14 +89,11 @@ class TorchEngine:
         lm_head_dtype: str | None = None,
         compile_layers: bool | None = None,
         refused_kernels: Collection[str] = (),
-        revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         if token_budget != "auto" and token_budget < 1:
             raise EngineError(f"token_budget {token_budget}: must be at least 1")
-        self._loaded = (
-            model if isinstance(model, LoadedModel) else load_model(model, dtype, device, revision, trust_remote_code)
-        )
+        self._loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, device, trust_remote_code)
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):

@@ -106,9 +106,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     return wrapped.get_base_model()
 
 
-def load_model(
-    model: str | Checkpoint, dtype: str, device: str, revision: str | None = None, trust_remote_code: bool = False
-) -> LoadedModel:
+def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> LoadedModel:
     """Load a reference model.
 
     Args:
@@ -116,7 +114,6 @@ def load_model(
         dtype: "float32", "bfloat16", "float16" or "checkpoint"; "bfloat16-autocast", "float16-autocast" for float32 weights and
             forward passes under torch.autocast.
         device: "auto", "cpu", "cuda", "cuda:1", …
-        revision: revision of a hub id.
         trust_remote_code: run modelling code from the checkpoint. Off by default.
 
     Raises:
@@ -124,7 +121,7 @@ def load_model(
         OutOfMemoryError: the model does not fit the device, which is checked before the weights are read, or memory ran out.
         EngineError: the device cannot be used, transformers cannot build the model, or weights are missing from the files.
     """
-    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model, revision))
+    checkpoint = model if isinstance(model, Checkpoint) else read_checkpoint(resolve_model(model))
     name = resolve_dtype(dtype, checkpoint.config)
     products = autocast_dtype(name)
     torch_dtype = torch.float32 if products else getattr(torch, name)

@@ -39,7 +39,7 @@ from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLo
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.helping import Asked, help_with
-from reflogp.service.worker.job import JobContext, JobStoppedError, Progress, run_job
+from reflogp.service.worker.job import JobCallbacks, JobContext, JobStoppedError, run_job
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration
 from reflogp.service.worker.tables import outcomes_table, table_of
 from reflogp.service.worker.write_back import WriteBack
@@ -278,7 +278,6 @@ class Worker:
     def _do(self, ordered: _Ordered) -> dict[str, Any]:
         order, helpers = ordered.order, ordered.helpers
         assert isinstance(order, JobOrder) and helpers is not None
-        check = partial(self._check, ordered)
 
         def report(progress: dict[str, Any], committed: bool) -> None:
             self.send({"op": "progress", "job": order.job, "progress": progress, "committed": committed})
@@ -290,8 +289,8 @@ class Worker:
         folder = self._folder(order.reference_id)
         reference = self._reference(order.reference_id)
         find_tokenizer = partial(self._tokenizers.find, folder, place.trust_remote_code)
-        new_progress = partial(Progress, report, check)
-        return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, new_progress, announce, check)
+        callbacks = JobCallbacks(report, announce, partial(self._check, ordered))
+        return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, callbacks)
 
     def _models(self, reference_id: str) -> ModelConfig:
         return self._configuration.models[reference_id]

@@ -30,6 +30,7 @@ from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.result import write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
 from reflogp.store.texts import shortened
+from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,21 @@ class JobContext:
     rows: RowLimits
 
 
+@dataclass(frozen=True)
+class JobCallbacks:
+    """What a running job calls.
+
+    Attributes:
+        report: called with (progress as in the HTTP response, whether values were committed since the last call).
+        announce: called with the keys (hex) of the sequences that the device computes.
+        check: called now and then, at every step; raises JobStoppedError to stop. Values computed by then are committed.
+    """
+
+    report: Callable[[dict[str, Any], bool], None]
+    announce: Callable[[list[str]], None]
+    check: Callable[[], None]
+
+
 class Progress:
     """Counts of a running job, reported now and then; implements ProgressCallbacks.
 
@@ -76,15 +92,13 @@ class Progress:
         problems: row -> why the row has no values.
 
     Args:
-        send: called with (progress as in the HTTP response, whether values were committed since the last call).
-        check: called at every step; raises to stop.
+        job: the job's callbacks; `report` and `check` are called.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any], bool], None], check: Callable[[], None]) -> None:
+    def __init__(self, job: JobCallbacks) -> None:
         self.problems: dict[int, str] = {}
         self._texts: dict[str, str] = {}
-        self._send = send
-        self._check = check
+        self._job = job
         self._began = time.monotonic()
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
@@ -132,7 +146,7 @@ class Progress:
         self._report(now=True)
 
     def _report(self, committed: bool = False, now: bool = False) -> None:
-        self._check()
+        self._job.check()
         moment = time.monotonic()
         if not committed and not now and moment - self._sent < _REPORT_SECONDS:
             return
@@ -145,7 +159,7 @@ class Progress:
         left = None
         if self._scoring_since is not None:
             left = max(0, self._sequences - self._done) * (moment - self._scoring_since) / self._scored
-        self._send(
+        self._job.report(
             {
                 "rows": self._rows,
                 "sequences": self._sequences,
@@ -169,9 +183,7 @@ def run_job(
     find_tokenizer: Callable[[], TokenizerRef],
     loop: EngineLoop,
     helpers: Workers,
-    new_progress: Callable[[], Progress],
-    announce: Callable[[list[str]], None],
-    check: Callable[[], None],
+    job: JobCallbacks,
 ) -> dict[str, Any]:
     """Run a job; return its summary, as in `reflogp score --json`.
 
@@ -183,18 +195,15 @@ def run_job(
     Args:
         find_tokenizer: returns the tokenizer that the model's folder has now.
         helpers: other workers that score a part of the job.
-        new_progress: makes the progress callbacks of one attempt.
-        announce: called with the keys (hex) of the sequences that the device computes.
-        check: called now and then; raises JobStoppedError to stop. Values computed by then are committed.
 
     Raises:
         JobStoppedError, ModelUnloadedError: the job is to continue later, or not at all.
         ReflogpError: the job failed.
     """
     for attempt in range(_ATTEMPTS):
-        progress = new_progress()
+        progress = Progress(job)
         try:
-            summary = _attempt(order, place, reference, find_tokenizer(), loop, helpers, progress, announce, check)
+            summary = _attempt(order, place, reference, find_tokenizer(), loop, helpers, job, progress)
             break
         except FileChangedError as error:
             if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
@@ -212,47 +221,44 @@ def _attempt(
     tokenizer: TokenizerRef,
     loop: EngineLoop,
     helpers: Workers,
+    job: JobCallbacks,
     progress: Progress,
-    announce: Callable[[list[str]], None],
-    check: Callable[[], None],
 ) -> ScoreSummary:
     """Run a job once, from the start to the result. Raises FileChangedError in addition."""
     form: Any = order.format
+    settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
 
     def make_engine() -> JobEngine:
-        engine = loop.engine(order.reference_id, check)
-        return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, announce, check)
+        engine = loop.engine(order.reference_id, job.check)
+        return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, job.announce, job.check)
 
     file = Path(order.file)
     root = file.parent if order.root is None else Path(order.root)
     with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
         try:
-            source = RowSource(str(files.readable), order.split, bounds=place.bounds, check=check)
+            source = RowSource(str(files.readable), order.split, bounds=place.bounds, check=job.check)
             kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
             dataset = TokenizedDataset(
-                source, tokenizer.load, form, kept, unchanged=files.check, limits=place.rows, check=check
+                source, tokenizer.load, form, kept, unchanged=files.check, limits=place.rows, check=job.check
             )
             summary = score_dataset(
                 dataset,
                 place.store,
                 reference,
-                ParallelScorer(helpers, LocalScorer(make_engine, commit_seconds=place.commit_seconds), check, _UNIT_SEQUENCES),
-                max_length=order.max_length,
-                truncation_mode=order.truncation_mode,
+                ParallelScorer(
+                    helpers, LocalScorer(make_engine, commit_seconds=place.commit_seconds), job.check, _UNIT_SEQUENCES
+                ),
+                settings=settings,
                 watcher=progress,
             )
             write_result(
                 dataset,
-                reference,
                 place.store.table(reference.reference_id).snapshot(),
+                settings,
                 progress.problems,
-                tokenizer.load,
                 Path(order.result),
                 Path(order.report),
-                max_length=order.max_length,
-                truncation_mode=order.truncation_mode,
-                ld_alpha=order.ld_alpha,
-                check=check,
+                job.check,
             )
         except DatasetError as error:
             files.check()  # a changed file is a better explanation than the error that it caused

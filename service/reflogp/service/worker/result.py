@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.store import Reference, Snapshot, join_logps
+from reflogp.scoring.joining import join_note
+from reflogp.store import Snapshot, join_logps
 from reflogp.store.joins import Join, completion_columns, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
 from reflogp.store.whole_files import write_atomically
+from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
 #: Outliers of each kind, and characters of each text, in the report.
@@ -129,16 +131,11 @@ class _Means:
 
 def write_result(
     dataset: TokenizedDataset,
-    reference: Reference,
     snapshot: Snapshot,
+    settings: TrainerSettings,
     problems: dict[int, str],
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
     result: Path,
     report: Path,
-    *,
-    max_length: int | None,
-    truncation_mode: str,
-    ld_alpha: float | None,
     check: Callable[[], None],
 ) -> None:
     """Write a job's result and report. Each file appears only when it is complete.
@@ -155,14 +152,11 @@ def write_result(
     means, dropped, named = _Means(), 0, []
     rows_in_all, written = 0, 0
     writer: pq.ParquetWriter | None = None
-    settings = {"max_length": max_length, "truncation_mode": truncation_mode, "ld_alpha": ld_alpha}
-    numerics = {"reference_id": reference.reference_id, "reference_dtype": reference.dtype}
-    note = {**numerics, "snapshot": snapshot.number, **settings}
     with write_atomically(result) as partial:
         try:
             for table, unread in _windows(dataset):
                 check()
-                join = join_logps(table, snapshot, max_length=max_length, truncation_mode=truncation_mode, ld_alpha=ld_alpha)
+                join = join_logps(table, snapshot, **asdict(settings))
                 rows = table["row"].to_numpy()
                 bad = join.missing | join.unusable | np.fromiter((int(row) in problems for row in rows), bool, len(rows))
                 means.add(table, join, ~bad & ~join.dropped)
@@ -175,7 +169,7 @@ def write_result(
                 named = sorted(named, key=lambda entry: entry["row"])[:_NAMED]
                 part = _result_rows(table, join, bad | join.dropped, errors, unread)
                 if writer is None:
-                    schema = part.schema.with_metadata({"reflogp": json.dumps(note)})
+                    schema = part.schema.with_metadata({"reflogp": json.dumps(join_note(snapshot, settings))})
                     writer = pq.ParquetWriter(partial, schema, compression="zstd")
                 writer.write_table(part)
                 rows_in_all += len(part)
@@ -187,7 +181,7 @@ def write_result(
         finally:
             if writer is not None:
                 writer.close()
-    outliers = means.outliers(load_tokenizer())
+    outliers = means.outliers(dataset.tokenizer)
     found = {"histograms": means.histograms(), "outliers": outliers, "bad_rows": named, "dropped_rows": dropped}
     with write_atomically(report) as partial:
         partial.write_text(json.dumps(found), encoding="utf-8")

@@ -20,6 +20,7 @@ from datasets import Dataset
 
 from reflogp.store import ReferenceNotFoundError, StoreNotFoundError
 from reflogp.store.joins import Asked, ask
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
 from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
 from reflogp.trainer.layouts import layout_of
@@ -27,7 +28,7 @@ from reflogp.trainer.openrlhf.row_values import RowValues, save_row_values
 from reflogp.trainer.openrlhf.sequences import Sequences, sequences_of
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.values import Settings, Values, Where, command_to_score
+from reflogp.trainer.values import Values, Where, command_to_score
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def look_up_rows(
     file = _given(of_my_node(gather(on_all_ranks_for_long("reading the reference log-probs", read))))
     values = on_all_ranks("mapping the reference log-probs", lambda: RowValues(file))
     joins = {
-        name: JoinRecord(answered.where, Settings(), rows=len(dataset), scored=answered.scored.get(name, 0))
+        name: JoinRecord(answered.where, TrainerSettings(), rows=len(dataset), scored=answered.scored.get(name, 0))
         for name, dataset in datasets.items()
     }
     return values, joins
@@ -99,7 +100,7 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
     missing = at_first = _missing_of(values, asked)
     if missing.any() and values is not None and source.on_miss == "score":
         rows = Dataset(sequences.table)
-        values, join, _ = answer_rows(rows, layout_of(rows.column_names), asked, source, values, Settings())
+        values, join, _ = answer_rows(rows, layout_of(rows.column_names), asked, source, values, TrainerSettings())
         missing = join.missing
     elif missing.any() and run_command:
         _run(_written(sequences, missing, source, values, output_dir))
@@ -122,7 +123,7 @@ def _opened(source: ReferenceSource) -> Values | None:
 
 
 def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
-    return asked.needed[_SEQUENCES] > 0 if values is None else values.answer(asked, Settings()).missing
+    return asked.needed[_SEQUENCES] > 0 if values is None else values.answer(asked, TrainerSettings()).missing
 
 
 def _written(
@@ -133,9 +134,9 @@ def _written(
     file = output_dir / "reflogp-missing.parquet"
     pq.write_table(sequences.table.filter(pa.array(missing)), file)
     if values is not None:
-        return values.command(source.model, str(file), Settings())
+        return values.command(source.model, str(file), TrainerSettings())
     assert source.described is not None
-    return command_to_score(str(source.model), source.described, str(file), source.location, Settings())
+    return command_to_score(str(source.model), source.described, str(file), source.location, TrainerSettings())
 
 
 def _run(command: str) -> None:

@@ -1,0 +1,62 @@
+"""Open datasets and their stored values as the options of `reflogp score`, `join` and `report` say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reflogp.cli.console import err, print_dropped
+from reflogp.cli.reference import find_reference
+from reflogp.store import Snapshot, Store, UsageError
+from reflogp.store.commands import ScoreArguments, naming_command
+
+if TYPE_CHECKING:
+    from reflogp.scoring.data.read import RowSource
+    from reflogp.scoring.data.tokenized import TokenizedDataset
+    from reflogp.scoring.joining import JoinSummary
+    from reflogp.scoring.reports.build import ReportSummary
+
+
+def open_rows(arguments: ScoreArguments) -> RowSource:
+    """Open the dataset. Raises UsageError if it cannot be opened, or its format is unknown."""
+    from reflogp.scoring.data.read import RowSource
+    from reflogp.scoring.data.shape import FORMATS
+
+    if arguments.form is not None and arguments.form not in FORMATS:
+        raise UsageError(f"--format {arguments.form}: use one of {', '.join(FORMATS)}")
+    return RowSource(arguments.data, arguments.split)
+
+
+def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
+    """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's."""
+    from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
+    from reflogp.scoring.data.tokenized import TokenizedDataset
+
+    chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
+    return TokenizedDataset(rows, lambda: chosen_tokenizer(folder, *chosen), arguments.form)  # type: ignore[arg-type]
+
+
+def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:
+    """Return a dataset, and the snapshot that has its values; loads no model.
+
+    Args:
+        arguments: of the command that scored the dataset.
+        number: number of the snapshot; None for the latest.
+
+    Raises:
+        UsageError: the dataset or the model cannot be used.
+        StoreNotFoundError, ReferenceNotFoundError: nothing was scored yet; the error has the complete command.
+        StoreError: the snapshot cannot be read.
+    """
+    rows = open_rows(arguments)
+    opened = Store(arguments.store)
+    with naming_command(arguments.command()):
+        folder, reference = find_reference(opened, arguments)
+        snapshot = opened.table_of(reference).snapshot(number)
+    return tokenized(rows, folder, arguments), snapshot
+
+
+def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
+    """Print how many rows TRL drops, and how to repair a store whose damage may have cost values."""
+    print_dropped(summary.dropped_rows)
+    if summary.missing and snapshot.damaged:
+        err.print(f"first repair the store: {snapshot.repair_command()}")
