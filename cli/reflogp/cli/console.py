@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.text import Text
 
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store.safe_text import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
@@ -94,7 +95,7 @@ class _Rate(ProgressColumn):
         return Text(f"{tokens / elapsed:,.0f} tokens/s" if tokens and elapsed else "", style="cyan")
 
 
-class Bar:
+class Bar(ProgressCallbacks):
     """A progress bar with rate and time left, which also collects bad rows; `report` prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
@@ -106,9 +107,6 @@ class Bar:
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
 
-    def read(self, rows: int) -> None:
-        """Show nothing: the bar counts sequences."""
-
     def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
         self._progress.update(self._task, advance=sequences, tokens=self._tokens)
@@ -118,9 +116,6 @@ class Bar:
 
     def note(self, row: int, remark: str) -> None:
         self._notes.add(row, remark)
-
-    def committed(self, snapshot: int) -> None:
-        """Show nothing: sequences count when they are computed."""
 
     def hashed(self, done: int, total: int) -> None:
         """Show the progress of hashing weight files or of other work that counts `done` of `total` units."""
