@@ -265,7 +265,7 @@ def _opened(store: str | os.PathLike[str] | Store) -> Store:
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that loads the tokenizer, or returns the one that was given."""
+    """Return a function that returns a given tokenizer object, or loads the tokenizer of a folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer

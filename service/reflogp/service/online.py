@@ -244,7 +244,7 @@ class OnlineScoring:
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if a worker has left so many bytes unread that `size` more would wait in this process's memory."""
+        """Raise Problem 503 if `size` more bytes, on top of what a worker has not read yet, would take too much memory here."""
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
