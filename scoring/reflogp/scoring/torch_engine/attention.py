@@ -467,6 +467,38 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).contiguous()
 
 
+@cache
+def _torch_varlen() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Any = varlen_attn
+    return cast(Callable[..., Any], found)
+
+
+@cache
+def _flash_varlen() -> Callable[..., Any] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
+@cache
+def _flash3_varlen() -> Callable[..., Any] | None:
+    try:
+        if torch.cuda.get_device_capability()[0] != 9:  # FlashAttention 3's kernels are built for Hopper only
+            return None
+        from flash_attn_interface import flash_attn_varlen_func
+    except (ImportError, RuntimeError, AssertionError):
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
 def _varlen_problem(call: Call) -> str | None:
     """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
     size = call.query.shape[-1]
@@ -506,38 +538,6 @@ def _kernels_of(device_type: str) -> tuple[_Kernel, ...]:
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
-
-
-@cache
-def _torch_varlen() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    found: Any = varlen_attn
-    return cast(Callable[..., Any], found)
-
-
-@cache
-def _flash_varlen() -> Callable[..., Any] | None:
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    found: Callable[..., Any] = flash_attn_varlen_func
-    return found
-
-
-@cache
-def _flash3_varlen() -> Callable[..., Any] | None:
-    try:
-        if torch.cuda.get_device_capability()[0] != 9:  # FlashAttention 3's kernels are built for Hopper only
-            return None
-        from flash_attn_interface import flash_attn_varlen_func
-    except (ImportError, RuntimeError, AssertionError):
-        return None
-    found: Callable[..., Any] = flash_attn_varlen_func
-    return found
 
 
 @cache
