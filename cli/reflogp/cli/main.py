@@ -36,7 +36,7 @@ A first run:
 
     reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
 
-then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data;
+then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on example data;
 [bold]reflogp doctor[/bold] says what an installation lacks.
 
 Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values, 130 interrupted.""",
