@@ -16,7 +16,7 @@ help:  ## what there is
 
 setup: .venv/dev.stamp  ## everything for development, in .venv
 
-demo: .venv/run.stamp  ## the whole loop on shipped data, no network: score, join, train, plot
+demo: .venv/run.stamp  ## the whole loop on example data, no network: score, join, train, plot
 	$(BIN)/reflogp demo
 
 test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a time

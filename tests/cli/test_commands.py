@@ -397,6 +397,51 @@ def test_a_snapshot_that_is_not_there(score, reflogp, reference_folder, pairs_fi
     assert not (tmp_path / "j.parquet").exists()
 
 
+def test_an_error_is_json_too(reflogp, reference_folder, pairs_file, tmp_path, monkeypatch):
+    score = ("score", reference_folder, pairs_file, "--store", tmp_path / "store", "--json")
+    join = ("join", reference_folder, pairs_file, "--store", tmp_path / "none", "-o", tmp_path / "j.parquet", "--json")
+    for arguments, exit_code, says in (
+        ((*score, "--dtype", "float8"), USAGE, "float8"),
+        ((*score, "--max-length", "x"), USAGE, "'x' is not a valid int"),
+        (join, USAGE, "there is no store"),
+        (("store", "ls", tmp_path, "--reference", "x", "--json"), USAGE, "No such option"),
+        (("jobs", "ls", "http://127.0.0.1:9", "--json"), FAILED, "is not responding"),
+    ):
+        monkeypatch.setattr("reflogp.client.protocol.LONGEST_PAUSE", 0.01)
+        code, out, err = reflogp(*arguments)
+        assert (code, set(last_object(out))) == (exit_code, {"error"}), (arguments, err)
+        assert says in last_object(out)["error"]
+        assert says in " ".join(err.replace("│", "").split())
+        without = [argument for argument in arguments if argument != "--json"]
+        assert reflogp(*without)[:2] == (exit_code, "")
+
+
+def test_an_error_that_nobody_foresaw_is_json_too(monkeypatch, capsys, tmp_path):
+    from reflogp.cli import main, store
+
+    def broken(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(store, "Store", broken)
+    monkeypatch.setattr(sys, "argv", ["reflogp", "store", "ls", str(tmp_path), "--json"])
+    with pytest.raises(ValueError, match="a defect"):
+        main()
+    assert last_object(capsys.readouterr().out) == {"error": "ValueError: a defect"}
+
+
+def test_ctrl_c_exits_with_130_in_every_command(reflogp, monkeypatch, tmp_path):
+    from reflogp.cli import store
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "Store", interrupted)
+    code, out, err = reflogp("store", "ls", tmp_path, "--json")
+    assert code == 130
+    assert last_object(out)["error"].startswith("interrupted; what was committed stays")
+    assert one_sentence(err).startswith("reflogp: interrupted; what was committed stays")
+
+
 def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder, pair_rows, tmp_path):
     """A real process, killed after its first commits; the second run's values equal an undisturbed run's."""
     data = write_rows(tmp_path / "pairs.jsonl", pair_rows)

@@ -16,7 +16,7 @@ from tests.client.test_jobs_client import made_up_rows
 from tests.conftest import write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
 
-DONE, FAILED, USAGE, MISSES = 0, 1, 2, 3
+DONE, FAILED, USAGE, MISSES, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
             wait_until(lambda: client.job(job).progress.scored > 0, 60)
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
-    assert process.returncode == FAILED
+    assert process.returncode == INTERRUPTED
     assert "Traceback" not in err
     assert f"job {job} goes on" in err
     assert f"reflogp jobs show {url} {job} --watch" in err

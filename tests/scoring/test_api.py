@@ -194,6 +194,17 @@ def test_a_stream_is_read_by_one_worker(rows, model, scored):
         pickle.loads(pickle.dumps(stream))  # noqa: S301
 
 
+def test_a_bad_tokenizer_is_refused_before_a_stream_is_read(rows, model, scored, tmp_path):
+    with pytest.raises(UsageError, match="nowhere"):
+        join(
+            model,
+            datasets.Dataset.from_list(rows).to_iterable_dataset(),
+            scored,
+            dtype="float32",
+            tokenizer=str(tmp_path / "nowhere"),
+        )
+
+
 def test_what_pandas_makes_of_gaps(model, tmp_path):
     odd = pandas.DataFrame(
         [

@@ -222,7 +222,7 @@ def test_the_reason_of_a_refused_cpu_kernel_is_kept(tmp_path, monkeypatch):
         raise RuntimeError("illegal instruction")
 
     monkeypatch.setattr(attention, "cpu_blocks", cpu_blocks)
-    monkeypatch.setattr(attention, "_CPU_KERNELS", ((cpu_blocks, lambda call: None),))
+    monkeypatch.setattr(attention, "_CPU_KERNELS", ((cpu_blocks, lambda: True, lambda call: None),))
     monkeypatch.setattr(attention, "_cpu_blocks_problem", lambda call: None)
     check = TorchEngine(str(tmp_path), "bfloat16").self_check
     assert (check.path, check.kernels, check.refused_kernels) == ("packed", ["by_branch"], ("cpu_blocks",))

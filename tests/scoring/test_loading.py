@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import io
 import json
 import os
 import struct
@@ -29,7 +30,9 @@ from reflogp.scoring.torch_engine.load import load_model
 from reflogp.scoring.vllm_engine.child import VllmProcess
 from reflogp.scoring.vllm_engine.options import Loading
 from reflogp.service import processes
+from reflogp.service.worker.__main__ import Worker
 from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import ReflogpError, describe_reference
 from reflogp.store.checkpoint import read_checkpoint
 from tools.families import build
@@ -414,6 +417,41 @@ def test_a_model_that_finds_no_room_gets_that_of_others(reference_folder):
     engines = Engines(broken, 3, None, lambda ids: None, lambda reference_id: None)
     with pytest.raises(EngineError, match="cannot be loaded"):
         engines.get("other")
+
+
+def test_a_model_larger_than_the_device_is_refused_while_others_stay(reference_folder, tmp_path, monkeypatch):
+    models = {
+        describe_reference(str(reference_folder), dtype).reference_id: ModelConfig(
+            str(reference_folder), dtype, None, None, {"name": "torch"}
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+    there, larger = models
+    limits = {"row_bytes": GIB, "dataset_bytes": GIB, "group_bytes": GIB, "row_seconds": 10.0, "max_tokens_bytes": GIB}
+    worker = Worker(
+        WorkerConfiguration(
+            device="cpu",
+            visible=None,
+            workers=1,
+            sharing=1,
+            token_budget=100,
+            models=models,
+            capacity=1,
+            pinned=None,
+            store=str(tmp_path / "store"),
+            tokens=str(tmp_path),
+            commit_seconds=30.0,
+            window_seconds=0.0,
+            **limits,
+        ),
+        io.BytesIO(),
+    )
+    engines = worker.loop._engines
+    loaded = engines.get(there)
+    monkeypatch.setattr(room, "total_memory", lambda: 1 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"does not fit the memory of cpu in bfloat16: .* 0.0 GiB is all it has"):
+        engines.get(larger)
+    assert engines.peek(there) is loaded
 
 
 # torch's allocator

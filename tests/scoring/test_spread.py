@@ -163,6 +163,7 @@ def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_
     out, err = run.communicate(timeout=60)
     assert out == ""
     if how == signal.SIGINT:
+        assert run.returncode == 130
         assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; what was committed stays")
     _gone, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive

@@ -1,7 +1,9 @@
 """A watcher of a scoring run that remembers what it was told."""
 
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 
-class Watching:
+
+class Watching(ProgressCallbacks):
     """Calls `at_commit` at the commit of that number, and at the next ones as long as it returns False."""
 
     def __init__(self, number=0, at_commit=None):

@@ -339,6 +339,7 @@ def reflogp(*arguments, **environment):
         (["serve", "--store", "x", "--model", "a=/nowhere"], "nowhere"),
         (["serve", "--store", "x", "--config", "/nowhere.toml"], "is not there"),
         (["serve", "--store", "x", "--port", "99999"], "port"),
+        (["serve", "--store", "ftp://x"], "no storage has that scheme"),
         (["token", "me", "--scope", "everything"], "read, score, admin"),
     ],
 )

@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from threading import Event, Thread
 from typing import Any
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -27,11 +28,17 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.text import Text
 
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.store import ReflogpError
 from reflogp.store.safe_text import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
+#: Exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it.
+EXIT_INTERRUPTED = 130
 #: Maximum number of rows whose problem is printed; the rest are counted.
 _PRINTED_ROWS = 10
+#: Seconds between two lines about progress where stderr is not a terminal.
+_LINE_SECONDS = 30.0
 
 
 class SafeConsole(Console):
@@ -56,10 +63,9 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 
 
-def missing_extra(extra: str, error: ImportError) -> typer.Exit:
-    """Print that a subcommand's extra is not installed, and return the exit to raise."""
-    err.print(f"reflogp: this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})", style="red")
-    return typer.Exit(EXIT_FAILED)
+def missing_extra(extra: str, error: ImportError) -> ReflogpError:
+    """Return the error to raise if a subcommand's extra is not installed."""
+    return ReflogpError(f"this command needs the {extra} extra: pip install 'reflogp[{extra}]' ({error})")
 
 
 def print_dropped(rows: int) -> None:
@@ -94,7 +100,7 @@ class _Rate(ProgressColumn):
         return Text(f"{tokens / elapsed:,.0f} tokens/s" if tokens and elapsed else "", style="cyan")
 
 
-class Bar:
+class Bar(ProgressCallbacks):
     """A progress bar with rate and time left, which also collects bad rows; `report` prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
@@ -106,9 +112,6 @@ class Bar:
     def begin(self, sequences: int) -> None:
         self._progress.update(self._task, total=sequences)
 
-    def read(self, rows: int) -> None:
-        """Show nothing: the bar counts sequences."""
-
     def advance(self, sequences: int, tokens: int) -> None:
         self._tokens += tokens
         self._progress.update(self._task, advance=sequences, tokens=self._tokens)
@@ -119,12 +122,16 @@ class Bar:
     def note(self, row: int, remark: str) -> None:
         self._notes.add(row, remark)
 
-    def committed(self, snapshot: int) -> None:
-        """Show nothing: sequences count when they are computed."""
-
     def hashed(self, done: int, total: int) -> None:
         """Show the progress of hashing weight files or of other work that counts `done` of `total` units."""
         self._progress.update(self._task, completed=done, total=total)
+
+    def line(self) -> str:
+        """Return the progress as one line of plain text."""
+        [task] = self._progress.tasks
+        total = "" if task.total is None else f" of {task.total:,.0f}"
+        tokens = f", {self._tokens:,} tokens" if self._tokens else ""
+        return f"{task.description}: {task.completed:,.0f}{total}{tokens}, {timedelta(seconds=round(task.elapsed or 0))}"
 
     def report(self) -> None:
         self._bad.print("left out (the others were kept)")
@@ -155,8 +162,29 @@ class _Rows:
 
 
 @contextmanager
+def lines_of(line: Callable[[], str]) -> Iterator[None]:
+    """Print `line()` on stderr every 30 seconds during the block; print nothing if stderr is a terminal."""
+    if err.is_terminal:
+        yield
+        return
+    ended = Event()
+
+    def print_lines() -> None:
+        while not ended.wait(_LINE_SECONDS):
+            err.print(line())
+
+    thread = Thread(target=print_lines, name="reflogp-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
 def progress_bar(label: str) -> Iterator[Bar]:
-    """Show a bar on stderr during the block; without a terminal, show nothing."""
+    """Show a bar on stderr during the block; without a terminal, print a line with its counts every 30 seconds."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -171,7 +199,8 @@ def progress_bar(label: str) -> Iterator[Bar]:
     try:
         with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
             bar = Bar(progress, visible(label))
-            yield bar
+            with lines_of(bar.line):
+                yield bar
     finally:
         if bar is not None:
             bar.report()

@@ -1,4 +1,4 @@
-"""`reflogp demo`: score shipped data, score it again, train on the joined values and plot them, without a network.
+"""`reflogp demo`: score example data, score it again, train on the joined values and plot them, without a network.
 
 The code reads from top to bottom; each step is one that a user would take.
 """

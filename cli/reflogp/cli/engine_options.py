@@ -74,8 +74,8 @@ Patience = Annotated[
 Claim = Annotated[
     str | None,
     typer.Option(
-        help="Where MODEL holds no weights: the reference that the server's are, an id that the store has or a file of "
-        "`reflogp reference`. Its dtype is taken, and its values cannot be checked.",
+        help="If MODEL holds no weights: the reference that the server computes, as an id in the store or a file of "
+        "`reflogp reference`. The reference's dtype is used. The server's values cannot be checked.",
         metavar="ID|FILE",
         rich_help_panel=_REMOTE,
     ),

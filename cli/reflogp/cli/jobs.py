@@ -14,14 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err, out, print_json
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err, lines_of, out, print_json
 from reflogp.client.client import Client
-from reflogp.client.models import Job, JobState
+from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
 from reflogp.store.safe_text import visible
 
 #: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120
+#: Width in characters that is enough for every table. rich would print it in 80 columns where there is no terminal.
+_ANY_WIDTH = 10_000
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -127,7 +129,7 @@ def save_result(client: Client, job: str, output: Path) -> None:
 
 
 def watched(client: Client, job: str) -> Job:
-    """Follow a job to its end with a progress bar on stderr; without a terminal, print only its states.
+    """Follow a job to its end with a progress bar on stderr; without a terminal, print its states, and counts every 30 seconds.
 
     The numbers are the service's own, because a watch may begin or resume in the middle of a job.
     """
@@ -140,8 +142,14 @@ def watched(client: Client, job: str) -> Job:
         TextColumn("{task.fields[left]}", markup=False),
     )
     state = ""
+    now = JobProgress()
+
+    def line() -> str:
+        left = "" if now.seconds_left is None else f", {_duration(now.seconds_left)} left"
+        return f"job {job}: {now.done:,} of {now.sequences:,} sequences, {now.tokens_per_second:,.0f} tokens/s{left}"
+
     try:
-        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress, lines_of(line):
             bar = progress.add_task("connecting", total=None, rate="", left="")
             for found in client.events(job):
                 now = found.progress
@@ -161,7 +169,7 @@ def watched(client: Client, job: str) -> Job:
         err.print(f"reflogp: job {job} goes on", style="yellow")
         err.print(f"  watch it again: {command('show', client.url, job)} --watch")
         err.print(f"  cancel it:      {command('cancel', client.url, job)}")
-        raise typer.Exit(EXIT_FAILED) from None
+        raise
     return found
 
 
@@ -232,20 +240,20 @@ def _describe(job: Job) -> None:
 def _listed(jobs: list[Job], narrow: bool) -> Table:
     """Return a table with one row per job.
 
-    If there is little room, the submitter and the title are left out, and long names are cut.
+    If there is little room, the submitter and the title are left out, and long texts are folded. Nothing is cut.
     """
     table = Table(box=None, pad_edge=False)
-    least = {"job": 16, "state": 9, "sequences": 9, "created": 16}
+    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # folded: "123,456 of" and "2026-01-01"
     for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
         table.add_column(
             name,
             justify="right" if name == "sequences" else "left",
-            no_wrap=name in least or narrow,
-            overflow="ellipsis" if narrow else "fold",
+            no_wrap=name in (("job", "state") if narrow else least),
+            overflow="fold",
             min_width=least.get(name) if narrow else None,
         )
     for job in jobs:
-        done = f"{job.progress.done:,}/{job.progress.sequences:,}" if job.progress.sequences else ""
+        done = f"{job.progress.done:,} of {job.progress.sequences:,}" if job.progress.sequences else ""
         told = [done, _time(job.created_at), job.settings.get("reference"), _dataset(job.dataset)]
         told += [] if narrow else [job.submitted_by, job.settings.get("title")]
         table.add_row(_plain(job.id), _state(job), *(_plain(text) for text in told))
@@ -254,8 +262,11 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
 
 def _print(table: Table) -> None:
     """Print a table as wide as the terminal; without a terminal, as wide as it needs to be, with one line per row."""
-    wide = out.options.update(width=10_000)
-    out.print(table, width=None if out.is_terminal else out.measure(table, options=wide).maximum)
+    if out.is_terminal:
+        out.print(table)
+        return
+    for line in out.render_lines(table, out.options.update(width=_ANY_WIDTH), pad=False):
+        out.print("".join(segment.text for segment in line).rstrip())
 
 
 def _say(job: Job, sentence: str, as_json: bool) -> None:

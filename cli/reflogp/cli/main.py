@@ -13,7 +13,7 @@ import typer
 from typer import rich_utils
 
 from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, err, out
+from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, err, out, print_json
 from reflogp.client.errors import NotAllowedError, RequestRefusedError
 from reflogp.scoring.machine.allocator import growing_segments
 from reflogp.store import ReflogpError, UsageError
@@ -21,8 +21,7 @@ from reflogp.store.safe_text import LineFormatter, visible
 
 #: HTTP statuses of a service that mean bad usage: the request is malformed, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
-#: Exit code that newer versions of typer use for Ctrl-C.
-_TYPER_INTERRUPTED = 130
+_INTERRUPTED = "interrupted; what was committed stays, run the same command again to go on"
 
 app = typer.Typer(
     name="reflogp",
@@ -37,10 +36,10 @@ A first run:
 
     reflogp join ./sft-model pairs.jsonl --store ./logps -o pairs-with-ref.parquet
 
-then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on shipped data;
+then give the store to CachedDPOTrainer (reflogp.trainer). [bold]reflogp demo[/bold] shows the whole loop on example data;
 [bold]reflogp doctor[/bold] says what an installation lacks.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values.""",
+Exit codes: 0 done, 1 failed, 2 bad usage, 3 some rows have no values, 130 interrupted.""",
 )
 
 
@@ -77,38 +76,52 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     err.print(f"reflogp: warning: {message}", style="yellow")
 
 
-def _run() -> int:
-    """Run the command line; return its exit code.
+def _run() -> tuple[int, str | None]:
+    """Run the command line, and print its error if there is one.
 
     Usage errors are printed in typer's format, with control characters in quoted text escaped.
+
+    Returns:
+        The exit code, and the error's message; None without an error.
     """
     try:
         code = app(standalone_mode=False)
-    except Exception as error:
-        if not hasattr(error, "format_message"):  # not one of click's errors, which typer may import from its own copy
-            raise
-        error.message = visible(error.message)  # type: ignore[attr-defined]
-        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
-        return EXIT_USAGE
-    return code if isinstance(code, int) else EXIT_DONE
-
-
-def main() -> None:
-    """Entry point of the `reflogp` command."""
-    os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
-    warnings.showwarning = _show_warning
-    if isinstance(logging.lastResort, logging.Handler):
-        logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may quote data too
-    try:
-        sys.exit(_run())
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
         if isinstance(error, NotAllowedError):
             err.print("a token is given with --token, or in REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
-        sys.exit(EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED)
-    except (KeyboardInterrupt, SystemExit) as ended:
-        if isinstance(ended, SystemExit) and ended.code != _TYPER_INTERRUPTED:
+        return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not one of click's errors, which typer may import from its own copy
             raise
-        err.print("reflogp: interrupted; what was committed stays, run the same command again to go on", style="yellow")
-        sys.exit(EXIT_FAILED)
+        error.message = visible(error.message)  # type: ignore[attr-defined]
+        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
+        return EXIT_USAGE, error.format_message()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:  # typer returns it for Ctrl-C
+        err.print(f"reflogp: {_INTERRUPTED}", style="yellow")
+        return EXIT_INTERRUPTED, _INTERRUPTED
+    return code if isinstance(code, int) else EXIT_DONE, None
+
+
+def main() -> None:
+    """Entry point of the `reflogp` command. With --json, an error is also printed as JSON: {"error": message}."""
+    os.environ.update(growing_segments(os.environ))  # before a subcommand imports torch
+    warnings.showwarning = _show_warning
+    if isinstance(logging.lastResort, logging.Handler):
+        logging.lastResort.setFormatter(LineFormatter())  # libraries' log messages may quote data too
+    try:
+        code, problem = _run()
+    except Exception as error:
+        _print_error_object(f"{type(error).__name__}: {error}")
+        raise
+    if problem is not None:
+        _print_error_object(problem)
+    sys.exit(code)
+
+
+def _print_error_object(message: str) -> None:
+    if "--json" in sys.argv:
+        print_json({"error": visible(message)})

@@ -64,4 +64,4 @@ ChatTemplate = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modelling code that the checkpoint brings. Off unless given.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one summary object as the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the summary, or the error.")]

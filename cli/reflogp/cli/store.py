@@ -32,7 +32,7 @@ ReferenceId = Annotated[
     str | None,
     typer.Option("--reference", help="Only this reference: (the beginning of) its id. Default: all.", metavar="ID"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one object as the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the result, or the error.")]
 
 
 @app.command("ls")

@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
 from reflogp.scoring.data.objects import kind_of, open_dataset
+from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import NotScoredError
 from reflogp.scoring.join_objects import with_columns
 from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows
 from reflogp.scoring.reports.build import ReportSummary, write_report
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.progress import progress_bar
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
@@ -78,7 +80,7 @@ def score(
         2
     """
     choice = engine or EngineChoice()
-    opened = store if isinstance(store, Store) else Store(store)
+    opened = _opened(store)
     reference, reason = choose_reference(opened, model, dtype, otherwise=choice.default_dtype())
     choice.require_dtype(reference.dtype)
     if progress is not False:
@@ -135,8 +137,8 @@ def join(
 
     Returns:
         The same kind of dataset with the columns: a Dataset for a path or hub name, a DatasetDict for a DatasetDict, an
-        IterableDataset for an IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts. A stream is
-        joined while it is read, in one process, and raises then.
+        IterableDataset for an IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts. The rows of
+        a stream are joined while it is read, in one process; errors about rows are raised then.
 
     Raises:
         NotScoredError: rows have no values, or cannot be used; names them.
@@ -152,20 +154,20 @@ def join(
     if on_miss not in ("error", "drop"):
         raise UsageError(f"on_miss {on_miss!r}: use error or drop")
     check_truncation(max_length, truncation_mode)
-    opened = store if isinstance(store, Store) else Store(store)
+    opened = _opened(store)
     settings = TrainerSettings(max_length, truncation_mode, ld_alpha)
     command = ScoreArguments(model, "DATA", opened.uri, dtype, settings).command()
     with naming_command(command):
         reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(snapshot)
     _say(reason)
-    find_tokenizer = _tokenizer(str(resolve_model(model, None)), tokenizer)
+    loaded = _tokenizer(str(resolve_model(model, None)), tokenizer)()
 
-    def windows(rows: Any, is_stream: bool) -> Iterator[JoinedWindow]:
-        source = open_dataset(rows)
+    def windows(source: RowSource, is_stream: bool) -> Iterator[JoinedWindow]:
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
-        for window in joined_windows(TokenizedDataset(source, find_tokenizer), at, summary, settings, _BadRows(problems)):
+        tokenized = TokenizedDataset(source, lambda: loaded)
+        for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems)):
             if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command)
             yield window
@@ -173,7 +175,7 @@ def join(
             _require_values(summary, problems, command)
         source.check_unchanged()
 
-    return _of_each_split(dataset, lambda rows, _: with_columns(rows, lambda is_stream: windows(rows, is_stream)))
+    return _of_each_split(dataset, lambda rows, _: with_columns(rows, open_dataset(rows), windows))
 
 
 def report(
@@ -210,7 +212,7 @@ def report(
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")
-    opened = store if isinstance(store, Store) else Store(store)
+    opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
     command = ScoreArguments(model, source.name, opened.uri, dtype, settings).command()
@@ -224,8 +226,8 @@ def report(
         return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar)
 
 
-class _BadRows:
-    """ProgressCallbacks that remember why rows cannot be used.
+class _BadRows(ProgressCallbacks):
+    """Remember why rows cannot be used.
 
     Args:
         problems: row number -> problem, of the first rows.
@@ -234,25 +236,9 @@ class _BadRows:
     def __init__(self, problems: dict[int, str]) -> None:
         self._problems = problems
 
-    def begin(self, sequences: int) -> None:
-        """See ProgressCallbacks.begin."""
-
-    def read(self, rows: int) -> None:
-        """See ProgressCallbacks.read."""
-
-    def advance(self, sequences: int, tokens: int) -> None:
-        """See ProgressCallbacks.advance."""
-
     def bad_row(self, row: int, problem: str) -> None:
-        """See ProgressCallbacks.bad_row."""
         if len(self._problems) < _NAMED_ROWS:
             self._problems[row] = problem
-
-    def note(self, row: int, remark: str) -> None:
-        """See ProgressCallbacks.note."""
-
-    def committed(self, snapshot: int) -> None:
-        """See ProgressCallbacks.committed."""
 
 
 def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
@@ -276,10 +262,15 @@ def _say(reason: str) -> None:
         tqdm.write(reason, file=sys.stderr)
 
 
+def _opened(store: str | os.PathLike[str] | Store) -> Store:
+    """Return the store that was given, or the store at the path or URI."""
+    return store if isinstance(store, Store) else Store(store)
+
+
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that loads the tokenizer, or returns the one that was given."""
+    """Return a function that returns a given tokenizer object, or loads the tokenizer of a folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer

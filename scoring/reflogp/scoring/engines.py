@@ -137,6 +137,20 @@ class EngineChoice:
                 "engine for it"
             )
 
+    def require_loadable(self, model: str, reference: Reference) -> None:
+        """Raise those errors of `make` that are known before weights are read.
+
+        Raises:
+            ContentMismatchError: the folder holds another model than the reference.
+            OutOfMemoryError: the torch engine's device is too small for the model, even if nothing else is on it.
+            EngineError: the torch engine cannot use its device, or transformers does not know the model.
+        """
+        with open_reference_files(model, reference) as opened:
+            if self.name == "torch":
+                from reflogp.scoring.torch_engine.load import require_device
+
+                require_device(opened.checkpoint, reference.dtype, self.device, self.trust_remote_code)
+
     def make(self, model: str, reference: Reference) -> PassEngine:
         """Load the engine with exactly the files of the reference and return it.
 

@@ -8,19 +8,21 @@ from typing import Any
 
 import pyarrow as pa
 
-from reflogp.scoring.data.objects import kind_of, open_dataset
+from reflogp.scoring.data.objects import kind_of
+from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.joining import JoinedWindow, is_usable, with_column
 from reflogp.store import UsageError
 from reflogp.store.joins import ROW_COLUMN
 
 
-def with_columns(dataset: Any, windows: Callable[[bool], Iterator[JoinedWindow]]) -> Any:
+def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
     """Return the rows of a dataset that have values, with the columns of a join, as the same kind of dataset.
 
     Args:
         dataset: of a kind that open_dataset takes.
-        windows: joins the dataset from its first row each time; True for a stream, whose end may never come.
+        source: the same dataset, opened.
+        windows: joins the source from its first row each time; its second argument is True for a stream, which may never end.
 
     Raises:
         DatasetError: no row can be used.
@@ -30,12 +32,12 @@ def with_columns(dataset: Any, windows: Callable[[bool], Iterator[JoinedWindow]]
 
     kind = kind_of(dataset)
     if kind == "datasets.IterableDataset":
-        return datasets.IterableDataset.from_generator(_Stream(windows), split=dataset.split or datasets.Split.TRAIN)
+        return datasets.IterableDataset.from_generator(_Stream(source, windows), split=dataset.split or datasets.Split.TRAIN)
     if isinstance(dataset, list):
-        return [row for window in _some(windows(False)) for row in rows_of(window)]
+        return [row for window in _some(windows(source, False)) for row in rows_of(window)]
     if kind is None and not isinstance(dataset, pa.Table):
-        return _of_path(dataset, windows)
-    columns = pa.concat_tables([window.columns for window in _some(windows(False))])
+        return _of_path(source, windows)
+    columns = pa.concat_tables([window.columns for window in _some(windows(source, False))])
     numbers = columns[ROW_COLUMN].to_numpy()
     if kind == "pandas.DataFrame":
         named = zip(columns.column_names, columns.columns, strict=True)
@@ -64,13 +66,14 @@ def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
     yield from windows
 
 
-def _of_path(path: Any, windows: Callable[[bool], Iterator[JoinedWindow]]) -> Any:
+def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
     """Return the joined rows of a file, folder or hub dataset as a Dataset with the types of its columns."""
     import datasets
 
-    schema = open_dataset(path).schema(is_usable)
+    schema = source.schema(is_usable)
     tables = [
-        _side_by_side(pa.Table.from_pylist(window.rows, schema=schema), window.columns) for window in _some(windows(False))
+        _side_by_side(pa.Table.from_pylist(window.rows, schema=schema), window.columns)
+        for window in _some(windows(source, False))
     ]
     return datasets.Dataset(pa.concat_tables(tables))
 
@@ -106,10 +109,11 @@ class _Stream:
     """A generator of joined rows, for IterableDataset.
 
     Args:
-        windows: see with_columns.
+        source, windows: see with_columns.
     """
 
-    def __init__(self, windows: Callable[[bool], Iterator[JoinedWindow]]) -> None:
+    def __init__(self, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> None:
+        self._source = source
         self._windows = windows
 
     def __call__(self) -> Iterator[dict[str, Any]]:
@@ -118,7 +122,7 @@ class _Stream:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:  # each would read its share of the inner stream, and number it from 0
             raise UsageError(f"a joined stream is read by one worker, and num_workers is {worker.num_workers}: use 0 or 1")
-        for window in self._windows(True):
+        for window in self._windows(self._source, True):
             yield from rows_of(window)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Stream:

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import DatasetError
-from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
 from reflogp.store.texts import shortened

@@ -389,7 +389,8 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        Its poisonous sequences are tried once more, and a dataset from a URI is fetched once more.
+        The retry fetches a dataset from a URI again, and scores the sequences that were left out because they ended workers,
+        too.
         """
         return self._file.write(lambda db: _retry(db, job))
 

@@ -211,7 +211,9 @@ class OnlineScoring:
         if answered["error"] == "deadline":
             raise self._too_late()
         if answered["error"] is not None:
-            raise Problem(503, answered["error"], "an administrator checks the service's references", {"Retry-After": "30"})
+            raise Problem(
+                503, answered["error"], "ask an administrator to check the service's references", {"Retry-After": "30"}
+            )
         self._metrics.tokens.labels("online").inc(tokens)
         self._metrics.engine_seconds.observe(answered["engine_seconds"])
         self._metrics.queue_seconds.observe(answered["queue_seconds"])
@@ -244,7 +246,7 @@ class OnlineScoring:
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if a worker has left so many bytes unread that `size` more would wait in this process's memory."""
+        """Raise Problem 503 if `size` more bytes, on top of what a worker has not read yet, would take too much memory here."""
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
@@ -284,7 +286,7 @@ class OnlineScoring:
 def _no_worker(worker: WorkerHandle) -> Problem:
     said = worker.last_error or "see the service's log"
     return Problem(
-        503, f"no worker can answer: {said}", "try again; an administrator checks the service", {"Retry-After": "10"}
+        503, f"no worker can answer: {said}", "try again, or ask an administrator to check the service", {"Retry-After": "10"}
     )
 
 

@@ -33,11 +33,11 @@ MEDIA_TYPE = "application/problem+json"
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists what there is"),
     (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
-    (LedgerDamagedError, 503, "an administrator mends the ledger as the message says"),
-    (LedgerError, 503, "try again; an administrator checks the service's state folder"),
+    (LedgerDamagedError, 503, "ask an administrator to repair the ledger as the message says"),
+    (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
-    (DamagedStoreError, 503, "an administrator runs `reflogp store verify --repair`"),
-    (StoreUnavailableError, 503, "try again; an administrator checks the store"),
+    (DamagedStoreError, 503, "ask an administrator to run `reflogp store verify --repair`"),
+    (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
 #: Retry-After, in seconds, of a response to a failing ledger of jobs.
 _LEDGER_SECONDS = "5"

@@ -130,7 +130,7 @@ class RayWorkers:
     """The workers of a service on a cluster.
 
     Attributes:
-        choice: engine of each worker; its device is the one that a worker is configured with.
+        choice: engine of each worker, and the device that it computes on.
         count: number of workers.
         folders: local folders that the workers share with the service.
     """

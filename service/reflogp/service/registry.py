@@ -26,7 +26,7 @@ from reflogp.store import (
     resolve_model,
 )
 from reflogp.store.keys import KEY_TYPE
-from reflogp.store.storage import is_local
+from reflogp.store.storage import is_local, require_scheme
 
 _NO_KEYS = pa.array([], KEY_TYPE)
 
@@ -52,11 +52,12 @@ class ReferenceRegistry:
         settings: names of models, and the store. Named models are described at once; hashes of weight files are cached.
 
     Raises:
-        UsageError, CheckpointError: a named model does not exist or cannot be used.
+        UsageError, CheckpointError: a named model does not exist or cannot be used, or no storage has the store's scheme.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.store = Store(settings.store)
+        require_scheme(self.store.uri)
         self._named = {
             name: describe_reference(entry.model, entry.dtype, lm_head_dtype=entry.lm_head_dtype, revision=entry.revision)
             for name, entry in settings.references.items()

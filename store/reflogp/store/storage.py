@@ -71,6 +71,13 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
         raise
 
 
+def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
+    """Raise UsageError for a scheme that delta-rs does not support. A storage that cannot be reached now is not an error."""
+    if not is_local(uri):
+        with contextlib.suppress(*STORAGE_ERRORS):
+            open_filesystem(uri, options)
+
+
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
     """Return a filesystem for reading only: Arrow's own for a local folder, which is faster, else `open_filesystem`."""
     return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)

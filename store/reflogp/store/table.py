@@ -365,8 +365,8 @@ class LogprobTable:
         if not replayed.problems:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         warnings.warn(
-            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): the other entries "
-            f"are served, nothing is written. Mend it: {repair_command(self.uri)}",
+            f"the log of reference {self.reference.reference_id} is damaged ({replayed.first_problem()}): its other "
+            f"entries can still be read, but nothing can be written. Repair it: {repair_command(self.uri)}",
             StoreDamageWarning,
             stacklevel=4,
         )

@@ -85,7 +85,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
         try:
             return source.open().where
         except (ReferenceNotFoundError, StoreNotFoundError) as error:
-            if not source.is_local or source.described is None:
+            if not source.is_store or source.described is None:
                 raise
             return NothingScored(error)
 

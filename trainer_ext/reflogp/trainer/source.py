@@ -152,8 +152,8 @@ class ReferenceSource:
             raise self.nothing_scored(error, "DATA") from error
 
     @property
-    def is_local(self) -> bool:
-        """Whether this is a store that `reflogp score` can write."""
+    def is_store(self) -> bool:
+        """Whether this is a store (a folder or s3://…), not a service and not a file of `reflogp join`."""
         return not self.is_service and not self.is_file
 
     def nothing_scored(

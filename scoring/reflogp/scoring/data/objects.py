@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.data.bounds import BATCH_ROWS
-from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.read import RowSource, rows_of_dataset
 from reflogp.store import UsageError
 
 #: What a dataset without a name of its own is called in messages.
@@ -37,7 +37,7 @@ def open_dataset(dataset: Any) -> RowSource:
     if kind == "datasets.Dataset":
         if dataset.format["type"] == "custom":
             raise UsageError("the dataset has a transform, which would not be applied: apply it with map, or reset_format()")
-        return _ObjectRows(lambda: _rows_of_batches(dataset.with_format(None)), len(dataset))
+        return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
         return _ObjectRows(lambda: iter(dataset.with_format(None)), 0)
     if kind == "pandas.DataFrame":
@@ -71,12 +71,6 @@ def kind_of(dataset: Any) -> str | None:
 def _rows_of_table(table: pa.Table) -> Iterator[dict[str, Any]]:
     for batch in table.to_batches(max_chunksize=BATCH_ROWS):
         yield from batch.to_pylist()
-
-
-def _rows_of_batches(dataset: Any) -> Iterator[dict[str, Any]]:
-    for batch in dataset.iter(batch_size=BATCH_ROWS):
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
 
 
 def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:

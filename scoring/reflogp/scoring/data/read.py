@@ -173,10 +173,9 @@ class RowSource:
             return pa.unify_schemas([open_parquet(file, self._bounds).schema_arrow for file in self.files])
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
+            # Table.from_pylist would take the columns of the first row only.
+            names = dict.fromkeys(name for row in rows for name in row.columns or {})
             try:
-                names = dict.fromkeys(
-                    name for row in rows for name in row.columns or {}
-                )  # from_pylist asks the first row alone
                 found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
@@ -191,9 +190,7 @@ class RowSource:
 
     def _read(self) -> Iterator[_Read]:
         if self._dataset is not None:
-            for batch in self._dataset.iter(batch_size=BATCH_ROWS):
-                for values in zip(*batch.values(), strict=True):
-                    yield dict(zip(batch, values, strict=True)), None, 0
+            yield from ((columns, None, 0) for columns in rows_of_dataset(self._dataset))
             return
         meter = Meter(self._bounds, self.name, self._check)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
@@ -207,6 +204,13 @@ class RowSource:
         for file in self.files:
             with _as_dataset_error(file, self.format), open_text(file, meter) as reader:
                 yield from (line for line in lines(reader, meter.bounds.row_bytes) if line is None or line.strip())
+
+
+def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `datasets.Dataset`, in the format that it has; reads a batch of them at a time."""
+    for batch in dataset.iter(batch_size=BATCH_ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:

@@ -197,7 +197,7 @@ class RowTokenizer:
         assert chunk is not None
         timed_out = status == -signal.SIGPROF or still
         if place in (_NO_ROW, _SEVERAL):
-            if len(chunk.rows) > 1:  # each row is retried alone, which shows the one that ends its child
+            if len(chunk.rows) > 1:  # retry each row alone, to find the row that ends its child process
                 pairs = zip(reversed(chunk.rows), reversed(chunk.texts), strict=True)
                 waiting.extendleft(_Chunk([at], [text], alone=True) for at, text in pairs)
                 return

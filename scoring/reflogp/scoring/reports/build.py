@@ -26,7 +26,7 @@ from reflogp.scoring.reports.preference import label_preference, pair_preference
 from reflogp.scoring.reports.shown import read_shown
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
 from reflogp.scoring.reports.visible import visible
-from reflogp.scoring.runs.score import ProgressCallbacks
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import Snapshot, UsageError
 from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation

@@ -19,7 +19,8 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports.similarity import shared_starts, similarities
 from reflogp.scoring.reports.sketches import Sketches
 from reflogp.scoring.reports.truncation import Lengths
-from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Join, Snapshot, join_logps
 from reflogp.store.keys import keys_as_words, list_lengths, token_lists
 from reflogp.store.snapshot import Found

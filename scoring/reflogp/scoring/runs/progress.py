@@ -7,15 +7,17 @@ from contextlib import contextmanager
 
 from tqdm.auto import tqdm
 
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
+
 #: Rows whose problem is printed; the rest is counted.
 _PRINTED_ROWS = 10
 
 
-class ProgressBar:
-    """ProgressCallbacks that move a bar and collect the rows that were left out.
+class ProgressBar(ProgressCallbacks):
+    """Move a bar, which counts sequences, and collect the rows that were left out.
 
     Args:
-        bar: counts sequences.
+        bar: the bar.
     """
 
     def __init__(self, bar: tqdm) -> None:
@@ -25,30 +27,18 @@ class ProgressBar:
         self._bad_rows = 0
 
     def begin(self, sequences: int) -> None:
-        """See ProgressCallbacks.begin."""
         self._bar.total = sequences or None
         self._bar.refresh()
 
-    def read(self, rows: int) -> None:
-        """See ProgressCallbacks.read. Sequences are counted, not rows."""
-
     def advance(self, sequences: int, tokens: int) -> None:
-        """See ProgressCallbacks.advance."""
         self._tokens += tokens
         self._bar.set_postfix_str(f"{self._tokens:,} tokens" if self._tokens else "", refresh=False)
         self._bar.update(sequences)
 
     def bad_row(self, row: int, problem: str) -> None:
-        """See ProgressCallbacks.bad_row."""
         self._bad_rows += 1
         if len(self._bad) < _PRINTED_ROWS:
             self._bad.append(f"row {row} was left out: {problem}")
-
-    def note(self, row: int, remark: str) -> None:
-        """See ProgressCallbacks.note. The summary counts these rows."""
-
-    def committed(self, snapshot: int) -> None:
-        """See ProgressCallbacks.committed."""
 
     def print_bad_rows(self) -> None:
         """Print the first rows that were left out, and how many more there are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import OtherEngineError
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.torch_engine.sequences import Sequence
@@ -31,28 +32,6 @@ _WINDOWS_AHEAD = 2
 _FAILED_KEYS = 10_000
 #: Most row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
-
-
-class ProgressCallbacks(Protocol):
-    """Callbacks for the progress of a scoring run."""
-
-    def begin(self, sequences: int) -> None:
-        """Report the estimated number of sequences in the dataset; called once, when the first rows were read."""
-
-    def read(self, rows: int) -> None:
-        """Report that `rows` rows in total are read and tokenized."""
-
-    def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, and that `tokens` tokens were computed for them."""
-
-    def bad_row(self, row: int, problem: str) -> None:
-        """Report a row that has no values after this run, and why."""
-
-    def note(self, row: int, remark: str) -> None:
-        """Report a remark about a row that has values."""
-
-    def committed(self, snapshot: int) -> None:
-        """Report a commit; `snapshot` is the number of the new snapshot."""
 
 
 @dataclass

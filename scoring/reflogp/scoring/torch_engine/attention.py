@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -282,19 +282,16 @@ def packed_attention(
 
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
     """Return the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
-    candidates = _CPU_KERNELS if call.query.device.type == "cpu" else _CUDA_KERNELS
-    for kernel, problem in candidates:
-        if kernel.__name__ not in refused and problem(call) is None:
+    for kernel, is_installed, problem in _kernels_of(call.query.device.type):
+        if kernel.__name__ not in refused and is_installed() and problem(call) is None:
             return kernel
     return by_branch
 
 
 def installed_kernels(device_type: str = "cuda") -> list[str]:
     """Return the names of the kernels that `choose_kernel` can return on a "cuda" or "cpu" device, the fastest first."""
-    if device_type == "cpu":
-        return [*([] if cpu_attention.problem(64, 64) else [cpu_blocks.__name__]), by_branch.__name__]
-    optional = {"flash3_varlen": _flash3_varlen(), "torch_varlen": _torch_varlen(), "flash_varlen": _flash_varlen()}
-    return [*(name for name, kernel in optional.items() if kernel is not None), "flex", "by_branch"]
+    installed = [kernel for kernel, is_installed, _ in _kernels_of(device_type) if is_installed()]
+    return [kernel.__name__ for kernel in (*installed, by_branch)]
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
@@ -469,46 +466,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).contiguous()
 
 
-def _varlen_problem(call: Call) -> str | None:
-    """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
-    size = call.query.shape[-1]
-    if call.query.dtype not in (torch.bfloat16, torch.float16):
-        return "only for bfloat16 and float16"
-    if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
-        return f"head size {size}, and {call.value.shape[-1]} of values"
-    return "the layer has sinks" if call.sinks is not None else None
-
-
-def _torch_varlen_problem(call: Call) -> str | None:
-    if _torch_varlen() is None:
-        return "not in this torch"
-    return "the layer has a soft cap" if call.softcap is not None else _varlen_problem(call)
-
-
-def _flash_varlen_problem(call: Call) -> str | None:
-    return "not installed" if _flash_varlen() is None else _varlen_problem(call)
-
-
-def _flash3_varlen_problem(call: Call) -> str | None:
-    return "not installed" if _flash3_varlen() is None else _varlen_problem(call)
-
-
-#: Kernels of each device type, the fastest first. The function after each kernel returns why the kernel cannot compute a layer,
-#: or None. `by_branch` is the last choice on every device and can compute any layer.
-_CPU_KERNELS = ((cpu_blocks, _cpu_blocks_problem),)
-_CUDA_KERNELS = (
-    (flash3_varlen, _flash3_varlen_problem),
-    (torch_varlen, _torch_varlen_problem),
-    (flash_varlen, _flash_varlen_problem),
-    (flex, lambda call: None),
-)
-
-
-@cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
 @cache
 def _torch_varlen() -> Callable[..., Any] | None:
     try:
@@ -539,6 +496,47 @@ def _flash3_varlen() -> Callable[..., Any] | None:
         return None
     found: Callable[..., Any] = flash_attn_varlen_func
     return found
+
+
+def _varlen_problem(call: Call) -> str | None:
+    """Return why FlashAttention's kernels, including torch's own, cannot compute this layer; None if they can."""
+    size = call.query.shape[-1]
+    if call.query.dtype not in (torch.bfloat16, torch.float16):
+        return "only for bfloat16 and float16"
+    if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
+        return f"head size {size}, and {call.value.shape[-1]} of values"
+    return "the layer has sinks" if call.sinks is not None else None
+
+
+def _torch_varlen_problem(call: Call) -> str | None:
+    return "the layer has a soft cap" if call.softcap is not None else _varlen_problem(call)
+
+
+class _Kernel(NamedTuple):
+    """A kernel, whether this machine has it, and a function that returns why it cannot compute a layer, or None."""
+
+    compute: Callable[[PackLayout, Call], torch.Tensor]
+    is_installed: Callable[[], bool]
+    problem: Callable[[Call], str | None]
+
+
+#: Kernels of each device type, the fastest first. `by_branch` is the last choice on every device and can compute any layer.
+_CPU_KERNELS = (_Kernel(cpu_blocks, lambda: cpu_attention.problem(64, 64) is None, _cpu_blocks_problem),)
+_CUDA_KERNELS = (
+    _Kernel(flash3_varlen, lambda: _flash3_varlen() is not None, _varlen_problem),
+    _Kernel(torch_varlen, lambda: _torch_varlen() is not None, _torch_varlen_problem),
+    _Kernel(flash_varlen, lambda: _flash_varlen() is not None, _varlen_problem),
+    _Kernel(flex, lambda: True, lambda call: None),
+)
+
+
+def _kernels_of(device_type: str) -> tuple[_Kernel, ...]:
+    return _CPU_KERNELS if device_type == "cpu" else _CUDA_KERNELS
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @cache

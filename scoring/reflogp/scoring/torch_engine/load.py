@@ -161,6 +161,19 @@ def load_model(model: str | Checkpoint, dtype: str, device: str, trust_remote_co
     return _described(loaded, where, torch_dtype, getattr(torch, products) if products else None)
 
 
+def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote_code: bool = False) -> None:
+    """Raise OutOfMemoryError if a model does not fit a device even if nothing else is on it. Reads no weights.
+
+    The arguments are those of `load_model`. Raises EngineError too, if the device cannot be used or transformers does not know
+    the model.
+    """
+    where = choose_device(device)
+    with torch.random.fork_rng([where] if where.type == "cuda" else []), _unloadable(checkpoint.folder):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        _, parameters = _model_class(config, trust_remote_code)
+        require_room(checkpoint, config, resolve_dtype(dtype, checkpoint.config), where, parameters, alone=True)
+
+
 def in_memory(model: Any) -> LoadedModel:
     """Make a transformers causal language model that is already in memory ready to score.
 

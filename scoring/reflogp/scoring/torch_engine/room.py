@@ -23,7 +23,15 @@ _MOST_GPUS = 64
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.device, parameters: int | None = None) -> None:
+def require_room(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    parameters: int | None = None,
+    *,
+    alone: bool = False,
+) -> None:
     """Raise OutOfMemoryError if a checkpoint does not fit a device.
 
     Args:
@@ -32,11 +40,12 @@ def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
         dtype: dtype that the model computes in, a name of `reference.Dtype`.
         device: device of the model.
         parameters: number of parameters of the model, or None if unknown; files may hold more than is loaded.
+        alone: compare with all of the device's memory, as if nothing else used it, and not with what is free now.
 
     The message says how much memory is needed and free, and which command would work, if any.
     """
     weights, pass_bytes = needed_bytes(checkpoint, config, dtype, device, parameters)
-    free = free_bytes(device)
+    free = _total_bytes(device) if alone else free_bytes(device)
     if weights + pass_bytes <= free:
         return
     ways = []
@@ -46,11 +55,12 @@ def require_room(checkpoint: Checkpoint, config: Any, dtype: str, device: torch.
             ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values are another reference's)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
-    if weights + pass_bytes <= _total_bytes(device):
+    if not alone and weights + pass_bytes <= _total_bytes(device):
         ways.append("end what else uses this memory")
     raise OutOfMemoryError(
         f"{checkpoint.folder} does not fit the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
-        f"({_gib(weights)} of weights, {_gib(pass_bytes)} for a pass), and {_gib(free)} are free. "
+        f"({_gib(weights)} of weights, {_gib(pass_bytes)} for a pass), and "
+        f"{_gib(free)} {'is all it has' if alone else 'are free'}. "
         + (f"What works: {', or '.join(ways)}" if ways else "Take a machine with more memory")
     )
 

@@ -49,7 +49,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
             raise trouble
         if pool.workers and not any(worker.answering for worker in pool.workers):
             raise Problem(
-                503, _why_not(pool.workers), "wait, or an administrator reads the service's log", {"Retry-After": "5"}
+                503, _why_not(pool.workers), "wait, or ask an administrator to read the service's log", {"Retry-After": "5"}
             )
         return Health(status="ready", version=version("reflogp"))
 

@@ -216,7 +216,9 @@ class _Pages:
 
     async def _answered(self, handler: _Handler, scope: Scope | None, request: Request) -> Response:
         if request.method == "POST" and not is_of_own_page(request.headers):
-            raise Problem(403, "the form was sent by a page of another site", "open this service's own page and press it there")
+            raise Problem(
+                403, "the form was sent by a page of another site", "open the page of this service and use the form there"
+            )
         if not self._tokens:
             return await handler(request, "loopback")
         entry = sessions_of(request).entry(request)

@@ -29,7 +29,7 @@ import torch
 from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
-from reflogp.scoring.engines import EngineChoice, PassEngine, open_reference_files
+from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine.freed_memory import return_freed_memory
 from reflogp.scoring.machine.quiet import quiet_libraries
@@ -313,19 +313,24 @@ class Worker:
         return self._references[reference_id]
 
     def _admit(self, reference_id: str) -> None:
-        """Raise ContentMismatchError if a model's folder no longer holds the reference, before others are unloaded for it."""
-        with open_reference_files(self._folder(reference_id), self._reference(reference_id)):
-            pass
+        """Raise what is known to prevent a model from being loaded, before others are unloaded for it.
+
+        That is ContentMismatchError if its folder no longer holds the reference, and OutOfMemoryError if its device is too
+        small for it.
+        """
+        self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 
     def _folder(self, reference_id: str) -> str:
         place = self._models(reference_id)
         return str(resolve_model(place.model, place.revision))
 
     def _load(self, reference_id: str) -> PassEngine:
-        place = self._models(reference_id)
+        return self._choice(reference_id).make(self._folder(reference_id), self._reference(reference_id))
+
+    def _choice(self, reference_id: str) -> EngineChoice:
         configuration = self._configuration
-        choice = EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **place.engine)
-        return choice.make(self._folder(reference_id), self._reference(reference_id))
+        engine = self._models(reference_id).engine
+        return EngineChoice(device=configuration.device, token_budget=configuration.token_budget, **engine)
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:

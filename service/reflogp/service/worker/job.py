@@ -21,6 +21,7 @@ from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenized import TokenizedDataset, cache_name, delete_oldest
 from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
+from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
@@ -85,8 +86,8 @@ class JobCallbacks:
     check: Callable[[], None]
 
 
-class Progress:
-    """Counts of a running job, reported now and then; implements ProgressCallbacks.
+class Progress(ProgressCallbacks):
+    """Counts of a running job, reported at most four times a second.
 
     Attributes:
         problems: row -> why the row has no values.
@@ -132,9 +133,6 @@ class Progress:
                 problem = _ANOTHER
             self._texts[problem] = problem
         self.problems[row] = self._texts[problem]
-
-    def note(self, row: int, remark: str) -> None:
-        """Ignore the remark: it changes no value, and the result has the value."""
 
     def committed(self, snapshot: int) -> None:
         self._report(committed=True)

@@ -46,7 +46,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 
     Raises:
-        UsageError: arguments with which TRL uses no reference, or with which the service does not agree.
+        UsageError: arguments with which TRL uses no reference, or that do not match the service's reference.
         ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable; during training, no response
             before the deadline.
         ReferenceChangedError: the service's reference model is no longer the one that the run began with.
