@@ -79,6 +79,9 @@ def join_dataset(
     Parquet metadata: `reflogp` has the store, reference, snapshot and settings; `reflogp.coverage` has the counts of rows read
     and written.
 
+    Args:
+        dataset: one that keeps no token ids, because the output has the rows' own columns.
+
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
         StoreUnavailableError: the rows do not fit one Parquet schema.
