@@ -179,7 +179,7 @@ class RowSource:
                 found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
-                raise DatasetError(f"{self.name}: a column has no one type: {shortened(str(error))}") from error
+                raise DatasetError(f"{self.name}: a column has values of several types: {shortened(str(error))}") from error
         return schemas[0] if schemas else pa.schema([])
 
     def _rows(self) -> Iterator[_Read]:

@@ -68,7 +68,7 @@ def jobs_router(context: Context) -> APIRouter:
             str | None, Header(max_length=200, description="Names the job instead of its content.")
         ] = None,
     ) -> Job:
-        """Submit a job. The same job sent twice is one job.
+        """Submit a job. Submitting the same job again returns the first one.
 
         Two submissions are the same job if the same token sent them with the same Idempotency-Key or, without a key, if they
         have the same content: the dataset's bytes (or its URI), the reference, and the settings except priority and title. A
