@@ -40,7 +40,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".feather": "arrow",
 }
 #: Suffixes that `dataset_suffix` accepts, for messages, after "ends in" or "end in".
-SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that"
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, as .jsonl.gz or .csv.zst"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows have more than this many bytes.
