@@ -182,7 +182,9 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="How long a request waits for a ledger of jobs that is locked or whose disk fails, before it is 503.",
     )
-    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in the queue; further ones are answered 429.")
+    max_waiting_jobs: int = Field(
+        100_000, gt=0, description="Most jobs in the queue; a further job is refused with status 429."
+    )
     commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
     max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
     # online scoring
@@ -200,7 +202,7 @@ class ServerSettings(BaseSettings):
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
     max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads and fetched datasets together.")
-    max_uploads: int = Field(10_000, gt=0, description="Names of uploads; further ones are refused.")
+    max_uploads: int = Field(10_000, gt=0, description="Most names of uploads; a further upload is refused.")
     max_fetches: int = Field(4, gt=0, description="Datasets that are fetched at a time; the jobs of others wait.")
     fetch_seconds: float = Field(3_600.0, gt=0, description="A dataset that was not fetched by then is given up.")
     body_idle_seconds: float = Field(60.0, gt=0, description="An upload or fetch that stands still for this long is given up.")
