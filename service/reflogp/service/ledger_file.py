@@ -201,7 +201,7 @@ class LedgerFile:
                 code = _code(error)
                 if code == sqlite3.SQLITE_NOTADB:
                     raise UsageError(
-                        f"{self._file} is no ledger of jobs ({error}): move it away, or name another state folder"
+                        f"{self._file} is not a ledger of jobs ({error}): move it away, or name another state folder"
                     ) from error
                 if code == sqlite3.SQLITE_CORRUPT:
                     raise UsageError(damaged_ledger(self._file, str(error))) from error

@@ -300,9 +300,9 @@ def _state(file: Path) -> dict[str, Any]:
         with file.open("rb") as raw:
             state = json.loads(raw.read(_STATE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} cannot be read") from error
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} does not describe one")
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} does not describe one")
     return state
 
 
