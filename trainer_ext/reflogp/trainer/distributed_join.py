@@ -103,8 +103,8 @@ def raise_missing(
         dtype: dtype to score in if nothing was scored yet; None for the source's.
 
     Raises:
-        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that looked nothing
-        up.
+        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that did not
+        look up values.
     """
 
     def tell() -> None:
