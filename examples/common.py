@@ -50,7 +50,7 @@ def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> arg
         "--data",
         type=Path,
         default=PAIRS,
-        help="preference pairs, JSON lines with prompt, chosen, rejected; default: shipped ones",
+        help="preference pairs, JSON lines with prompt, chosen, rejected; default: the example data",
     )
     parser.add_argument("--rows", type=int, default=64, help="how many of them, from the first on (default: %(default)s)")
     parser.add_argument(

@@ -402,7 +402,7 @@ def test_an_error_is_json_too(reflogp, reference_folder, pairs_file, tmp_path, m
     join = ("join", reference_folder, pairs_file, "--store", tmp_path / "none", "-o", tmp_path / "j.parquet", "--json")
     for arguments, exit_code, says in (
         ((*score, "--dtype", "float8"), USAGE, "float8"),
-        ((*score, "--max-length", "x"), USAGE, "'x' is not a valid int"),
+        ((*score, "--max-length", "x"), USAGE, "a valid integer"),
         (join, USAGE, "there is no store"),
         (("store", "ls", tmp_path, "--reference", "x", "--json"), USAGE, "No such option"),
         (("jobs", "ls", "http://127.0.0.1:9", "--json"), FAILED, "is not responding"),

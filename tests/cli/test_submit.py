@@ -105,7 +105,7 @@ def test_a_path_on_the_services_machine(reflogp, url, folder, tmp_path, pair_row
         (["{url}", "{pairs}"], "--reference"),
         (["{url}", "{pairs}", "--reference", "nobody"], "nobody"),
         (["{url}", "{pairs}", "--reference", "sft", "--output", "x.csv"], ".parquet"),
-        (["{url}", "{pairs}", "--reference", "sft", "--output", "/nowhere/x.parquet"], "is no folder"),
+        (["{url}", "{pairs}", "--reference", "sft", "--output", "/nowhere/x.parquet"], "is not a folder"),
         (["{url}", "{pairs}", "--reference", "sft", "--format", "xml"], "--format"),
         (["{url}", "{pairs}", "--reference", "sft", "--ld-alpha", "2"], "--ld-alpha"),
         (["{url}", "file:///etc/passwd", "--reference", "sft"], "file"),

@@ -505,7 +505,7 @@ def test_an_unknown_job_is_refused(client, call):
 def test_a_result_is_written_where_it_can_be(client, tmp_path):
     with pytest.raises(UsageError, match=r"\.parquet"):
         client.result("0123456789abcdef", tmp_path / "values.csv")
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         client.result("0123456789abcdef", tmp_path / "nowhere" / "values.parquet")
 
 

@@ -366,7 +366,7 @@ class TestRefused:
             build({**settings, "reference": "nothing"})
 
     def test_a_store_instead_of_a_service(self, settings, models, tmp_path):
-        with pytest.raises(UsageError, match="is no service"):
+        with pytest.raises(UsageError, match="is not a service"):
             RemoteReference(ReferenceSource(tmp_path, model=str(models["ref"]), dtype="float32"))
 
     @pytest.mark.parametrize("trainer", TRAINERS)

@@ -69,7 +69,7 @@ def missing_extra(extra: str, error: ImportError) -> ReflogpError:
 
 
 def print_dropped(rows: int) -> None:
-    """Print how many rows --max-length drops, which is no error."""
+    """Print how many rows --max-length drops. That is not an error."""
     if rows:
         err.print(f"{rows:,} rows are dropped, as TRL drops them: the prompt alone fills --max-length", style="yellow")
 

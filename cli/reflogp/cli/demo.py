@@ -57,7 +57,7 @@ def demo(
         model = str(folder / "model")
         if not (folder / "model" / "model.safetensors").is_file():
             out.print(
-                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained for a moment on the chosen answers",
+                "[bold]1. A reference model[/bold]: a tokenizer and a small Llama, trained briefly on the chosen answers",
                 markup=True,
             )
             _build(folder / "model", RowSource(data_file))

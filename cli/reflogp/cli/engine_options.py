@@ -65,7 +65,7 @@ ServedModel = Annotated[
     typer.Option(help="Its name for the reference. Default: the only model it serves.", rich_help_panel=_REMOTE),
 ]
 Concurrency = Annotated[
-    int | None, typer.Option(min=1, help="Requests under way at a time. Default: 64.", rich_help_panel=_REMOTE)
+    int | None, typer.Option(min=1, help="Most requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE)
 ]
 Patience = Annotated[
     float | None,

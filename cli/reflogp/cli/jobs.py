@@ -64,7 +64,7 @@ def ls(
         _print(_listed(page.jobs, narrow=out.is_terminal and out.width < _WIDE))
     out.print(", ".join(f"{count:,} {name}" for name, count in page.counts.items() if count) or "no jobs yet")
     if page.next_before:
-        out.print(f"older ones: --before {page.next_before}")
+        out.print(f"older jobs: --before {page.next_before}")
 
 
 @app.command("show")

@@ -1,4 +1,4 @@
-"""Errors of the client, below the store's ReflogpError.
+"""Errors of the client; all are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── RowsWithoutValuesError    an export needs a value for every row, and some rows have none

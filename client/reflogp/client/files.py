@@ -109,7 +109,7 @@ def check_output(path: str | Path) -> Path:
     if output.suffix != ".parquet":
         raise UsageError(f"the output {path} would be a Parquet file; give it a name that ends in .parquet")
     if not output.absolute().parent.is_dir():
-        raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is no folder")
+        raise UsageError(f"the output {path} cannot be written: {output.absolute().parent} is not a folder")
     return output
 
 

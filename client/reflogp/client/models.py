@@ -100,7 +100,7 @@ class Job:
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
         dataset: one of upload, path and uri (without its query); and split. Empty if another token submitted the job and the
             client's token has no permission to read.
-        note: why the latest attempt did not end the job, or what a queued job waits for.
+        note: why the latest attempt did not complete the job, or what a queued job waits for.
         error: why the job failed.
         summary: what `reflogp score --json` prints for a run; only for a done job.
         started_at: start of the latest attempt.

@@ -55,7 +55,7 @@ class PassEngine(Engine, Protocol):
     """An engine that can switch between callers after each pass, as a service's worker needs it.
 
     Attributes:
-        token_budget: about how many tokens of several requests are worth merging.
+        token_budget: approximate number of tokens up to which merging requests into one pass saves time.
         pass_seconds: longest device time of a pass, or None for no limit.
     """
 

@@ -1,4 +1,4 @@
-"""Errors of scoring, below the store's ReflogpError.
+"""Errors of scoring; all are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no shape

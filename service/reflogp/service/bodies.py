@@ -250,7 +250,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
     """Return the longest body that this many sequences and tokens need.
 
-    Counted are 64-bit ids, a mask of the same length, and 64-bit offsets of three columns.
+    This counts 64-bit ids, a mask of the same length, and 64-bit offsets of three columns.
     """
     return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
 

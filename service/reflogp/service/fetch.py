@@ -189,7 +189,7 @@ def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if _NUMBER.fullmatch(labels[-1]):
         return str(ipaddress.IPv4Address(host)), port
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError("its host is no host name")
+        raise ValueError("its host is not a host name")
     return host, port
 
 

@@ -389,8 +389,7 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        The retry fetches a dataset from a URI again, and scores the sequences that were left out because they ended workers,
-        too.
+        The retry fetches a dataset from a URI again. It also scores sequences that were left out because they ended workers.
         """
         return self._file.write(lambda db: _retry(db, job))
 

@@ -201,7 +201,7 @@ class LedgerFile:
                 code = _code(error)
                 if code == sqlite3.SQLITE_NOTADB:
                     raise UsageError(
-                        f"{self._file} is no ledger of jobs ({error}): move it away, or name another state folder"
+                        f"{self._file} is not a ledger of jobs ({error}): move it away, or name another state folder"
                     ) from error
                 if code == sqlite3.SQLITE_CORRUPT:
                     raise UsageError(damaged_ledger(self._file, str(error))) from error
@@ -251,8 +251,8 @@ class LedgerFile:
 def damaged_ledger(file: Path, what: str) -> str:
     """Return the message for a damaged ledger, with the steps of its recovery."""
     return (
-        f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal aside,"
-        f" make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its place and start the"
+        f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
+        f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its place and start the"
         " service; without it jobs are submitted again and find their values in the store"
     )
 

@@ -76,15 +76,17 @@ class JobProgress(BaseModel):
     """Progress of a job. A sequence counts as done when it is a hit, was scored, or failed."""
 
     rows: int = Field(0, description="Rows read so far, in this attempt.")
-    sequences: int = Field(0, description="Sequences in all, as far as can be told.")
-    done: int = Field(0, description="Hits, scored and failed ones together.")
-    hits: int = Field(0, description="Ones that needed no computing: in the store before, or twice in the dataset.")
-    scored: int = Field(0, description="Ones that were computed.")
+    sequences: int = Field(0, description="Total number of sequences, as far as it is known.")
+    done: int = Field(0, description="Sequences that were hits, were scored or failed.")
+    hits: int = Field(
+        0, description="Sequences that needed no computing: the store had them, or they occur twice in the dataset."
+    )
+    scored: int = Field(0, description="Sequences that were computed.")
     bad_rows: int = Field(0, description="Rows without values so far; the result says why.")
-    tokens: int = Field(0, description="Tokens of the scored ones.")
-    tokens_per_second: float = Field(0.0, description="Tokens of the scored ones over the time spent scoring.")
-    seconds: float = Field(0.0, description="Running so far, in this attempt.")
-    seconds_left: float | None = Field(None, description="At the present rate; None while nothing can be said.")
+    tokens: int = Field(0, description="Tokens of the scored sequences.")
+    tokens_per_second: float = Field(0.0, description="Tokens of the scored sequences, divided by the time spent scoring.")
+    seconds: float = Field(0.0, description="Seconds that this attempt has been running.")
+    seconds_left: float | None = Field(None, description="Seconds left at the present rate; None while it is unknown.")
 
 
 class Job(BaseModel):

@@ -269,7 +269,7 @@ class Pool:
         elif doing == "pass" and self._max_pass_seconds is not None and seconds > self._max_pass_seconds:
             worker.kill(f"one pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
         elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * self._look_seconds:
-            logger.warning("worker %d is at one pass for %.0f seconds: it may hang", worker.number, seconds)
+            logger.warning("worker %d has been computing one pass for %.0f seconds: it may hang", worker.number, seconds)
         worker.memory_bytes = await worker.process.memory()
         if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
             worker.kill(f"it took {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")

@@ -245,7 +245,9 @@ class Precompute:
         """Return a job. Raises Problem if it is unknown."""
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
-            raise Problem(404, f"there is no job {job_id}", "GET /v1/jobs lists them; ended ones are deleted after keep_days")
+            raise Problem(
+                404, f"there is no job {job_id}", "GET /v1/jobs lists all jobs; jobs that ended are deleted after keep_days"
+            )
         return job
 
     async def watch(self, job_id: str) -> AsyncIterator[Job | None]:

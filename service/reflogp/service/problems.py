@@ -83,7 +83,7 @@ def problem_of(error: ReflogpError) -> Problem:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
             return Problem(status, str(error), next_step, headers)
-    return Problem(500, str(error), "try again; if it stays, report it with the service's log")
+    return Problem(500, str(error), "try again; if the error remains, report it with the service's log")
 
 
 def install(app: FastAPI) -> None:

@@ -1,7 +1,7 @@
 """Resolve dataset paths of requests: only files and folders under the roots that an administrator allows.
 
 The functions block. A path is resolved when its job is submitted and again when the job begins. The worker opens the files with
-`data.rooted` as well, and reads only content with the digest that was computed here.
+`data.confined_paths` as well, and reads only content with the digest that was computed here.
 
 A path outside the roots gets the same response whether it exists or not.
 """
@@ -30,7 +30,7 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
             if it is malformed or cannot be a dataset.
     """
     if not settings.dataset_roots:
-        raise Problem(403, "this service takes no paths (its setting dataset_roots is empty)", _UPLOAD)
+        raise Problem(403, "this service accepts no datasets by path (its setting dataset_roots is empty)", _UPLOAD)
     named = _checked(path)
     for root in sorted(settings.dataset_roots, key=lambda root: len(root.parts)):
         real_root = root.expanduser().resolve()

@@ -59,9 +59,9 @@ class ReferenceSettings(BaseModel):
     vllm_options: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments (docs/engines.md).")
     url: str | None = Field(None, pattern="^https?://", description="remote: the server; its key is in VLLM_API_KEY.")
     served_model: str | None = Field(None, description="remote: its name for the model. Default: the only one it serves.")
-    concurrency: int = Field(64, ge=1, description="remote: requests under way at a time.")
-    patience_seconds: float = Field(300.0, gt=0, description="remote: how long a server that does not answer is waited for.")
-    check_claim: bool = Field(True, description="remote: compare its values with those of the weights before they are kept.")
+    concurrency: int = Field(64, ge=1, description="remote: most requests sent at the same time.")
+    patience_seconds: float = Field(300.0, gt=0, description="remote: how long to wait for a server that does not answer.")
+    check_claim: bool = Field(True, description="remote: compare its values with those of the weights before storing any.")
 
     @model_validator(mode="after")
     def _options_fit_the_engine(self) -> ReferenceSettings:
@@ -108,37 +108,42 @@ class ServerSettings(BaseSettings):
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names that the service may be asked by, beside those of loopback: data.example.org, *.example.org."
-        " Default: without tokens none, with tokens any. With tokens an IP address is always allowed.",
+        description="Host names under which the service may be reached, in addition to those of loopback: data.example.org,"
+        " *.example.org. Default: without tokens none, with tokens any. With tokens, IP addresses are always allowed.",
     )
     max_body_bytes: int = Field(
         256 << 20, gt=0, description="A longer request body is refused; uploads have max_upload_bytes instead."
     )
     max_json_bytes: int = Field(
-        2 << 20, gt=0, description="A longer JSON body is refused: Arrow streams are for more than that."
+        2 << 20, gt=0, description="A longer JSON body is refused; send more than that as an Arrow stream."
     )
     request_memory_bytes: int | None = Field(
         None,
         ge=64 << 20,
-        description="Memory of all requests under way. Those beyond wait for up to 10 seconds, then the answer is 503."
+        description="Memory of all open requests together. Further requests wait for up to 10 seconds and are"
+        " then refused with 503."
         " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
     )
     max_head_bytes: int = Field(32 << 10, gt=0, description="A longer target, or longer headers, are refused.")
     head_seconds: float = Field(10.0, gt=0, description="A connection whose request's head is not complete by then is closed.")
-    answer_idle_seconds: float = Field(30.0, gt=0, description="A connection whose answer is not read for this long is closed.")
-    max_lookup_keys: int = Field(5_000_000, gt=0, description="Keys of one lookup.")
+    answer_idle_seconds: float = Field(
+        30.0, gt=0, description="A connection whose response is not read for this long is closed."
+    )
+    max_lookup_keys: int = Field(5_000_000, gt=0, description="Most keys of one lookup.")
     max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Requests under way at a time; beyond, the answer is 503. As many connections may be idle beside them.",
+        description="Most open requests; a further request is refused with 503. In addition, as many connections may be idle.",
     )
     state: Path | None = Field(
         None, description="Folder for jobs, uploads and results. Default: one of this store's own in ~/.local/state/reflogp."
     )
     keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
-    log_format: Literal["text", "json"] = Field("text", description="json: one object a line, with job ids.")
-    access_log: bool = Field(False, description="A log line for each request, too; /metrics counts and times them anyway.")
+    log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line, with job ids.")
+    access_log: bool = Field(
+        False, description="Also log a line for each request; /metrics counts and times requests in any case."
+    )
     # workers
     devices: list[str] = Field(
         ["all"],
@@ -153,10 +158,10 @@ class ServerSettings(BaseSettings):
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="Workers on Ray. Default: one for each GPU of the cluster, or CPU where it has none.",
+        description="Workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
     )
     token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
-    max_loaded: int = Field(1, ge=1, description="References that a worker holds in memory; others wait for room.")
+    max_loaded: int = Field(1, ge=1, description="Most references that a worker holds in memory.")
     pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
     max_worker_bytes: int | None = Field(
         None,
@@ -167,50 +172,59 @@ class ServerSettings(BaseSettings):
     worker_silence_seconds: float = Field(
         60.0,
         gt=0,
-        description="A worker that does not answer for so long is killed and started again; ten times as long while it starts."
-        " Loading a model and a long pass are no silence.",
+        description="A worker that does not answer for this long is killed and started again. While it starts, it has ten times"
+        " as long. Loading a model and computing a long pass do not count.",
     )
     max_pass_seconds: float | None = Field(
         None,
         gt=0,
-        description="A worker whose engine is at one pass for longer is killed and started again. Default: no bound, since a"
-        " long pass looks like one that hangs; the log warns of passes of more than ten minutes.",
+        description="A worker that computes one pass for longer than this is killed and started again. Default: no limit,"
+        " because a long pass looks like one that hangs. The log warns of passes of more than ten minutes.",
     )
     # jobs
     ledger_seconds: float = Field(
         5.0,
         gt=0,
-        description="How long a request waits for a ledger of jobs that is locked or whose disk fails, before it is 503.",
+        description="How long a request waits for a ledger of jobs that is locked or whose disk fails. The request is then"
+        " refused with 503.",
     )
-    max_waiting_jobs: int = Field(100_000, gt=0, description="Jobs in the queue; further ones are answered 429.")
-    commit_seconds: float = Field(5.0, gt=0, description="The longest that a job's computed values wait for a commit.")
-    max_tokens_bytes: int = Field(20 << 30, gt=0, description="Token ids of datasets, kept so that none is made twice.")
+    max_waiting_jobs: int = Field(
+        100_000, gt=0, description="Most jobs in the queue; a further job is refused with status 429."
+    )
+    commit_seconds: float = Field(5.0, gt=0, description="Maximum time that a job's computed values wait for a commit.")
+    max_tokens_bytes: int = Field(
+        20 << 30, gt=0, description="Maximum size of the kept token ids, which save tokenising a dataset again."
+    )
     # online scoring
     window_seconds: float = Field(0.002, ge=0, le=1, description="How long a request waits for others to share a pack with.")
-    max_score_sequences: int = Field(4_096, gt=0, description="Sequences of one request.")
-    max_score_tokens: int = Field(4 << 20, gt=0, description="Tokens of one request.")
-    max_queued_tokens: int = Field(16 << 20, gt=0, description="Tokens queued for a worker; beyond, the answer is 429.")
-    deadline_seconds: float = Field(300.0, gt=0, description="A request that names no deadline has this one.")
+    max_score_sequences: int = Field(4_096, gt=0, description="Most sequences of one request.")
+    max_score_tokens: int = Field(4 << 20, gt=0, description="Most tokens of one request.")
+    max_queued_tokens: int = Field(
+        16 << 20, gt=0, description="Most tokens queued for a worker; a further request is refused with 429."
+    )
+    deadline_seconds: float = Field(300.0, gt=0, description="Deadline of a request that names none.")
     # datasets
-    dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name; none: no paths.")
+    dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name. Default: none.")
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/. A host that is named is"
-        " trusted, internal or not; https:// alone is any host with public addresses only.",
+        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/. A named host is"
+        " trusted, also in a private network; https:// alone allows all hosts with public addresses.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
-    max_uploads_bytes: int = Field(64 << 30, gt=0, description="All uploads and fetched datasets together.")
-    max_uploads: int = Field(10_000, gt=0, description="Names of uploads; further ones are refused.")
-    max_fetches: int = Field(4, gt=0, description="Datasets that are fetched at a time; the jobs of others wait.")
-    fetch_seconds: float = Field(3_600.0, gt=0, description="A dataset that was not fetched by then is given up.")
-    body_idle_seconds: float = Field(60.0, gt=0, description="An upload or fetch that stands still for this long is given up.")
-    max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is a bad row.")
+    max_uploads_bytes: int = Field(64 << 30, gt=0, description="Maximum size of all uploads and fetched datasets together.")
+    max_uploads: int = Field(10_000, gt=0, description="Most names of uploads; a further upload is refused.")
+    max_fetches: int = Field(4, gt=0, description="Most datasets that are fetched at the same time; further jobs wait.")
+    fetch_seconds: float = Field(3_600.0, gt=0, description="A fetch that takes longer is stopped, and its job fails.")
+    body_idle_seconds: float = Field(
+        60.0, gt=0, description="An upload or fetch that receives nothing for this long is stopped."
+    )
+    max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is left out as a bad row.")
     row_seconds: float = Field(
-        10.0, gt=0, le=3600, description="A row that takes more processor time to tokenise is a bad row."
+        10.0, gt=0, le=3600, description="A row that takes more processor time to tokenise is left out as a bad row."
     )
     max_dataset_bytes: int = Field(256 << 30, gt=0, description="A dataset that is longer when decompressed is refused.")
     max_group_bytes: int = Field(
-        2 << 30, gt=0, description="What is read at once: a JSON array, a Parquet row group, an Arrow batch."
+        2 << 30, gt=0, description="Maximum size of what is read at once: a JSON array, a Parquet row group, an Arrow batch."
     )
 
     @model_validator(mode="after")

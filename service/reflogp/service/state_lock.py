@@ -21,7 +21,7 @@ class StateLock:
     owns it.
 
     Raises:
-        UsageError: another service holds the folder, or the folder cannot be written.
+        UsageError: another service uses the folder, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -36,7 +36,7 @@ class Imported:
     Attributes:
         reference_id: reference of the rows.
         rows: rows in the export.
-        written: rows that the store lacked, or had for fewer tokens.
+        written: rows that the store lacked, or had with fewer values.
         snapshot: number of the first snapshot that has all of them.
     """
 

@@ -119,13 +119,13 @@ def raise_missing(
         misses: the missing rows of each dataset.
         source: where the values were looked up.
         where: the snapshot in which they were looked up, or NothingScored.
-        settings: the settings of the sums.
+        settings: the trainer's settings that the sums depend on.
         output_dir: folder to which the rows' token ids are written.
         dtype: dtype to score in if nothing was scored yet; None for the source's.
 
     Raises:
-        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that looked nothing
-        up.
+        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that did not
+        look up values.
     """
 
     def tell() -> None:
@@ -156,7 +156,7 @@ def join_on_all_ranks(
         layout: the dataset's columns.
         source: where the values are.
         where: the snapshot in which to look them up.
-        settings: the settings of the sums.
+        settings: the trainer's settings that the sums depend on.
         read: turns a join's sums into the columns that the trainer's loss reads.
 
     Raises:

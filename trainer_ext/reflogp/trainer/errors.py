@@ -1,4 +1,4 @@
-"""Errors of the trainer extension, below the store's ReflogpError.
+"""Errors of the trainer extension; all are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 └── ReferenceLogpsError          a training run cannot trust its reference log-probs

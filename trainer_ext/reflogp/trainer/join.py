@@ -80,7 +80,7 @@ class JoinRecord:
 
     Attributes:
         where: where the values come from.
-        settings: the settings of the sums.
+        settings: the trainer's settings that the sums depend on.
         rows: rows with values. This is every row, because a miss is an error. None for a stream, whose length is unknown.
         coverage: rows with values divided by all rows, 1.0 for a join that succeeded.
         scored, computed: rows whose values were scored by the service, or computed by the trainer's own model, during this

@@ -79,7 +79,7 @@ class RemoteReference(NoReferenceModel):
         absolute_positions: True if the reference looks up positions in a table (GPT-2), so that padding changes its input.
 
     Raises:
-        UsageError: the source is no service.
+        UsageError: the source is not a service.
         ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
         RankFailedError: another process could not reach it.
 
@@ -94,7 +94,7 @@ class RemoteReference(NoReferenceModel):
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
         if not source.is_service:
-            raise UsageError(f"{source.location} is no service, and only one has values of text that was just generated")
+            raise UsageError(f"{source.location} is not a service, and only a service can score text that was just generated")
         if not deadline > 0:
             raise UsageError(f"deadline {deadline}: give seconds above 0")
         self.traffic = Traffic()

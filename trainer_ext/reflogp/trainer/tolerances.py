@@ -34,8 +34,8 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
 
     Args:
         model: the policy, unwrapped.
-        accelerator: the trainer's, which knows bf16=, fp16=, `accelerate launch --mixed_precision` and DeepSpeed's config; None
-            if only the weights' dtype counts.
+        accelerator: the trainer's Accelerator, which has the settings of bf16=, fp16=, `accelerate launch
+            --mixed_precision` and DeepSpeed; None if only the weights' dtype counts.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default). The weights'

@@ -40,7 +40,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".feather": "arrow",
 }
 #: Suffixes that `dataset_suffix` accepts, for messages, after "ends in" or "end in".
-SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text may end in .gz or .zst behind that"
+SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, as .jsonl.gz or .csv.zst"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows have more than this many bytes.
@@ -179,7 +179,7 @@ class RowSource:
                 found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
                 schemas = [pa.unify_schemas([*schemas, found], promote_options="permissive")]
             except (pa.ArrowException, OverflowError) as error:
-                raise DatasetError(f"{self.name}: a column has no one type: {shortened(str(error))}") from error
+                raise DatasetError(f"{self.name}: a column has values of several types: {shortened(str(error))}") from error
         return schemas[0] if schemas else pa.schema([])
 
     def _rows(self) -> Iterator[_Read]:
@@ -300,9 +300,9 @@ def _state(file: Path) -> dict[str, Any]:
         with file.open("rb") as raw:
             state = json.loads(raw.read(_STATE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} cannot be read") from error
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is no saved dataset: {file.name} does not describe one")
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} does not describe one")
     return state
 
 

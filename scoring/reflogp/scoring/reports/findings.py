@@ -92,7 +92,7 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
                 "check that this is the model that was meant, with its own chat template.",
             )
         ]
-    return [Finding("fact", f"{said}; guessing evenly among the vocabulary's {vocabulary:,} tokens has {_nats(even)}.")]
+    return [Finding("fact", f"{said}; guessing evenly among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
 
 
 def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:

@@ -31,7 +31,7 @@ class Piece:
         text: visible text.
         level: from 0 (no surprise) to len(LEVELS); None without a value.
         note: its log-prob as text; empty without a value.
-        special: True if it is displayed as a sign rather than as text.
+        special: True if it is displayed as a symbol and not as text.
         differs: True if it is not in the other completion of a compared pair.
     """
 

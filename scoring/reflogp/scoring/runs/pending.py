@@ -49,7 +49,7 @@ class Work:
         operations: operations of the scored sequences.
         peak: operations per second of all devices together; None if nothing was computed or an engine cannot measure it.
         provenance: how the values were computed; None if nothing was computed.
-        workers: most engines that computed at the same time.
+        workers: largest number of engines that computed at the same time.
     """
 
     seconds: float = 0.0

@@ -19,7 +19,7 @@ class Prefetch(Generic[T]):
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: most finished items that wait. One more may be in the making.
+        depth: maximum number of finished items that wait. One more may be in preparation.
         name: name of the thread.
     """
 

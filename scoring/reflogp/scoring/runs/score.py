@@ -57,7 +57,7 @@ class ScoreSummary:
             nothing was computed, or if the engine cannot count.
         sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
             least 1. None if nothing was computed, or if the engine cannot count.
-        workers: most engines that computed at the same time; 0 if nothing was computed.
+        workers: largest number of engines that computed at the same time; 0 if nothing was computed.
         reference_id, snapshot, store: reference, snapshot number and store URI of the values.
         provenance: how the values were computed; None if nothing was computed.
     """

@@ -56,16 +56,16 @@ class TorchEngine:
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the one in config.json. "bfloat16-autocast" and
             "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
-        token_budget: most tokens of one pass; "auto" computes it from the free memory. When memory runs out the budget is
-            halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again, up to
-            its first value.
+        token_budget: maximum number of tokens of one pass; "auto" computes it from the free memory. When memory runs out, the
+            budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
+            up to its first value.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
         compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.should_compile).
         refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
         trust_remote_code: run modelling code from the checkpoint.
 
     Attributes:
-        token_budget: most tokens of a pass.
+        token_budget: maximum number of tokens of a pass.
         pass_seconds: longest device time of a pass, or None for no limit; set it while other work waits for the engine.
         self_check: result of the check at load.
 

@@ -254,7 +254,7 @@ def _take_out_of_files(model: Any) -> None:
 def forget_longest_pass(model: Any, limit: int) -> None:
     """Reset "dynamic" rotary embeddings to `limit`, so that they fit the next pass and not the longest pass so far.
 
-    Above `limit` transformers only grows them.
+    By itself, transformers never makes them smaller again once a pass was longer than `limit`.
     """
     for module in model.modules():
         for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:

@@ -74,7 +74,7 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
 
     Args:
         sequences: any number; for a large dataset call this for one window at a time.
-        token_budget: most tokens of a pack. A longer sequence is a pack of its own.
+        token_budget: maximum number of tokens of a pack. A longer sequence is a pack of its own.
         min_shared: common prefixes shorter than this are not shared.
     """
     ids = [sequence.ids() for sequence in sequences]

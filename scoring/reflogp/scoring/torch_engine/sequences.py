@@ -106,7 +106,7 @@ def passes_over(
     Args:
         sequences: sequences that the engine can score.
         skip: indices to leave out.
-        size: most sequences of a group.
+        size: maximum number of sequences of a group.
         before: called with the indices of each pass before the engine begins it.
         flow: called with the groups, and with a callback for the numbers of each pass.
     """

@@ -52,7 +52,7 @@ class Scorer:
         room: number of cache blocks that the requests in flight may need together.
         max_model_len: vLLM's limit of the tokens of a sequence, its sampled token included.
         reads_cache: True if vLLM's prefix cache is enabled.
-        batched_tokens: most tokens of one of vLLM's steps.
+        batched_tokens: maximum number of tokens of one of vLLM's steps.
     """
 
     def __init__(self, options: dict[str, Any], adapter: str | None) -> None:

@@ -44,7 +44,7 @@ class ServerPlace:
         url: URL such as http://host:8000; a path before /v1 is kept.
         model: name under which the server serves the reference; None if it serves one model only.
         key: API key of the server, or None.
-        concurrency: most requests in flight at the same time.
+        concurrency: maximum number of requests in flight at the same time.
         patience_seconds: maximum time to wait for a server that does not respond.
     """
 

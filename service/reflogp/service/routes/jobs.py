@@ -68,7 +68,7 @@ def jobs_router(context: Context) -> APIRouter:
             str | None, Header(max_length=200, description="Names the job instead of its content.")
         ] = None,
     ) -> Job:
-        """Submit a job. The same job sent twice is one job.
+        """Submit a job. Submitting the same job again returns the first one.
 
         Two submissions are the same job if the same token sent them with the same Idempotency-Key or, without a key, if they
         have the same content: the dataset's bytes (or its URI), the reference, and the settings except priority and title. A
@@ -104,7 +104,7 @@ def jobs_router(context: Context) -> APIRouter:
     async def jobs(
         request: Request,
         state: Annotated[JobState | None, Query(description="Only these.")] = None,
-        before: Annotated[str | None, Query(max_length=64, description="A job's id: only older ones.")] = None,
+        before: Annotated[str | None, Query(max_length=64, description="A job's id: list only jobs older than it.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
     ) -> Response:
         """List jobs, newest first. A page with long jobs ends before `limit`; `next_before` leads to the next page."""

@@ -81,7 +81,7 @@ class GlobalMeans:
         self.forget()
         per_process = gather((count, seen))
         if not beta or any(means is None or number != count for number, means in per_process):
-            return  # if the processes logged over different batches, the mean over all is no process' mean
+            return  # if the processes logged over different batches, the mean over all is not the mean of any process
         for at, side in enumerate(("chosen", "rejected")):
             if f"rewards/{side}" not in logs or f"logps/{side}" not in logs:
                 continue

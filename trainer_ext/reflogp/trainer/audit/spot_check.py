@@ -56,7 +56,7 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     if not reference_columns(_kept(trainer, dataset[chosen[0]])):
         return SpotCheck("nobody: the reference columns do not reach the batch", [], [])
     if why := no_own_reference(trainer):
-        return SpotCheck(f"nobody: {why}, and the source is no service", [], [])
+        return SpotCheck(f"nobody: {why}, and the source is not a service", [], [])
     return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
 
 

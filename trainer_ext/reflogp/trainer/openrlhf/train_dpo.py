@@ -86,7 +86,7 @@ def main() -> None:
         parser.print_help()
         print(f"\nAnd those of {_MODULE}:\n")
     elif options.store is None:
-        parser.error("--reflogp.store is needed: where the reference log-probs are")
+        parser.error("--reflogp.store is required: the store or service that has the reference log-probs")
     launch = Launch(options)
     sys.argv[1:] = others
     with (

@@ -114,7 +114,7 @@ class ParallelScorer:
         workers: source of the workers.
         own: scorer with an engine of this process, which computes as well. Without it the run needs at least one worker.
         check: called in each turn; raises to stop the run.
-        commit_sequences: most sequences of a unit.
+        commit_sequences: maximum number of sequences of a unit.
     """
 
     def __init__(

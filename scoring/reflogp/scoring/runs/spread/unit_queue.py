@@ -65,7 +65,7 @@ class UnitQueue:
         more than `size`.
 
         Args:
-            size: most sequences of a new unit.
+            size: maximum number of sequences of a new unit.
             suspects: also return units at which a worker died.
         """
         for at, unit in enumerate(self._again):
@@ -121,7 +121,7 @@ def unit_size(left: int, workers: int, per_second: float | None, most: int) -> i
         left: about how many sequences no worker has yet.
         workers: number of workers that share them.
         per_second: sequences that a worker scores per second; None before the first unit.
-        most: most sequences of one commit.
+        most: maximum number of sequences of one commit.
     """
     if per_second is None:
         return min(most, LEAST)
