@@ -257,6 +257,23 @@ def test_what_is_no_dataset(dataset, model, scored):
         score(model, dataset, scored, dtype="float32")
 
 
+def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_path):
+    again = score(model, rows, scored, dtype="float32")
+    where = f"reference {again.reference_id}, snapshot {again.snapshot} of {scored}"
+    assert repr(again) == f"ScoreSummary(\n    12 rows, 24 sequences: 24 hits, 0 scored\n    {where} ({again.seconds:.1f} s)\n)"
+    first = score(model, rows[:1], tmp_path / "store", dtype="float32")
+    assert repr(first).splitlines()[1:3] == [
+        "    1 row, 2 sequences: 0 hits, 2 scored",
+        f"    {first.lines()[1]}",
+    ]
+    assert f"{first.tokens} tokens in " in first.lines()[1] and " tokens/s" in first.lines()[1]
+    found = report(model, rows, scored, tmp_path / "report", dtype="float32")
+    assert repr(found).splitlines()[1].startswith("    12 of 12 examples with values, accuracy ")
+    with pytest.raises(NotScoredError) as caught:
+        join(model, rows, tmp_path / "store", dtype="float32")
+    assert repr(caught.value.summary).splitlines()[1] == "    1 of 12 rows with values, 11 missing"
+
+
 def test_a_report_of_rows(rows, model, scored, tmp_path):
     found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32")
     assert (found.rows, found.with_values) == (12, 12)

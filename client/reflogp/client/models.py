@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
+from reflogp.store.texts import counted, short_repr
+
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: States that a job does not leave on its own.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
+#: Jobs that the repr of a page names; the others are counted.
+_SHOWN_JOBS = 10
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class UploadInfo:
     sha256: str
     uploaded_at: datetime
 
+    def __repr__(self) -> str:
+        when = self.uploaded_at.isoformat(" ", "seconds")
+        return short_repr("UploadInfo", f"{self.name}: {self.bytes:,} bytes, sha256 {self.sha256[:16]}…, uploaded at {when}")
+
 
 @dataclass(frozen=True)
 class JobProgress:
@@ -66,6 +74,18 @@ class JobProgress:
     tokens_per_second: float = 0.0
     seconds: float = 0.0
     seconds_left: float | None = None
+
+    def __repr__(self) -> str:
+        return short_repr("JobProgress", self.line())
+
+    def line(self) -> str:
+        """Return the progress as a line for people."""
+        return (
+            f"{self.done:,} of {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
+            + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
+            + (f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens else "")
+            + (f", {self.seconds_left:,.0f} s left" if self.seconds_left is not None else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,22 @@ class Job:
     submitted_by: str = ""
     throughput: list[tuple[float, float]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return short_repr(
+            "Job",
+            self._named(),
+            self.progress.line() if self.progress.sequences else "",
+            f"reference {self.reference_id}" + (f", snapshot {self.summary.get('snapshot')}" if self.summary else ""),
+            f"note: {self.note}" if self.note else "",
+            f"error: {self.error}" if self.error else "",
+        )
+
+    def _named(self) -> str:
+        """Return the job's id and state, and which dataset it scores with which reference."""
+        dataset = next((str(self.dataset[kind]) for kind in ("upload", "path", "uri") if self.dataset.get(kind)), "")
+        scored = " with ".join(filter(None, (dataset, str(self.settings.get("reference") or ""))))
+        return f"{self.id}: {self.state}" + (f", {scored}" if scored else "")
+
     @property
     def finished(self) -> bool:
         """Whether the job is done, failed or cancelled."""
@@ -124,3 +160,9 @@ class JobPage:
     jobs: list[Job]
     counts: dict[str, int]
     next_before: str | None
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count:,} {state}" for state, count in self.counts.items() if count)
+        more = f"… and {len(self.jobs) - _SHOWN_JOBS} more" if len(self.jobs) > _SHOWN_JOBS else ""
+        shown = [job._named() for job in self.jobs[:_SHOWN_JOBS]]
+        return short_repr("JobPage", f"{counted(len(self.jobs), 'job')}; on all pages {counts or 'none'}", *shown, more)

@@ -32,6 +32,7 @@ from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.lookup import QUESTION
 from reflogp.store.safe_text import hide_secrets, visible
+from reflogp.store.texts import counted, short_repr
 
 T = TypeVar("T")
 
@@ -74,6 +75,11 @@ class ReferenceInfo:
     snapshot: int | None
     sequences: int
 
+    def __repr__(self) -> str:
+        name = self.name if self.name is not None else "only in the store"
+        stored = f"{counted(self.sequences, 'sequence')} in snapshot {self.snapshot}" if self.sequences else "nothing stored"
+        return short_repr("ReferenceInfo", f"{name}: {self.model} in {self.dtype}, {stored}, reference {self.reference_id}")
+
 
 @dataclass(frozen=True)
 class Lookup:
@@ -91,6 +97,10 @@ class Lookup:
     token_logps: list[npt.NDArray[np.float32] | None] | None
     reference_id: str
     snapshot: int
+
+    def __repr__(self) -> str:
+        found = f"{int((self.lengths >= 0).sum()):,} of {counted(len(self.lengths), 'key')}"
+        return short_repr("Lookup", f"{found} in snapshot {self.snapshot} of reference {self.reference_id}")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from reflogp.store import UsageError
 from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import token_lists
 from reflogp.store.schema import one_array
+from reflogp.store.texts import counted, short_repr
 
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
@@ -45,6 +46,15 @@ class Scores:
     hits: int
     engine_seconds: float
     queue_seconds: float
+
+    def __repr__(self) -> str:
+        values = sum(map(len, self.token_logps))
+        return short_repr(
+            "Scores",
+            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {self.hits:,} hits",
+            f"{self.engine_seconds:.2f} s computing, {self.queue_seconds:.2f} s in the queue",
+            f"reference {self.reference_id}",
+        )
 
 
 def scoring(

@@ -25,7 +25,7 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.score import NAMED_ROWS, ProgressCallbacks
 from reflogp.store import Reference, Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
-from reflogp.store.texts import shortened
+from reflogp.store.texts import counted, short_repr, shortened
 
 
 @dataclass
@@ -54,6 +54,16 @@ class JoinSummary:
     snapshot: int = 0
     store: str = ""
     output: str = ""
+
+    def __repr__(self) -> str:
+        left_out = {"missing": self.missing, "bad": self.bad_rows, "dropped": self.dropped_rows}
+        return short_repr(
+            "JoinSummary",
+            f"{self.written:,} of {counted(self.rows, 'row')} with values"
+            + "".join(f", {count:,} {name}" for name, count in left_out.items() if count),
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store}",
+            self.output,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reflogp.store.errors import CheckpointError, UsageError
+from reflogp.store.texts import counted, short_repr
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -59,6 +60,10 @@ class Checkpoint:
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
     adapter: Adapter | None = None
+
+    def __repr__(self) -> str:
+        parts = counted(len(self.weight_files), "weight file") + (" and an adapter" if self.adapter is not None else "")
+        return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
 
     def code_files(self) -> list[Path]:
         """Return the modelling code that comes with the weights; empty if the config names none."""

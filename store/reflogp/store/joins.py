@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from reflogp.store.errors import UsageError
 from reflogp.store.keys import token_lists
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
 #: Token column -> column of reference log-probs, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
@@ -93,6 +94,11 @@ class Join:
     missing: npt.NDArray[np.bool_]
     unusable: npt.NDArray[np.bool_]
     dropped: npt.NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        counts = {"missing": self.missing, "unusable": self.unusable, "dropped": self.dropped}
+        told = ", ".join(f"{int(rows.sum()):,} {name}" for name, rows in counts.items())
+        return short_repr("Join", f"{counted(len(self.missing), 'row')} with {', '.join(self.logps)}: {told}")
 
 
 def tokens_column(logps_column: str) -> str:

@@ -18,6 +18,7 @@ from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resol
 from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
 from reflogp.store.errors import ContentMismatchError, FileChangedError, ReflogpError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
+from reflogp.store.texts import counted, short_repr
 
 #: Dtypes that a model can compute in. A plain name: weights and activations have that dtype. "…-autocast": weights are float32
 #: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
@@ -103,6 +104,11 @@ class Reference:
     config: dict[str, Any]
     adapter: dict[str, Any] | None = None
     format: int = FORMAT
+
+    def __repr__(self) -> str:
+        head = f" with logits in {self.lm_head_dtype}" if self.lm_head_dtype != self.dtype else ""
+        parts = counted(len(self.weights), "weight file") + (" and an adapter" if self.adapter is not None else "")
+        return short_repr("Reference", f"{self.reference_id}: {self.name} in {self.dtype}{head}, {parts}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)

@@ -28,6 +28,7 @@ from reflogp.store.index import MISS, Int64s, Layer, Places, Words
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import list_sums
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
+from reflogp.store.texts import counted, short_repr
 
 #: Rows up to which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
 INDEX_ROWS = 30_000_000
@@ -84,6 +85,12 @@ class Snapshot:
     def __len__(self) -> int:
         """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""
         return sum(self.rows_of.values())
+
+    def __repr__(self) -> str:
+        shards = counted(len(self.rows_of), "shard") + (f", {len(self.damaged):,} damaged" if self.damaged else "")
+        return short_repr(
+            "Snapshot", f"{self.number} of reference {self.reference_id}: {counted(len(self), 'row')} in {shards}"
+        )
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return snapshot `number` with the shards of `rows_of`; the index that this snapshot has read is reused."""
@@ -249,6 +256,9 @@ class Found:
         self.lengths = places.length
         self._snapshot = snapshot
         self._places = places
+
+    def __repr__(self) -> str:
+        return short_repr("Found", f"{int((self.lengths != MISS).sum()):,} of {counted(len(self.lengths), 'key')}")
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays; None for a miss and for damaged values.

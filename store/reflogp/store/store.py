@@ -22,6 +22,7 @@ from reflogp.store.errors import (
 )
 from reflogp.store.reference import Reference
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import short_repr
 
 REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
@@ -43,6 +44,9 @@ class Store:
     def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
         self.uri = storage.normalize_uri(uri)
         self._options = storage.with_credentials(self.uri, options)
+
+    def __repr__(self) -> str:
+        return short_repr("Store", self.uri)
 
     def references(self) -> list[Reference]:
         """Return the reference models in the store, ordered by id.

@@ -43,6 +43,7 @@ from reflogp.store.reference import Reference, check_format
 from reflogp.store.schema import FORMAT, SCHEMA, one_array
 from reflogp.store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp.store.snapshot import INDEX_ROWS, Snapshot
+from reflogp.store.texts import short_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,6 +112,10 @@ class LogprobTable:
         self._opened = self._open()
         self._latest: Snapshot | None = None
         self._turn = threading.RLock()
+
+    def __repr__(self) -> str:
+        model = f"{self.reference.name} in {self.reference.dtype}"
+        return short_repr("LogprobTable", f"{model}, reference {self.reference.reference_id}, {self.uri}")
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from reflogp.client import Job
 from reflogp.store import UsageError
 from reflogp.store.joins import Asked, Join, ask
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
@@ -95,6 +96,17 @@ class JoinRecord:
     scored: int = 0
     computed: int = 0
     brought: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        where, settings = self.where, self.settings
+        made = {"scored": self.scored, "computed": self.computed}
+        return short_repr(
+            "JoinRecord",
+            ("a stream" if self.rows is None else f"{counted(self.rows, 'row')}, {100 * self.coverage:g}% with values")
+            + "".join(f", {count:,} {name} in this join" for name, count in made.items() if count),
+            f"reference {where.reference_id} in {where.reference_dtype}, snapshot {where.snapshot} of {where.store}",
+            ", ".join(f"{name} {value}" for name, value in asdict(settings).items() if value is not None),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in asdict(self).items() if name not in ("where", "settings")}

@@ -26,6 +26,7 @@ from reflogp.client import (
     ServiceUnreachableError,
 )
 from reflogp.store import UsageError
+from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.padded import PaddedBatch, Wanted
@@ -106,6 +107,14 @@ class RemoteReference(NoReferenceModel):
         ids = sorted({where.reference_id for where in gather(self.where)})
         if len(ids) > 1:
             raise ReferenceChangedError(f"the processes of this run see different references: {', '.join(ids)}")
+
+    def __repr__(self) -> str:
+        where, traffic = self.where, self.traffic
+        return short_repr(
+            "RemoteReference",
+            f"reference {where.reference_id} in {where.reference_dtype} at {where.store}",
+            f"{counted(traffic.sequences, 'sequence')} in {traffic.batches:,} batches, waited {traffic.waited_seconds:.1f} s",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

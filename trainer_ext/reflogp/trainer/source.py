@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from reflogp.store import ReferenceNotFoundError, ReflogpError, StoreNotFoundError, UsageError, describe_reference
 from reflogp.store.commands import score_command
+from reflogp.store.texts import short_repr
 from reflogp.trainer.values import FileValues, ServiceValues, Settings, StoreValues, Values, command_to_score
 
 OnMiss = Literal["error", "score", "compute"]
@@ -85,6 +86,12 @@ class ReferenceSource:
         self.on_miss = on_miss
         self.score_timeout = score_timeout
         self.token = token
+
+    def __repr__(self) -> str:
+        model = "" if self.described is None else f"{self.described.name} in {self.described.dtype}, "
+        name = f"reference {self.reference_id or self.reference_name}, " if self.reference_id or self.reference_name else ""
+        at = f"snapshot {self.snapshot} of " if self.snapshot is not None else ""
+        return short_repr("ReferenceSource", f"{model}{name}{at}{self.location}")
 
     def in_dtype_of_run(self, dtype: str) -> ReferenceSource:
         """Return the source for a run that computes in `dtype`: this source, unless its own dtype was left open."""

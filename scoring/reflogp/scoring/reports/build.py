@@ -32,6 +32,7 @@ from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_le
 from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.score import ProgressCallbacks
 from reflogp.store import Reference, Snapshot, UsageError
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import check_truncation
 
@@ -89,6 +90,16 @@ class ReportSummary:
     store: str = ""
     output: str = ""
     files: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        accuracy = f", accuracy {100 * self.accuracy:.1f}%" if self.accuracy is not None else ""
+        return short_repr(
+            "ReportSummary",
+            f"{self.with_values:,} of {counted(self.examples, 'example')} with values{accuracy}",
+            *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("mend", "look")),
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store} ({self.seconds:.1f} s)",
+            self.output,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
 from transformers import TrainerCallback
 
 from reflogp.store import UsageError
+from reflogp.store.texts import short_repr
 from reflogp.trainer.audit.forwards import ForwardCount
 from reflogp.trainer.audit.metrics import GlobalMeans
 from reflogp.trainer.audit.report import read_report, verdict, write_report
@@ -35,6 +37,8 @@ Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot
 CHECKS: tuple[Check, ...] = get_args(Check)
 #: Maximum number of problems per check in the report.
 _MOST_PROBLEMS = 20
+#: Problems that the audit's repr names.
+_SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
@@ -107,6 +111,12 @@ class ReferenceAudit(TrainerCallback):
         self._stopped = False
         self._at_reference = False
         self._not_run: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        state = verdict(self.findings, self._stopped, self._finished)
+        problems = (f"{check}: {problem}" for check, found in self.findings.items() for problem in found)
+        step_zero = "" if self.step_zero is None else f"step zero: {self.step_zero!r}"
+        return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
         """Watch this trainer: add this callback to it, and wrap its training step.

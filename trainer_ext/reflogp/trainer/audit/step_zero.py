@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
@@ -48,6 +49,14 @@ class StepZero:
     policy_dtype: str
     advice: str = ""
     not_finite: int = 0
+
+    def __repr__(self) -> str:
+        return short_repr(
+            "StepZero",
+            f"{'passed' if self.passed else 'failed'}: {counted(self.sequences, 'sequence')} within "
+            f"{self.max_difference:.2g} nats ({self.max_per_root_token:.2g} per root token, {self.tolerance:g} allowed), "
+            f"policy in {self.policy_dtype}, reference in {self.reference_dtype}",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
