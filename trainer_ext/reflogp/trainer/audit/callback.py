@@ -115,7 +115,7 @@ class ReferenceAudit(TrainerCallback):
     def __repr__(self) -> str:
         state = verdict(self.findings, self._stopped, self._finished)
         problems = (f"{check}: {problem}" for check, found in self.findings.items() for problem in found)
-        step_zero = "" if self.step_zero is None else f"step zero: {self.step_zero!r}"
+        step_zero = "" if self.step_zero is None else repr(self.step_zero)
         return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
