@@ -1,6 +1,5 @@
 """The Python API: every kind of dataset goes in and comes back, with the values of an independent computation."""
 
-import doctest
 import pickle
 
 import datasets
@@ -12,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import reflogp.scoring.api
 from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import DatasetError, NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError
@@ -278,14 +276,3 @@ def test_a_report_of_rows(rows, model, scored, tmp_path):
     found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32")
     assert (found.rows, found.with_values) == (12, 12)
     assert (tmp_path / "report" / "index.html").is_file()
-
-
-def test_the_examples_of_the_docstrings(model, tmp_path):
-    given = {"model": model, "store": str(tmp_path / "store"), "folder": str(tmp_path / "report")}
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in ("score", "join", "report"):
-        [example] = [test for test in finder.find(getattr(reflogp.scoring.api, name), name) if test.examples]
-        example.globs.update(given)
-        runner = doctest.DocTestRunner()
-        assert runner.run(example, clear_globs=False).failed == 0
-        given |= {"rows": example.globs.get("rows")}

@@ -38,7 +38,15 @@ class Scores:
         token_logps: float32 arrays in the order of the request, one value per completion token, nats.
         reference_id: reference model that computed them.
         hits: number of sequences that the store had.
-        engine_seconds, queue_seconds: time spent computing, and waiting in the queue.
+        engine_seconds: time spent computing.
+        queue_seconds: time spent waiting in the service's queue.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     scores = client.score("sft", [[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])
+        >>> [logps.shape for logps in scores.token_logps]
+        [(2,), (1,)]
     """
 
     token_logps: list[npt.NDArray[np.float32]]

@@ -35,11 +35,16 @@ class JoinSummary:
     Attributes:
         rows: rows read.
         written: rows with reference log-probs in the output.
-        missing: rows left out because the snapshot lacks their values; missing_row_numbers names the first hundred.
-        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read;
-            bad_row_numbers names the first hundred.
+        missing: rows left out because the snapshot lacks their values.
+        missing_row_numbers: numbers of the first hundred of them, from 0.
+        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read.
+        bad_row_numbers: numbers of the first hundred of them, from 0.
         dropped_rows: rows that TRL drops (the prompt alone fills max_length).
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
+        reference_id: reference of the values, 32 hex digits.
+        snapshot: number of the snapshot.
+        store: URI of the store.
+        output: the written file; empty for a join in memory.
     """
 
     rows: int = 0

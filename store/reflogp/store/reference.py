@@ -94,6 +94,14 @@ class Reference:
         adapter: None, or the sha256 of an adapter's weights and the entries of its config that can change a log-prob (rank,
             scale, targets).
         format: format number of the store.
+
+    Examples:
+        >>> from reflogp.store import Reference, describe_reference
+        >>> reference = describe_reference("./sft-model", "bfloat16")
+        >>> len(reference.reference_id), reference.dtype, reference.adapter
+        (32, 'bfloat16', None)
+        >>> Reference.from_json(reference.to_json()) == reference
+        True
     """
 
     reference_id: str
@@ -152,10 +160,18 @@ def describe_reference(
         revision: revision of a hub id.
         progress: called with (bytes hashed, total bytes) while weight files are read.
 
+    Returns:
+        The Reference; its reference_id depends on the files' content and on the dtypes alone.
+
     Raises:
         UsageError: no such model, or an unknown dtype.
         CheckpointError: weights that are missing, truncated or pickled.
         FileChangedError: the files are being written or replaced.
+
+    Examples:
+        >>> from reflogp.store import describe_reference
+        >>> describe_reference("./sft-model", "bfloat16")
+        Reference(...: sft-model in bfloat16, 1 weight file)
     """
     with open_model(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress) as opened:
         return opened.reference

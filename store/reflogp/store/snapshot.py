@@ -60,6 +60,16 @@ class Snapshot:
         table_uri: URI of the table, for messages.
 
     A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, sequence_keys
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> snapshot = table.snapshot()
+        >>> keys = sequence_keys([[1, 5, 9]], [[7, 2]])
+        >>> snapshot.stored_lengths(keys)  # -1: a miss
+        array([-1], dtype=int32)
+        >>> snapshot.token_logps(keys)
+        [None]
     """
 
     def __init__(
@@ -108,7 +118,11 @@ class Snapshot:
         return Snapshot(number, self.reference_id, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look n keys up. The methods of the result return lengths, sums and values."""
+        """Look n keys up. The methods of the result return lengths, sums and values.
+
+        Args:
+            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
+        """
         if len(self) > self._index_rows:
             return Found(self, self._sorted(keys, self._scanned_places))
         parts = [
@@ -141,7 +155,15 @@ class Snapshot:
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look n keys up and return their sums; see Found.prefix_sums."""
+        """Look n keys up and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
+
+        Args:
+            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
+            lengths: how many values to sum, int64 (n,).
+
+        Returns:
+            NaN where the snapshot has fewer values or they are damaged.
+        """
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:

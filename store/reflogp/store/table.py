@@ -95,6 +95,13 @@ class LogprobTable:
 
     If the newest part of the log is damaged, the table serves what the other entries say, with a StoreDamageWarning, and
     refuses to write.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> table.snapshot()
+        Snapshot(... of reference ...: ... rows in ... shard...)
+        >>> shards, rows, size = table.totals()
     """
 
     def __init__(
@@ -140,6 +147,9 @@ class LogprobTable:
     def snapshot(self, number: int | None = None) -> Snapshot:
         """Return the latest snapshot, or the snapshot with the given number.
 
+        Args:
+            number: None for the latest.
+
         Raises:
             SnapshotNotFoundError: no such number, or some of its shards were vacuumed.
             StoreUnavailableError: the table cannot be read.
@@ -175,6 +185,9 @@ class LogprobTable:
 
         Args:
             rows: as schema.shard_table makes them, keys in any order.
+
+        Returns:
+            Numbers of rows written and left out, with the snapshot; see Appended.
 
         Raises:
             UsageError: a value is not finite.

@@ -84,13 +84,16 @@ class RemoteReference(NoReferenceModel):
         ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
         RankFailedError: another process could not reach it.
 
-    Example:
-        reference = RemoteReference(ReferenceSource("http://scorer:8311", reference="sft"))
-        logps = reference.per_token_logps(input_ids, attention_mask, completion_tokens=64)   # float32, (rows, 64)
-
     Attributes:
         where: the service, the reference id and its dtype.
         traffic: what was requested so far.
+
+    Examples:
+        >>> import torch
+        >>> from reflogp.trainer import ReferenceSource, RemoteReference
+        >>> reference = RemoteReference(ReferenceSource("http://127.0.0.1:8311", reference="sft"))
+        >>> reference.per_token_logps(torch.tensor([[1, 5, 9, 7, 2]]), completion_tokens=2).shape
+        torch.Size([1, 2])
     """
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:

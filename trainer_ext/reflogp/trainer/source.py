@@ -43,9 +43,10 @@ class ReferenceSource:
     Raises:
         UsageError: arguments that name no reference, or contradict each other.
 
-    Example:
-        source = ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
-        trainer = CachedDPOTrainer(model, args=DPOConfig(...), train_dataset=..., processing_class=..., reference=source)
+    Examples:
+        >>> from reflogp.trainer import ReferenceSource
+        >>> ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
+        ReferenceSource(sft-model in bfloat16, reference ..., ./logps)
     """
 
     def __init__(

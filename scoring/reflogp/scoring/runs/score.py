@@ -62,7 +62,8 @@ class ScoreSummary:
 
     Attributes:
         rows: rows read.
-        bad_rows: rows without values after the run; `bad_row_numbers` names the first hundred.
+        bad_rows: rows without values after the run.
+        bad_row_numbers: numbers of the first hundred of them, from 0.
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
         empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
         sequences: sequences of usable rows.
@@ -80,7 +81,9 @@ class ScoreSummary:
         sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
             least 1. None if nothing was computed, or if the engine cannot count.
         workers: most engines that computed at the same time; 0 if nothing was computed.
-        reference_id, snapshot, store: reference, snapshot number and store URI of the values.
+        reference_id: reference of the values, 32 hex digits.
+        snapshot: number of the first snapshot that has all values.
+        store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
     """
 

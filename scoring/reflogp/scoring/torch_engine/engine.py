@@ -75,9 +75,13 @@ class TorchEngine:
         OutOfMemoryError: the model does not fit the memory of the device.
         EngineError: the model cannot be loaded.
 
-    Example:
-        engine = TorchEngine("./model", dtype="bfloat16")
-        [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])   # float32, shape (2,)
+    Examples:
+        >>> from reflogp.scoring import Sequence, TorchEngine
+        >>> engine = TorchEngine("./sft-model", dtype="bfloat16", device="cpu")
+        >>> [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])
+        >>> logps.dtype, logps.shape
+        (dtype('float32'), (2,))
+        >>> engine.close()
     """
 
     def __init__(

@@ -47,18 +47,18 @@ class ReferenceAudit(TrainerCallback):
     A run is stopped only for its reference values: columns that do not reach the loss, wrong values, or a reference model that
     runs. Everything else is logged as a warning and written to the report, and the run continues.
 
-    columns: the reference columns reach the collated batch and are finite, on every process. Stops the run.
-    forwards: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no additional
-        forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences) are only
-        reported.
-    step_zero: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding. Stops
-        the run. A policy whose own log-probs are not finite is only reported.
-    metrics: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not means
-        over all processes, and log-probs that become NaN, are only reported.
-    schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
-        saves that the settings ask for but that did not happen. Additional ones may happen at any time.
-    spot_check: some random rows are scored again: by a service, by the policy before it is trained, or by the policy with its
-        adapter off. Stops the run.
+    - `columns`: the reference columns reach the collated batch and are finite, on every process. Stops the run.
+    - `forwards`: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no
+      additional forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences)
+      are only reported.
+    - `step_zero`: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding.
+      Stops the run. A policy whose own log-probs are not finite is only reported.
+    - `metrics`: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not
+      means over all processes, and log-probs that become NaN, are only reported.
+    - `schedule`: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
+      and saves that the settings ask for but that did not happen. Additional ones may happen at any time.
+    - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
+      with its adapter off. Stops the run.
 
     Trainers that get their values from a service during training (RemoteRLOOTrainer, …) have no columns and no rows to check.
 
@@ -72,12 +72,15 @@ class ReferenceAudit(TrainerCallback):
             dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
         spot_rows: number of rows in the spot check.
 
-    Example:
-        ReferenceAudit(on_finding="warn").attach(trainer)   # any transformers Trainer whose batches have reference columns
-
     Attributes:
         step_zero: result of the step-0 gate; None until the first step, or where the check is off.
         findings: what was found: check -> problems.
+
+    Examples:
+        >>> from reflogp.trainer import ReferenceAudit
+        >>> audit = ReferenceAudit(on_finding="warn", spot_rows=4)  # for audit=, or attach(trainer) for another trainer
+        >>> audit
+        ReferenceAudit(unfinished)
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class StepZero:
         max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
         mean_difference: mean of policy - reference. Rounding errors have a mean near 0; another model's differences do not.
         tolerance: the allowed difference, in nats per root token.
-        reference_dtype, policy_dtype: dtypes in which the two sides computed.
+        reference_dtype: dtype in which the reference was scored.
+        policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
         not_finite: number of sequences left out because the policy's own log-probs are NaN or infinite and the reference's are
             not.
