@@ -30,6 +30,7 @@ LONGEST = (
     "service/test_pages",
     "examples/test_examples",
     "docs/test_blocks",
+    "docs/test_reference",
     "cli/test_score",
     "scoring/test_bounds",
     "store/test_stress",

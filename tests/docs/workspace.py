@@ -1,13 +1,15 @@
-"""A folder in which the docs' blocks run: a small model, data and a store under the names that the docs use, and a service.
+"""A folder in which the docs' blocks and the docstrings' examples run, with a service.
 
-`reflogp` commands and Python blocks run in this process, one after the other; a service is a process of its own, as are the few
-other programs. What cannot run here is parsed as far as it can be: see `parse`.
+It has a small model, data and a store under the names that the docs use. `reflogp` commands, Python blocks and examples run in
+this process, one after the other; a service is a process of its own, as are the few other programs. What cannot run here is
+parsed as far as it can be: see `parse`.
 """
 
 from __future__ import annotations
 
 import ast
 import configparser
+import doctest
 import json
 import os
 import re
@@ -39,10 +41,14 @@ _SERVE = ("serve", "--store", "./logps", "--model", "sft=./sft-model")
 _STEPS = 2
 _ON_CPU = "use_cpu=True, bf16=False, "
 _SHORT = f"max_steps={_STEPS}, report_to=[], save_strategy='no', disable_tqdm=True, "
-_SHORT_OF = {"RLOOConfig": _SHORT + "max_completion_length=8, "}
+_SHORT_OF = {
+    "RLOOConfig": _SHORT + "max_completion_length=8, ",
+    "GRPOConfig": _SHORT + "max_completion_length=8, ",
+    "OnlineDPOConfig": _SHORT + "max_new_tokens=8, ",
+}
 #: For `reflogp demo`, which builds a model and trains it for a minute.
 _SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
-_CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO)Config)\(")
+_CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
 _OURS = re.compile(r"reflogp\.\w+")
 
 
@@ -65,12 +71,18 @@ class Workspace:
 
     def run_python(self, block: Block) -> None:
         """Run it in the page's names, which the page's later blocks see."""
-        chosen = _ON_CPU if "use_cpu=" not in block.text else ""  # a block that chooses its device runs as it stands
-        text = _CONFIG.sub(lambda found: found[0] + chosen + _SHORT_OF.get(found[1], _SHORT), self._here(block.text))
+        text = _short(self._here(block.text))
         names = self._names.setdefault(block.page, {"__name__": "docs"})
         exec(compile("\n" * block.line + text, str(REPOSITORY / block.page), "exec"), names)
         if "trainer.train()" in text:
             assert names["trainer"].state.global_step == _STEPS, f"{block}: it did not train"
+
+    def run_examples(self, name: str, docstring: str) -> None:
+        """Run a docstring's `>>>` examples in names of their own; what they show is compared, and … stands for anything."""
+        test = doctest.DocTestParser().get_doctest(_short(self._here(docstring)), {}, name, None, 0)
+        assert test.examples, f"{name} has no example"
+        runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE), []
+        assert runner.run(test, out=said.append).failed == 0, "".join(said)
 
     def run_toml(self, block: Block) -> None:
         """Read it as a service's settings; the store is given where the block has none."""
@@ -121,6 +133,12 @@ class Workspace:
         self.close()
         self._service, self._served = Service(*words[1:]), words
         self._service.worker_ready()
+
+
+def _short(text: str) -> str:
+    """`text` with configs of trainers that take few steps on a CPU. A text that chooses its device keeps it."""
+    device = _ON_CPU if "use_cpu=" not in text else ""
+    return _CONFIG.sub(lambda found: found[0] + device + _SHORT_OF.get(found[1], _SHORT), text)
 
 
 def lines_of(block: Block) -> list[str]:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.conftest import REPOSITORY
 
@@ -148,7 +150,29 @@ def test_online_asks_the_service_that_it_starts(run, few, tmp_path):
     assert "step-0 gate: policy and reference differ by at most" in printed
 
 
+def test_the_notebook_goes_from_rows_to_a_trained_step(tmp_path, monkeypatch):
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(REPOSITORY / "examples" / "notebook.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "commit the notebook without its outputs"
+    NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    shown = "\n".join(output.data["text/plain"] for output in outputs if "data" in output)
+    assert re.search(r"64 rows, 128 sequences: 0 hits, [1-9]\d* scored", shown)
+    assert "64 rows, 128 sequences: 128 hits, 0 scored" in shown
+    assert re.search(r"ReferenceAudit\(\s+passed\s+StepZero\(passed: ", shown)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    [run] = tmp_path.glob("reflogp-*/run")
+    assert report_of(run)["joins"]["train"]["rows"] == 64
+
+
 @pytest.mark.parametrize("example", ["dpo", "kto", "lora", "fsdp", "sweep", "online"])
 def test_the_readme_has_its_command(example):
     readme = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
     assert f"examples/{example}.py" in readme
+
+
+def test_the_readme_has_the_notebook():
+    assert "(notebook.ipynb)" in (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """The Python API: every kind of dataset goes in and comes back, with the values of an independent computation."""
 
-import doctest
 import pickle
 
 import datasets
@@ -12,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import reflogp.scoring.api
 from reflogp.scoring import join, report, score
 from reflogp.scoring.errors import DatasetError, NotScoredError
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError
@@ -268,18 +266,24 @@ def test_what_is_no_dataset(dataset, model, scored):
         score(model, dataset, scored, dtype="float32")
 
 
+def test_summaries_are_shown_in_a_few_readable_lines(rows, model, scored, tmp_path):
+    again = score(model, rows, scored, dtype="float32")
+    where = f"reference {again.reference_id}, snapshot {again.snapshot} of {scored}"
+    assert repr(again) == f"ScoreSummary(\n    12 rows, 24 sequences: 24 hits, 0 scored\n    {where} ({again.seconds:.1f} s)\n)"
+    first = score(model, rows[:1], tmp_path / "store", dtype="float32")
+    assert repr(first).splitlines()[1:3] == [
+        "    1 row, 2 sequences: 0 hits, 2 scored",
+        f"    {first.lines()[1]}",
+    ]
+    assert f"{first.tokens} tokens in " in first.lines()[1] and " tokens/s" in first.lines()[1]
+    found = report(model, rows, scored, tmp_path / "report", dtype="float32")
+    assert repr(found).splitlines()[1].startswith("    12 of 12 examples with values, accuracy ")
+    with pytest.raises(NotScoredError) as caught:
+        join(model, rows, tmp_path / "store", dtype="float32")
+    assert repr(caught.value.summary).splitlines()[1] == "    1 of 12 rows with values, 11 missing"
+
+
 def test_a_report_of_rows(rows, model, scored, tmp_path):
     found = report(model, datasets.Dataset.from_list(rows), scored, tmp_path / "report", dtype="float32")
     assert (found.rows, found.with_values) == (12, 12)
     assert (tmp_path / "report" / "index.html").is_file()
-
-
-def test_the_examples_of_the_docstrings(model, tmp_path):
-    given = {"model": model, "store": str(tmp_path / "store"), "folder": str(tmp_path / "report")}
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in ("score", "join", "report"):
-        [example] = [test for test in finder.find(getattr(reflogp.scoring.api, name), name) if test.examples]
-        example.globs.update(given)
-        runner = doctest.DocTestRunner()
-        assert runner.run(example, clear_globs=False).failed == 0
-        given |= {"rows": example.globs.get("rows")}

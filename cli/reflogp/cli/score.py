@@ -216,18 +216,5 @@ def _print(summary: Any, as_json: bool) -> None:
     if as_json:
         print_json(summary.as_dict())
         return
-    out.print(
-        f"{summary.rows:,} rows, {summary.sequences:,} sequences: {summary.hits:,} hits, {summary.scored:,} scored"
-        + (f", {summary.duplicates:,} duplicates" if summary.duplicates else "")
-        + (f", {summary.failed:,} failed" if summary.failed else "")
-        + (f"; {summary.dropped_rows:,} rows dropped (prompt fills max_length)" if summary.dropped_rows else "")
-    )
-    if summary.scored:
-        used = summary.model_flops_utilization
-        out.print(
-            f"{summary.tokens:,} tokens in {summary.scoring_seconds:.1f} s: {summary.tokens_per_second:,.0f} tokens/s"
-            + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
-            + (f", sharing gain {summary.sharing_gain:.1f}×" if summary.sharing_gain else "")
-            + (f", {summary.workers} workers" if summary.workers > 1 else "")
-        )
-    out.print(f"reference {summary.reference_id}, snapshot {summary.snapshot} of {summary.store} ({summary.seconds:.1f} s)")
+    for line in summary.lines():
+        out.print(line)

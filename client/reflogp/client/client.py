@@ -43,12 +43,18 @@ class Client:
     Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
     request that is safe to repeat is retried, with growing pauses.
 
-    Example:
-        with Client("http://127.0.0.1:8311") as client:
-            found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]))
-            scores = client.score("sft", [[1, 5, 9]], [[7, 2]])
-            job = client.watch(client.submit("pairs.jsonl", "sft", max_length=1024).id)
-            client.result(job.id, "pairs-logps.parquet")
+    Examples:
+        >>> from reflogp.client import Client
+        >>> from reflogp.store import sequence_keys
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]))
+        ...     scores = client.score("sft", [[1, 5, 9]], [[7, 2]])
+        ...     job = client.watch(client.submit("pairs.jsonl", "sft", max_length=1024).id, check=True)
+        ...     file = client.result(job.id, "pairs-logps.parquet")
+        >>> scores.token_logps[0].dtype, scores.token_logps[0].shape
+        (dtype('float32'), (2,))
+        >>> job.state, job.summary["rows"]
+        ('done', 32)
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
@@ -70,6 +76,13 @@ class Client:
             keys: n keys of 16 bytes, as `reflogp.store.sequence_keys` makes them.
             values: return token_logps too.
             snapshot: number of the snapshot; None for the latest.
+
+        Returns:
+            A Lookup: lengths, sums and, if requested, values, in the order of the keys.
+
+        Raises:
+            UsageError: something that is not a key.
+            RequestRefusedError: no such reference or snapshot.
         """
         return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
 
@@ -100,6 +113,9 @@ class Client:
                 is padding. They are scored as the model itself sees such a row, and padded completion tokens have values too.
                 These sequences are never looked up in the store or written to it.
 
+        Returns:
+            Scores: one float32 array for each sequence, nats, in their order.
+
         Raises:
             SequencesRefusedError: some sequences could not be scored; the error holds the values of the others.
             DeadlineExceededError: not done before the deadline.
@@ -118,6 +134,9 @@ class Client:
             name: name on the service, with such a suffix. Default: the file's own name after the first characters of its
                 digest, so that different files of the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
+
+        Returns:
+            What the service keeps, with its name there.
 
         Raises:
             UsageError: no such file, a folder, an unknown suffix, or a file that changes while it is sent.
@@ -142,6 +161,9 @@ class Client:
             idempotency_key: names the job; the same key with other content is refused.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
+        Returns:
+            The job, as it is now.
+
         Raises:
             UsageError: the file does not exist, or is a folder.
             TypeError: a setting that jobs do not have.
@@ -153,7 +175,14 @@ class Client:
         return jobs.job_of(self._send(call))
 
     def job(self, job: str) -> Job:
-        """Return a job by its id."""
+        """Return a job as it is now.
+
+        Args:
+            job: id.
+
+        Raises:
+            RequestRefusedError: 404, no such job.
+        """
         return jobs.job_of(self._send(jobs.job_call(job)))
 
     def jobs(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> JobPage:
@@ -162,26 +191,52 @@ class Client:
         Args:
             state: only jobs in this state.
             before: only jobs older than the job of this id; a page's `next_before` gives the next page.
+            limit: most jobs of a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
         """Cancel a job: a queued job ends at once, a running job within one pack. Sequences that it scored stay in the store.
 
-        Raises RequestRefusedError (409) if the job is done or failed.
+        Args:
+            job: id.
+
+        Raises:
+            RequestRefusedError: 409, the job is done or failed.
         """
         return self._run(jobs.cancel_plan(job))
 
     def retry(self, job: str) -> Job:
-        """Queue a failed or cancelled job again. Raises RequestRefusedError (409) for any other job."""
+        """Queue a failed or cancelled job again.
+
+        Args:
+            job: id.
+
+        Raises:
+            RequestRefusedError: 409, the job is in another state.
+        """
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
     def report(self, job: str) -> dict[str, Any]:
-        """Return histograms, outliers and bad rows of a done job. Raises RequestRefusedError (409) for any other job."""
+        """Return histograms, outliers and bad rows of a done job.
+
+        Args:
+            job: id.
+
+        Raises:
+            RequestRefusedError: 409, the job is not done.
+        """
         return jobs.report_of(self._send(jobs.report_call(job)))
 
     def result(self, job: str, output_path: str | Path) -> Path:
         """Save a done job's values as Parquet, one row per row of the dataset. The file appears only when it is complete.
+
+        Args:
+            job: id.
+            output_path: file to write.
+
+        Returns:
+            The file.
 
         Raises:
             RequestRefusedError: 409, the job is not done.
@@ -196,6 +251,10 @@ class Client:
         """Yield the job as it is now, then at every change, until it is done, failed or cancelled.
 
         Timeouts, reconnects and errors are those of `watch`.
+
+        Args:
+            job: id.
+            timeout: see watch.
         """
         following = Following(job, self.url, timeout)
         while not following.ended:
@@ -225,6 +284,7 @@ class Client:
         """Wait until a job is done, failed or cancelled, and return it. Survives lost connections and restarts of the service.
 
         Args:
+            job: id.
             on_change: called with the job at once and at every change.
             timeout: seconds to wait. None waits as long as the job takes, unless the service is away for 10 minutes.
             check: raise JobFailedError if the job ends without being done.
@@ -289,7 +349,26 @@ class Client:
 
 
 class AsyncClient:
-    """The asyncio version of `Client`: use it in `async with`, await its methods, and read `events` with `async for`."""
+    """The asyncio version of `Client`: use it in `async with`, await its methods, and read `events` with `async for`.
+
+    Args:
+        url: see Client.
+        token: see Client.
+        timeout: see Client.
+
+    Examples:
+        >>> import asyncio
+        >>> from reflogp.client import AsyncClient
+        >>> async def score():
+        ...     async with AsyncClient("http://127.0.0.1:8311") as client:
+        ...         return await client.score("sft", [[1, 5, 9]], [[7, 2]])
+        >>> asyncio.run(score())
+        Scores(
+            1 sequence, 2 log-probs: 0 hits
+            ... s computing, ... s in the queue
+            reference ...
+        )
+    """
 
     def __init__(self, url: str, token: str | None = None, timeout: float | None = None) -> None:
         self.url = url.rstrip("/")

@@ -7,31 +7,64 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 #: States that a job does not leave on its own.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
+#: Jobs that the repr of a page names; the others are counted.
+_SHOWN_JOBS = 10
 
 
 @dataclass(frozen=True)
 class ServicePath:
-    """A dataset file or folder on the service's machine, below a folder that the service's settings allow."""
+    """A dataset file or folder on the service's machine, below a folder that the service's settings allow.
+
+    Attributes:
+        path: absolute path there.
+
+    Examples:
+        >>> from reflogp.client import ServicePath
+        >>> ServicePath("/data/pairs.jsonl")  # for Client.submit
+        ServicePath(path='/data/pairs.jsonl')
+    """
 
     path: str
 
 
 @dataclass(frozen=True)
 class ServiceUri:
-    """A dataset that the service downloads: https://, s3://, …, if the service's settings allow it."""
+    """A dataset that the service downloads: https://, s3://, …, if the service's settings allow it.
+
+    Attributes:
+        uri: with or without a query.
+
+    Examples:
+        >>> from reflogp.client import ServiceUri
+        >>> ServiceUri("s3://team/pairs.parquet")  # for Client.submit
+        ServiceUri(uri='s3://team/pairs.parquet')
+    """
 
     uri: str
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """An uploaded dataset, by its name on the service."""
+    """An uploaded dataset, by its name on the service.
+
+    Attributes:
+        name: from UploadInfo.
+
+    Examples:
+        >>> from reflogp.client import Client, Uploaded
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     name = client.upload("pairs.jsonl").name
+        ...     job = client.submit(Uploaded(name), "sft", max_length=512)
+        >>> job.dataset["upload"] == name
+        True
+    """
 
     name: str
 
@@ -58,12 +91,29 @@ class JobSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class UploadInfo:
-    """A file that a service keeps."""
+    """A file that a service keeps.
+
+    Attributes:
+        name: its name on the service.
+        bytes: its size.
+        sha256: digest of its content, 64 hex digits.
+        uploaded_at: when, with a time zone.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     print(client.upload("pairs.jsonl", "pairs.jsonl"))
+        UploadInfo(pairs.jsonl: ... bytes, sha256 ..., uploaded at ...)
+    """
 
     name: str
     bytes: int
     sha256: str
     uploaded_at: datetime
+
+    def __repr__(self) -> str:
+        when = self.uploaded_at.isoformat(" ", "seconds")
+        return short_repr("UploadInfo", f"{self.name}: {self.bytes:,} bytes, sha256 {self.sha256[:16]}…, uploaded at {when}")
 
 
 @dataclass(frozen=True)
@@ -71,12 +121,23 @@ class JobProgress:
     """The progress of a job's latest attempt.
 
     Attributes:
-        rows: rows read so far; `bad_rows` of them have no values.
+        rows: rows read so far.
         sequences: total number of sequences, as far as it is known; 0 while it is unknown.
         done: sequences that were hits, were scored or failed.
         hits: sequences that needed no computing.
-        scored: sequences that were computed; `tokens` is the number of their tokens.
-        seconds: running time so far; `seconds_left` is the time left at the present rate, None while it is unknown.
+        scored: sequences that were computed.
+        bad_rows: rows so far that have no values.
+        tokens: prompt and completion tokens of the scored sequences.
+        tokens_per_second: rate of the latest attempt.
+        seconds: running time so far.
+        seconds_left: time left at the present rate; None while it is unknown.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
+        >>> job.progress
+        JobProgress(... of ... sequences: ... hits, ... scored...)
     """
 
     rows: int = 0
@@ -90,23 +151,47 @@ class JobProgress:
     seconds: float = 0.0
     seconds_left: float | None = None
 
+    def __repr__(self) -> str:
+        return short_repr("JobProgress", self.line())
+
+    def line(self) -> str:
+        """Return the progress as a line for people."""
+        return (
+            f"{self.done:,} of {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
+            + (f", {counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
+            + (f"; {self.tokens_per_second:,.0f} tokens/s" if self.tokens else "")
+            + (f", {self.seconds_left:,.0f} s left" if self.seconds_left is not None else "")
+        )
+
 
 @dataclass(frozen=True)
 class Job:
     """The state of a job at one moment.
 
     Attributes:
+        id: 16 hex digits.
         state: queued, running, done, failed or cancelled.
+        reference_id: reference that scores it, 32 hex digits.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
         dataset: one of upload, path and uri (without its query); and split. Empty if another token submitted the job and the
             client's token has no permission to read.
+        progress: the progress of the latest attempt.
+        created_at: when it was submitted, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job waits for.
         error: why the job failed.
         summary: what `reflogp score --json` prints for a run; only for a done job.
-        started_at: start of the latest attempt.
+        started_at: start of the latest attempt; None before the first.
+        finished_at: end of the job; None before it.
         attempts: number of times that a worker started the job.
         submitted_by: name of the token that submitted the job; empty in the same case as `dataset`.
         throughput: (seconds running, tokens per second) over the latest attempt.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     job = client.watch(client.submit("pairs.jsonl", "sft").id)
+        >>> job.state, job.finished, job.summary["rows"]
+        ('done', True, 32)
     """
 
     id: str
@@ -125,6 +210,22 @@ class Job:
     submitted_by: str = ""
     throughput: list[tuple[float, float]] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return short_repr(
+            "Job",
+            self._named(),
+            self.progress.line() if self.progress.sequences else "",
+            f"reference {self.reference_id}" + (f", snapshot {self.summary.get('snapshot')}" if self.summary else ""),
+            f"note: {self.note}" if self.note else "",
+            f"error: {self.error}" if self.error else "",
+        )
+
+    def _named(self) -> str:
+        """Return the job's id and state, and which dataset it scores with which reference."""
+        dataset = next((str(self.dataset[kind]) for kind in ("upload", "path", "uri") if self.dataset.get(kind)), "")
+        scored = " with ".join(filter(None, (dataset, str(self.settings.get("reference") or ""))))
+        return f"{self.id}: {self.state}" + (f", {scored}" if scored else "")
+
     @property
     def finished(self) -> bool:
         """Whether the job is done, failed or cancelled."""
@@ -140,10 +241,25 @@ class JobPage:
     """A page of jobs, the newest first.
 
     Attributes:
+        jobs: the jobs of this page.
         counts: number of jobs in each state, on all pages.
         next_before: `before` argument for the next page; None on the last page.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     id = client.submit("pairs.jsonl", "sft").id
+        ...     page = client.jobs(limit=50)
+        >>> id in [job.id for job in page.jobs]
+        True
     """
 
     jobs: list[Job]
     counts: dict[str, int]
     next_before: str | None
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count:,} {state}" for state, count in self.counts.items() if count)
+        more = f"… and {len(self.jobs) - _SHOWN_JOBS} more" if len(self.jobs) > _SHOWN_JOBS else ""
+        shown = [job._named() for job in self.jobs[:_SHOWN_JOBS]]
+        return short_repr("JobPage", f"{counted(len(self.jobs), 'job')}; on all pages {counts or 'none'}", *shown, more)

@@ -32,6 +32,7 @@ from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.lookup import QUESTION
 from reflogp.store.safe_text import hide_secrets, visible
+from reflogp.store.texts import counted, short_repr
 
 T = TypeVar("T")
 
@@ -64,7 +65,24 @@ ANY_LOSS = (*DROPPED, httpx.TimeoutException)
 
 @dataclass(frozen=True)
 class ReferenceInfo:
-    """A reference of a service; `name` is None if only the service's store has the reference."""
+    """A reference of a service.
+
+    Attributes:
+        name: the service's name for it; None if only the service's store has it.
+        reference_id: 32 hex digits.
+        model: folder or hub id, as the service's settings name it.
+        dtype: dtype in which it computes.
+        lm_head_dtype: dtype of its logits.
+        snapshot: number of the latest snapshot; None where nothing is stored.
+        sequences: number of stored sequences.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     [reference] = client.references()
+        >>> reference
+        ReferenceInfo(sft: sft-model in bfloat16, ... sequences in snapshot ..., reference ...)
+    """
 
     name: str | None
     reference_id: str
@@ -73,6 +91,11 @@ class ReferenceInfo:
     lm_head_dtype: str
     snapshot: int | None
     sequences: int
+
+    def __repr__(self) -> str:
+        name = self.name if self.name is not None else "only in the store"
+        stored = f"{counted(self.sequences, 'sequence')} in snapshot {self.snapshot}" if self.sequences else "nothing stored"
+        return short_repr("ReferenceInfo", f"{name}: {self.model} in {self.dtype}, {stored}, reference {self.reference_id}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +106,16 @@ class Lookup:
         lengths: number of stored values of each key, int32 (n,); -1 for a miss.
         sums: sum of each key's values in nats, float64 (n,); NaN for a miss.
         token_logps: n float32 arrays, None for a miss; None instead of the list if they were not requested.
-        reference_id, snapshot: where the keys were looked up.
+        reference_id: reference whose values were looked up.
+        snapshot: number of the snapshot.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> from reflogp.store import sequence_keys
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     found = client.lookup("sft", sequence_keys([[1, 5, 9]], [[7, 2]]), values=True)
+        >>> found.lengths, found.sums, found.token_logps
+        (array([-1], dtype=int32), array([nan]), [None])
     """
 
     lengths: npt.NDArray[np.int32]
@@ -91,6 +123,10 @@ class Lookup:
     token_logps: list[npt.NDArray[np.float32] | None] | None
     reference_id: str
     snapshot: int
+
+    def __repr__(self) -> str:
+        found = f"{int((self.lengths >= 0).sum()):,} of {counted(len(self.lengths), 'key')}"
+        return short_repr("Lookup", f"{found} in snapshot {self.snapshot} of reference {self.reference_id}")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from reflogp.store import UsageError
 from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import token_lists
 from reflogp.store.schema import one_array
+from reflogp.store.texts import counted, short_repr
 
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
@@ -37,7 +38,15 @@ class Scores:
         token_logps: float32 arrays in the order of the request, one value per completion token, nats.
         reference_id: reference model that computed them.
         hits: number of sequences that the store had.
-        engine_seconds, queue_seconds: time spent computing, and waiting in the queue.
+        engine_seconds: time spent computing.
+        queue_seconds: time spent waiting in the service's queue.
+
+    Examples:
+        >>> from reflogp.client import Client
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     scores = client.score("sft", [[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])
+        >>> [logps.shape for logps in scores.token_logps]
+        [(2,), (1,)]
     """
 
     token_logps: list[npt.NDArray[np.float32]]
@@ -45,6 +54,15 @@ class Scores:
     hits: int
     engine_seconds: float
     queue_seconds: float
+
+    def __repr__(self) -> str:
+        values = sum(map(len, self.token_logps))
+        return short_repr(
+            "Scores",
+            f"{counted(len(self.token_logps), 'sequence')}, {counted(values, 'log-prob')}: {self.hits:,} hits",
+            f"{self.engine_seconds:.2f} s computing, {self.queue_seconds:.2f} s in the queue",
+            f"reference {self.reference_id}",
+        )
 
 
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:

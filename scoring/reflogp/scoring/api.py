@@ -73,11 +73,15 @@ def score(
         EngineError: the model cannot be loaded, or a forward pass failed. What was computed is committed.
         StoreError: the store cannot be read or written.
 
-    Example:
+    Examples:
         >>> from reflogp.scoring import score
         >>> rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}]
-        >>> score(model, rows, store).scored
-        2
+        >>> score("./sft-model", rows, "./logps")
+        ScoreSummary(
+            1 row, 2 sequences: 0 hits, 2 scored
+            ... tokens in ... s: ... tokens/s...
+            reference ..., snapshot ... of .../logps (... s)
+        )
     """
     choice = engine or EngineChoice()
     opened = _opened(store)
@@ -129,26 +133,32 @@ def join(
     prompt alone fills max_length are left out, as TRL drops them.
 
     Args:
-        model, dataset, store, max_length, truncation_mode, tokenizer: see score; give both the same.
+        model: see score; give the same as there.
+        dataset: see score.
+        store: see score.
         dtype: what the values were computed in; "auto": the one dtype in which the store holds the model.
+        max_length: see score; give the same as the trainer.
+        truncation_mode: see score; give the same as the trainer.
         ld_alpha: weight of the longer completion's tail in LD-DPO.
+        tokenizer: see score; give the same as there.
         snapshot: number of a snapshot of the store; None for the latest.
         on_miss: "error" raises where a row has no values; "drop" leaves such rows out.
 
     Returns:
-        The same kind of dataset with the columns: a Dataset for a path or hub name, a DatasetDict for a DatasetDict, an
-        IterableDataset for an IterableDataset, a pandas or Polars data frame, a pyarrow.Table, or a list of dicts. The rows of
-        a stream are joined while it is read, in one process; errors about rows are raised then.
+        The same kind of dataset with the columns; for a path or hub name, a Dataset. The rows of a stream (IterableDataset) are
+        joined while it is read, in one process; errors about rows are raised then.
 
     Raises:
         NotScoredError: rows have no values, or cannot be used; names them.
         ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
         UsageError: see score.
 
-    Example:
+    Examples:
         >>> from reflogp.scoring import join
-        >>> [row] = join(model, rows, store)
-        >>> sorted(name for name in row if name.endswith("_logps"))
+        >>> joined = join("./sft-model", "pairs.jsonl", "./logps")
+        >>> joined.num_rows
+        32
+        >>> [name for name in joined.column_names if name.endswith("_logps")]
         ['ref_chosen_logps', 'ref_rejected_logps']
     """
     if on_miss not in ("error", "drop"):
@@ -193,22 +203,31 @@ def report(
     """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
 
     Args:
-        model, dataset, store, max_length, truncation_mode, tokenizer: see score; give both the same.
-        dtype: see join.
+        model: see score; give the same as there.
+        dataset: see score.
+        store: see score.
         output: folder to write: a new one, or one of an earlier report.
+        dtype: see join.
+        max_length: see score; give the same as the trainer.
+        truncation_mode: see score; give the same as the trainer.
+        tokenizer: see score; give the same as there.
         progress: see score.
 
     Returns:
-        What the report found; `findings` is what its page says first.
+        A ReportSummary: what the report found; `findings` is what its page says first.
 
     Raises:
         UsageError: settings or a dataset that cannot be used, or a folder that holds something else.
         ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
 
-    Example:
+    Examples:
         >>> from reflogp.scoring import report
-        >>> report(model, rows, store, folder).with_values
-        1
+        >>> report("./sft-model", "pairs.jsonl", "./logps", "./report")
+        ReportSummary(
+            32 of 32 examples with values, accuracy ...%
+            ...
+            report/index.html
+        )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")

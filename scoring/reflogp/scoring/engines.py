@@ -88,15 +88,25 @@ class EngineChoice:
     """The name and settings of an engine that is not loaded yet. All are plain values, so they can be sent to workers as JSON.
 
     Attributes:
-        name: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running `vllm serve`.
+        name: what computes: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running
+            `vllm serve`.
         device: torch: "auto", "cpu", "cuda", "cuda:1", … Also the device on which `check_claim` loads the local weights.
         token_budget: torch: tokens of one pass, or "auto".
         trust_remote_code: run modelling code from the checkpoint.
         vllm_python: vllm: interpreter of vLLM's environment; None for $REFLOGP_VLLM_PYTHON, or this process's interpreter.
         tensor_parallel: vllm: number of GPUs that one model is spread over.
         vllm_options: vllm: further arguments; names from vllm_engine.options.ALLOWED.
-        url, served_model, concurrency, patience_seconds: remote: see ServerPlace; the API key is read from $VLLM_API_KEY.
+        url: remote: URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
+        served_model: remote: the server's name for the model; None for its only one.
+        concurrency: remote: most requests at the same time.
+        patience_seconds: remote: seconds that the server may be unreachable or busy.
         check_claim: remote: compare the server's values with those of the local weights before scoring.
+
+    Examples:
+        >>> from reflogp.scoring import EngineChoice, score
+        >>> engine = EngineChoice(device="cpu", token_budget=4096)
+        >>> score("./sft-model", "pairs.jsonl", "./logps", engine=engine).scored  # the store has all values
+        0
     """
 
     name: EngineName = "torch"

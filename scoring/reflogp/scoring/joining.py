@@ -24,7 +24,7 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
-from reflogp.store.texts import shortened
+from reflogp.store.texts import counted, short_repr, shortened
 from reflogp.store.windows import TrainerSettings
 
 
@@ -35,11 +35,16 @@ class JoinSummary:
     Attributes:
         rows: rows read.
         written: rows with reference log-probs in the output.
-        missing: rows left out because the snapshot lacks their values; missing_row_numbers names the first hundred.
-        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read;
-            bad_row_numbers names the first hundred.
+        missing: rows left out because the snapshot lacks their values.
+        missing_row_numbers: numbers of the first hundred of them, from 0.
+        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read.
+        bad_row_numbers: numbers of the first hundred of them, from 0.
         dropped_rows: rows that TRL drops (the prompt alone fills max_length).
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
+        reference_id: reference of the values, 32 hex digits.
+        snapshot: number of the snapshot.
+        store: URI of the store.
+        output: the written file; empty for a join in memory.
     """
 
     rows: int = 0
@@ -54,6 +59,16 @@ class JoinSummary:
     snapshot: int = 0
     store: str = ""
     output: str = ""
+
+    def __repr__(self) -> str:
+        left_out = {"missing": self.missing, "bad": self.bad_rows, "dropped": self.dropped_rows}
+        return short_repr(
+            "JoinSummary",
+            f"{self.written:,} of {counted(self.rows, 'row')} with values"
+            + "".join(f", {count:,} {name}" for name, count in left_out.items() if count),
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store}",
+            self.output,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

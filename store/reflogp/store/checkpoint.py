@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reflogp.store.errors import CheckpointError, UsageError
+from reflogp.store.texts import counted, short_repr
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -60,6 +61,10 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     adapter: Adapter | None = None
 
+    def __repr__(self) -> str:
+        parts = counted(len(self.weight_files), "weight file") + (" and an adapter" if self.adapter is not None else "")
+        return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
+
     def code_files(self) -> list[Path]:
         """Return the modelling code that comes with the weights; empty if the config names none."""
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
@@ -97,10 +102,21 @@ class Checkpoint:
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the local folder of a model: a path unchanged, a hub id through the hub's cache (downloaded if needed).
 
-    Without `weights`, only the config, tokenizer and code files of a hub model are downloaded.
+    Args:
+        model: a folder, or a hub id.
+        revision: revision of a hub id; None for its main branch.
+        weights: False downloads only the config, tokenizer and code files of a hub model.
+
+    Returns:
+        The folder.
 
     Raises:
         UsageError: neither a folder nor a hub id that can be downloaded.
+
+    Examples:
+        >>> from reflogp.store import resolve_model
+        >>> resolve_model("./sft-model")
+        PosixPath('sft-model')
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -130,9 +146,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
     An adapter's folder is read together with the base model that its adapter_config.json names.
 
+    Args:
+        folder: a model folder, or a PEFT adapter's folder.
+
+    Returns:
+        A Checkpoint: the config and the paths of the weight files. No tensor is loaded.
+
     Raises:
         UsageError: the folder has no config.json, or an adapter's base model cannot be found.
         CheckpointError: weights are missing, truncated, unreadable, or exist only as pickles.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from reflogp.store import read_checkpoint
+        >>> read_checkpoint(Path("./sft-model"))
+        Checkpoint(sft-model: ..., 1 weight file)
     """
     config_file = folder / "config.json"
     if not config_file.is_file():

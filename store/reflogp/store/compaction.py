@@ -74,9 +74,19 @@ def compact(
         shard_bytes: size of the new shards.
         progress: called with (rows written, total rows).
 
+    Returns:
+        Numbers of shards and rows before and after; see Compacted.
+
     Raises:
         DamagedStoreError: a shard or the log is damaged.
         StoreUnavailableError: the store cannot be read or written. No rows are lost.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, compact
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> compacted = compact(table)
+        >>> compacted.shards_after <= compacted.shards_before
+        True
     """
     table.require_whole_log()
     sizes = table.shards()
@@ -201,6 +211,12 @@ def vacuum(
         UsageError: the retention could delete files that a writer is about to commit.
         DamagedStoreError: the log is damaged, or a shard is missing: a repair may need a file that seems unused.
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, vacuum
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> vacuum(table, retention_hours=168, dry_run=True)
+        []
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(

@@ -50,6 +50,12 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
     Raises:
         StoreUnavailableError: the storage does not respond.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, verify
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> verify(table)
+        []
     """
     try:
         number, sizes = table.numbered_shards()
@@ -87,6 +93,12 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
     Raises:
         StoreUnavailableError: the store cannot be written.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, repair, verify
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> repair(table, verify(table))
+        LogprobTable(sft-model in bfloat16, reference ..., ...)
     """
     try:
         _mend_log(table.filesystem, [damage.file for damage in damages if damage.file.startswith(log.FOLDER)])

@@ -60,11 +60,18 @@ def export_table(
         progress: called with (rows written, total rows).
 
     Returns:
-        (rows, files).
+        The numbers of rows and of Parquet files.
 
     Raises:
         UsageError: the folder is not empty, or cannot be written.
         DamagedStoreError: a shard is damaged.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, export_table
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> rows, files = export_table(table, "./logps-to-share")
+        >>> files
+        1
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -109,9 +116,20 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         folder: a folder that `export_table` wrote.
         progress: called with (rows read, total rows); each row is read twice.
 
+    Returns:
+        Numbers of rows in the export and of rows written, with the snapshot; see Imported.
+
     Raises:
         UsageError: not an export, or invalid rows. Nothing is written.
         StoreError: the store cannot be written.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, export_table, import_folder
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> rows, files = export_table(table, "./logps-to-move")
+        >>> imported = import_folder(Store("./logps-moved"), "./logps-to-move")
+        >>> imported.written == rows
+        True
     """
     source = Path(folder)
     files = sorted((source / _DATA).glob("*.parquet"))

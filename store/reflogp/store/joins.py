@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from reflogp.store.errors import UsageError
 from reflogp.store.keys import token_lists
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
 #: Token column -> column of reference log-probs, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
@@ -85,6 +86,15 @@ class Join:
         missing: rows with a sequence for which the snapshot has too few values or none, bool (n,).
         unusable: rows whose stored values are damaged or not finite, bool (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
+
+    Examples:
+        >>> import pyarrow as pa
+        >>> from reflogp.store import Store, describe_reference, join_logps
+        >>> snapshot = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16")).snapshot()
+        >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
+        >>> join = join_logps(rows, snapshot)
+        >>> join.missing, join.tokens["chosen_ids"]
+        (array([ True]), array([2]))
     """
 
     logps: dict[str, Float32s]
@@ -93,6 +103,11 @@ class Join:
     missing: npt.NDArray[np.bool_]
     unusable: npt.NDArray[np.bool_]
     dropped: npt.NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        counts = {"missing": self.missing, "unusable": self.unusable, "dropped": self.dropped}
+        told = ", ".join(f"{int(rows.sum()):,} {name}" for name, rows in counts.items())
+        return short_repr("Join", f"{counted(len(self.missing), 'row')} with {', '.join(self.logps)}: {told}")
 
 
 def tokens_column(logps_column: str) -> str:
@@ -123,7 +138,28 @@ def join_logps(
 ) -> Join:
     """Return the reference log-probs of tokenized rows: computes all keys first, then looks them up together.
 
-    See `ask` for the tables and settings, and `answer` for the lookup and ld_alpha.
+    Args:
+        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids); one table, or the
+            rows in several tables, of which one at a time is held in memory.
+        lookup: source of the values: a Snapshot, or anything with its `find`.
+        max_length: as in the trainer's config.
+        truncation_mode: as in the trainer's config.
+        ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
+            completions count `ld_alpha` times. None gives all tokens the same weight. Pairs only.
+
+    Returns:
+        A Join: float32 sums in nats, and which rows have none.
+
+    Raises:
+        UsageError: missing columns, settings that trainers do not accept, no table at all, or an ld_alpha without pairs.
+
+    Examples:
+        >>> import pyarrow as pa
+        >>> from reflogp.store import Store, describe_reference, join_logps
+        >>> snapshot = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16")).snapshot()
+        >>> rows = pa.table({"prompt_ids": [[1, 5, 9]], "chosen_ids": [[7, 2]], "rejected_ids": [[8]]})
+        >>> join_logps(rows, snapshot, max_length=1024)
+        Join(1 row with ref_chosen_logps, ref_rejected_logps: 1 missing, 0 unusable, 0 dropped)
     """
     return answer(ask(tables, max_length=max_length, truncation_mode=truncation_mode), lookup, ld_alpha)
 

@@ -99,6 +99,14 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
 
     Raises:
         UsageError: different numbers of prompts and completions, nulls, or ids that do not fit uint32.
+
+    Examples:
+        >>> from reflogp.store import sequence_keys
+        >>> keys = sequence_keys([[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])
+        >>> keys.type, len(keys)
+        (FixedSizeBinaryType(fixed_size_binary[16]), 2)
+        >>> keys[0].as_py().hex()
+        '755d6e6bcac1c36a5e2286aacf33c5dd'
     """
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
     if len(prompts) != len(completions):
@@ -116,7 +124,20 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
 
 
 def example_hash(keys: Sequence[bytes]) -> bytes:
-    """Return the example hash of a dataset row: the keys of its sequences, in order (16 bytes each)."""
+    """Return the example hash of a dataset row: the keys of its sequences, in order.
+
+    Args:
+        keys: n keys of 16 bytes, as `sequence_keys` makes them.
+
+    Returns:
+        16 * n bytes.
+
+    Examples:
+        >>> from reflogp.store import example_hash, sequence_keys
+        >>> keys = sequence_keys([[1, 5, 9], [1, 5, 9]], [[7, 2], [8]])  # chosen, rejected
+        >>> len(example_hash(keys.to_pylist()))
+        32
+    """
     return b"".join(keys)
 
 

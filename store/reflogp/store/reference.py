@@ -18,6 +18,7 @@ from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resol
 from reflogp.store.digests import OpenFiles, Progress, folder_of_open_files
 from reflogp.store.errors import ContentMismatchError, FileChangedError, ReflogpError, StoreFormatError, UsageError
 from reflogp.store.schema import FORMAT
+from reflogp.store.texts import counted, short_repr
 
 #: Dtypes that a model can compute in. A plain name: weights and activations have that dtype. "…-autocast": weights are float32
 #: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
@@ -93,6 +94,14 @@ class Reference:
         adapter: None, or the sha256 of an adapter's weights and the entries of its config that can change a log-prob (rank,
             scale, targets).
         format: format number of the store.
+
+    Examples:
+        >>> from reflogp.store import Reference, describe_reference
+        >>> reference = describe_reference("./sft-model", "bfloat16")
+        >>> len(reference.reference_id), reference.dtype, reference.adapter
+        (32, 'bfloat16', None)
+        >>> Reference.from_json(reference.to_json()) == reference
+        True
     """
 
     reference_id: str
@@ -103,6 +112,11 @@ class Reference:
     config: dict[str, Any]
     adapter: dict[str, Any] | None = None
     format: int = FORMAT
+
+    def __repr__(self) -> str:
+        head = f" with logits in {self.lm_head_dtype}" if self.lm_head_dtype != self.dtype else ""
+        parts = counted(len(self.weights), "weight file") + (" and an adapter" if self.adapter is not None else "")
+        return short_repr("Reference", f"{self.reference_id}: {self.name} in {self.dtype}{head}, {parts}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -146,10 +160,18 @@ def describe_reference(
         revision: revision of a hub id.
         progress: called with (bytes hashed, total bytes) while weight files are read.
 
+    Returns:
+        The Reference; its reference_id depends on the files' content and on the dtypes alone.
+
     Raises:
         UsageError: no such model, or an unknown dtype.
         CheckpointError: weights that are missing, truncated or pickled.
         FileChangedError: the files are being written or replaced.
+
+    Examples:
+        >>> from reflogp.store import describe_reference
+        >>> describe_reference("./sft-model", "bfloat16")
+        Reference(...: sft-model in bfloat16, 1 weight file)
     """
     with open_model(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress) as opened:
         return opened.reference

@@ -29,6 +29,7 @@ from reflogp.store.keys import keys_as_words
 from reflogp.store.reference import Reference
 from reflogp.store.schema import list_sums
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
+from reflogp.store.texts import counted, short_repr
 
 #: Rows up to which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
 INDEX_ROWS = 30_000_000
@@ -60,6 +61,16 @@ class Snapshot:
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
     A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference, sequence_keys
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> snapshot = table.snapshot()
+        >>> keys = sequence_keys([[1, 5, 9]], [[7, 2]])
+        >>> snapshot.stored_lengths(keys)  # -1: a miss
+        array([-1], dtype=int32)
+        >>> snapshot.token_logps(keys)
+        [None]
     """
 
     def __init__(
@@ -96,6 +107,12 @@ class Snapshot:
         """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""
         return sum(self.rows_of.values())
 
+    def __repr__(self) -> str:
+        shards = counted(len(self.rows_of), "shard") + (f", {len(self.damaged):,} damaged" if self.damaged else "")
+        return short_repr(
+            "Snapshot", f"{self.number} of reference {self.reference_id}: {counted(len(self), 'row')} in {shards}"
+        )
+
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
         """Return snapshot `number` with the shards of `rows_of`; the index that this snapshot has read is reused."""
         if not rows_of.keys() >= self.rows_of.keys():
@@ -110,7 +127,11 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look n keys up. The methods of the result return lengths, sums and values."""
+        """Look n keys up. The methods of the result return lengths, sums and values.
+
+        Args:
+            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
+        """
         if len(self) > self._index_rows:
             return Found(self, self._sorted(keys, self._scanned_places))
         parts = [
@@ -143,7 +164,15 @@ class Snapshot:
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look n keys up and return their sums; see Found.prefix_sums."""
+        """Look n keys up and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
+
+        Args:
+            keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
+            lengths: how many values to sum, int64 (n,).
+
+        Returns:
+            NaN where the snapshot has fewer values or they are damaged.
+        """
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:
@@ -258,6 +287,9 @@ class Found:
         self.lengths = places.length
         self._snapshot = snapshot
         self._places = places
+
+    def __repr__(self) -> str:
+        return short_repr("Found", f"{int((self.lengths != MISS).sum()):,} of {counted(len(self.lengths), 'key')}")
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
         """Return the stored values of each key as float32 arrays; None for a miss and for damaged values.

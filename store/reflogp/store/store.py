@@ -23,6 +23,7 @@ from reflogp.store.errors import (
 )
 from reflogp.store.reference import Reference
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import short_repr
 
 REFERENCE_FILE = "reference.json"
 _TABLE_FOLDER = "logprobs"
@@ -35,15 +36,20 @@ class Store:
         uri: a local folder, or s3://…, gs://…, az://…
         options: delta-rs storage options; the usual environment variables are read in any case.
 
-    Example:
-        store = Store("./logps")
-        for reference in store.references():
-            print(reference.name, len(store.table(reference.reference_id).snapshot()))
+    Examples:
+        >>> from reflogp.store import Store
+        >>> store = Store("./logps")
+        >>> for reference in store.references():
+        ...     print(reference.name, reference.dtype, store.table(reference.reference_id).snapshot())
+        sft-model bfloat16 Snapshot(... of reference ...: ... rows in ...)
     """
 
     def __init__(self, uri: str | os.PathLike[str], options: dict[str, str] | None = None) -> None:
         self.uri = storage.normalize_uri(uri)
         self._options = storage.with_credentials(self.uri, options)
+
+    def __repr__(self) -> str:
+        return short_repr("Store", self.uri)
 
     def references(self) -> list[Reference]:
         """Return the reference models in the store, ordered by id.
@@ -80,6 +86,9 @@ class Store:
     def table(self, reference_id: str) -> LogprobTable:
         """Return the table of a reference in the store.
 
+        Args:
+            reference_id: 32 hex digits.
+
         Raises:
             ReferenceNotFoundError: nothing was scored with that reference; the message lists the references of the store.
             StoreFormatError: a newer reflogp wrote the store.
@@ -99,7 +108,12 @@ class Store:
 
         As `table`, but the error also names the dtypes in which the same weights were scored.
 
-        Raises ReferenceNotFoundError, StoreFormatError.
+        Args:
+            reference: from `describe_reference`.
+
+        Raises:
+            ReferenceNotFoundError: nothing was scored with that reference.
+            StoreFormatError: a newer reflogp wrote the store.
         """
         try:
             return self.table(reference.reference_id)
@@ -126,6 +140,9 @@ class Store:
 
     def create_table(self, reference: Reference) -> LogprobTable:
         """Return the table of `reference` after checking that it can be written. Creates the table if the store has none.
+
+        Args:
+            reference: from `describe_reference`.
 
         Raises:
             UsageError: the URI holds something that is not a store.

@@ -43,6 +43,7 @@ from reflogp.store.reference import Reference, check_format
 from reflogp.store.schema import FORMAT, SCHEMA, one_array
 from reflogp.store.shard import Shard, shard_digest, sorted_by_key, write_shard
 from reflogp.store.snapshot import INDEX_ROWS, Snapshot
+from reflogp.store.texts import short_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,6 +95,13 @@ class LogprobTable:
 
     If the newest part of the log is damaged, the table serves what the other entries say, with a StoreDamageWarning, and
     refuses to write.
+
+    Examples:
+        >>> from reflogp.store import Store, describe_reference
+        >>> table = Store("./logps").table_of(describe_reference("./sft-model", "bfloat16"))
+        >>> table.snapshot()
+        Snapshot(... of reference ...: ... rows in ... shard...)
+        >>> shards, rows, size = table.totals()
     """
 
     def __init__(
@@ -111,6 +119,10 @@ class LogprobTable:
         self._opened = self._open()
         self._latest: Snapshot | None = None
         self._turn = threading.RLock()
+
+    def __repr__(self) -> str:
+        model = f"{self.reference.name} in {self.reference.dtype}"
+        return short_repr("LogprobTable", f"{model}, reference {self.reference.reference_id}, {self.uri}")
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
@@ -134,6 +146,9 @@ class LogprobTable:
     @_in_turn
     def snapshot(self, number: int | None = None) -> Snapshot:
         """Return the latest snapshot, or the snapshot with the given number.
+
+        Args:
+            number: None for the latest.
 
         Raises:
             SnapshotNotFoundError: no such number, or some of its shards were vacuumed.
@@ -170,6 +185,9 @@ class LogprobTable:
 
         Args:
             rows: as schema.shard_table makes them, keys in any order.
+
+        Returns:
+            Numbers of rows written and left out, with the snapshot; see Appended.
 
         Raises:
             UsageError: a value is not finite.

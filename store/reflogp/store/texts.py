@@ -1,10 +1,12 @@
-"""Shorten texts from rows, templates and files before they are kept or printed.
+"""Shorten texts from rows, templates and files before they are kept or printed, and write the reprs of results.
 
 A dataset can put a text of any length into an error message: a column name, a template's own message, a value. Every place that
 keeps or prints such a text must pass it through `shortened`.
 """
 
 from __future__ import annotations
+
+from reflogp.store.safe_text import hide_secrets, visible
 
 #: Characters to which an error text is shortened.
 MOST_CHARACTERS = 500
@@ -36,3 +38,16 @@ def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
             return ", ".join(shown) + f" and {len(names) - len(shown)} more"
         shown.append(short)
     return ", ".join(shown)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 row" or "1,200 rows"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def short_repr(name: str, *lines: str) -> str:
+    """Return the repr of a result for people: the name of its class, and the lines that are not empty, safe to print."""
+    shown = [visible(hide_secrets(shortened(line))) for line in lines if line]
+    if len(shown) == 1:
+        return f"{name}({shown[0]})"
+    return "\n".join([f"{name}(", *(f"    {line}" for line in shown), ")"])

@@ -5,7 +5,7 @@ engine or a server.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflogp.trainer.audit import ReferenceAudit, StepZero
 from reflogp.trainer.cached import CachedReferenceMixin
@@ -22,6 +22,13 @@ from reflogp.trainer.errors import (
 from reflogp.trainer.join import JoinRecord, join_reference_logps
 from reflogp.trainer.remote import RemoteReference
 from reflogp.trainer.source import ReferenceSource
+
+if TYPE_CHECKING:
+    from reflogp.trainer.dpo import CachedDPOTrainer
+    from reflogp.trainer.kto import CachedKTOTrainer
+    from reflogp.trainer.online.grpo import RemoteGRPOTrainer
+    from reflogp.trainer.online.online_dpo import RemoteOnlineDPOTrainer
+    from reflogp.trainer.online.rloo import RemoteRLOOTrainer
 
 __all__ = [
     "AuditError",

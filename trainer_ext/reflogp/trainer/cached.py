@@ -50,8 +50,6 @@ _AnyTrainer: Any = object
 class CachedReferenceMixin(_AnyTrainer):
     """Mixin to put before a TRL DPOTrainer or KTOTrainer (or a subclass): its reference log-probs come from a store.
 
-    class MyCachedTrainer(CachedReferenceMixin, MyDPOTrainer): ...
-
     Takes the trainer's own arguments, and
 
     Args:
@@ -72,6 +70,12 @@ class CachedReferenceMixin(_AnyTrainer):
     Attributes:
         joins: dataset name ("train", "eval", …) -> what was joined and from where. Also in `output_dir/reflogp_audit.json`.
         audit: the audit of the run; `audit.step_zero` is the result of the step-0 gate.
+
+    Examples:
+        >>> from trl import DPOTrainer
+        >>> from reflogp.trainer import CachedReferenceMixin
+        >>> class MyDPOTrainer(DPOTrainer): ...  # yours
+        >>> class MyCachedTrainer(CachedReferenceMixin, MyDPOTrainer): ...
     """
 
     train_dataset: Any

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from reflogp.client import Job
 from reflogp.store import UsageError
 from reflogp.store.joins import Asked, Join, ask
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
@@ -83,8 +84,8 @@ class JoinRecord:
         settings: the trainer's settings that the sums depend on.
         rows: rows with values. This is every row, because a miss is an error. None for a stream, whose length is unknown.
         coverage: rows with values divided by all rows, 1.0 for a join that succeeded.
-        scored, computed: rows whose values were scored by the service, or computed by the trainer's own model, during this
-            join; all other rows already had values.
+        scored: rows whose values the service scored during this join.
+        computed: rows whose values the trainer's own model computed during this join. All other rows already had values.
         brought: reference columns that were already in the dataset, and that were verified.
     """
 
@@ -95,6 +96,17 @@ class JoinRecord:
     scored: int = 0
     computed: int = 0
     brought: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        where, settings = self.where, self.settings
+        made = {"scored": self.scored, "computed": self.computed}
+        return short_repr(
+            "JoinRecord",
+            ("a stream" if self.rows is None else f"{counted(self.rows, 'row')}, {100 * self.coverage:g}% with values")
+            + "".join(f", {count:,} {name} in this join" for name, count in made.items() if count),
+            f"reference {where.reference_id} in {where.reference_dtype}, snapshot {where.snapshot} of {where.store}",
+            ", ".join(f"{name} {value}" for name, value in asdict(settings).items() if value is not None),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in asdict(self).items() if name not in ("where", "settings")}
@@ -114,11 +126,14 @@ def join_reference_logps(
         dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream (IterableDataset)
             is joined while it is read.
         source: where the values are.
-        max_length, truncation_mode, ld_alpha: as in the trainer's config; the values are the sums that TRL's own precomputation
-            would give with these settings.
+        max_length: as in the trainer's config; the values are the sums that TRL's own precomputation would give.
+        truncation_mode: as in the trainer's config.
+        ld_alpha: as in the trainer's config.
 
     Returns:
         The dataset with float32 columns, in nats, summed over each completion.
+
+        For a stream, errors about its rows are raised while it is read.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
@@ -126,7 +141,15 @@ def join_reference_logps(
         BroughtColumnsError: the dataset already has columns with these names, and their values are not the reference's.
         UsageError: on_miss="compute", which needs a trainer; rows with images, video or audio.
 
-        For a stream, the first three are raised while it is read.
+    Examples:
+        >>> from datasets import Dataset
+        >>> from reflogp.scoring import score
+        >>> from reflogp.trainer import ReferenceSource, join_reference_logps
+        >>> rows = Dataset.from_list([{"prompt_ids": [3, 6], "chosen_ids": [7, 2], "rejected_ids": [8]}])
+        >>> summary = score("./sft-model", rows, "./logps", dtype="bfloat16")
+        >>> source = ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
+        >>> join_reference_logps(rows, source, max_length=1024).column_names
+        ['prompt_ids', 'chosen_ids', 'rejected_ids', 'ref_chosen_logps', 'ref_rejected_logps']
     """
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' needs a trainer's model; here use 'error' or 'score'")

@@ -32,7 +32,23 @@ class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
 
     Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
-    Raises ImportError, when it is made, with a TRL whose KTOTrainer lacks the hook, such as those before 1.2.
+    Raises:
+        ImportError: TRL's KTOTrainer lacks the hook, as before TRL 1.2.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import KTOConfig
+        >>> from reflogp.trainer import CachedKTOTrainer, ReferenceSource
+        >>> trainer = CachedKTOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model"),
+        ...     args=KTOConfig(output_dir="run-kto", loss_type="apo_zero_unpaired"),
+        ...     train_dataset=load_dataset("json", data_files="feedback.jsonl", split="train"),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("./logps", model="./sft-model", dtype="bfloat16"),
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ from reflogp.client import (
     ServiceUnreachableError,
 )
 from reflogp.store import UsageError
+from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.padded import PaddedBatch, Wanted
@@ -83,13 +84,16 @@ class RemoteReference(NoReferenceModel):
         ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
         RankFailedError: another process could not reach it.
 
-    Example:
-        reference = RemoteReference(ReferenceSource("http://scorer:8311", reference="sft"))
-        logps = reference.per_token_logps(input_ids, attention_mask, completion_tokens=64)   # float32, (rows, 64)
-
     Attributes:
         where: the service, the reference id and its dtype.
         traffic: what was requested so far.
+
+    Examples:
+        >>> import torch
+        >>> from reflogp.trainer import ReferenceSource, RemoteReference
+        >>> reference = RemoteReference(ReferenceSource("http://127.0.0.1:8311", reference="sft"))
+        >>> reference.per_token_logps(torch.tensor([[1, 5, 9, 7, 2]]), completion_tokens=2).shape
+        torch.Size([1, 2])
     """
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
@@ -106,6 +110,14 @@ class RemoteReference(NoReferenceModel):
         ids = sorted({where.reference_id for where in gather(self.where)})
         if len(ids) > 1:
             raise ReferenceChangedError(f"the processes of this run see different references: {', '.join(ids)}")
+
+    def __repr__(self) -> str:
+        where, traffic = self.where, self.traffic
+        return short_repr(
+            "RemoteReference",
+            f"reference {where.reference_id} in {where.reference_dtype} at {where.store}",
+            f"{counted(traffic.sequences, 'sequence')} in {traffic.batches:,} batches, waited {traffic.waited_seconds:.1f} s",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

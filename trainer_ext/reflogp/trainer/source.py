@@ -22,6 +22,7 @@ from reflogp.store import (
 from reflogp.store.choose_dtype import AUTO, several_held
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import describe_all_numerics
+from reflogp.store.texts import short_repr
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.values import FileValues, ServiceValues, StoreValues, Values, command_to_score
 
@@ -53,9 +54,12 @@ class ReferenceSource:
     Raises:
         UsageError: arguments that name no reference, or contradict each other.
 
-    Example:
-        source = ReferenceSource("./logps", model="./sft-model")
-        trainer = CachedDPOTrainer(model, args=DPOConfig(...), train_dataset=..., processing_class=..., reference=source)
+    Examples:
+        >>> from reflogp.trainer import ReferenceSource
+        >>> ReferenceSource("./logps", model="./sft-model", dtype="bfloat16")
+        ReferenceSource(sft-model in bfloat16, reference ..., ./logps)
+        >>> ReferenceSource("./logps", model="./sft-model")  # in the dtype that the store has
+        ReferenceSource(sft-model, ./logps)
     """
 
     def __init__(
@@ -97,6 +101,15 @@ class ReferenceSource:
         self.score_timeout = score_timeout
         self.token = token
 
+    def __repr__(self) -> str:
+        parts: list[str] = []
+        if self.described is not None:
+            parts.append(self.described.name + ("" if self.chooses_dtype else f" in {self.described.dtype}"))
+        if (known := self.reference_id or self.reference_name) and not self.chooses_dtype:
+            parts.append(f"reference {known}")
+        at = f"snapshot {self.snapshot} of " if self.snapshot is not None else ""
+        return short_repr("ReferenceSource", ", ".join([*parts, f"{at}{self.location}"]))
+
     def chosen_for(self, dtype: str) -> Reference:
         """Return the reference of a source with dtype="auto", for a run that computes in `dtype`.
 
@@ -107,9 +120,8 @@ class ReferenceSource:
         if self.is_service:
             held = ServiceValues.held(self.location, self.token, possible)
         elif self.is_file:
-            held = [
-                one for one in possible if one.reference_id == FileValues.open(self.location, None, None).where.reference_id
-            ]
+            of_file = FileValues.open(self.location, None, None).where.reference_id
+            held = [reference for reference in possible if reference.reference_id == of_file]
         else:
             held = Store(self.location).held(possible)
         if len(held) == 1:

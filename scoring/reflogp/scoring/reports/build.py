@@ -28,6 +28,7 @@ from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_le
 from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import Snapshot, UsageError
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
 
@@ -44,18 +45,27 @@ class ReportSummary:
     Attributes:
         rows: rows read.
         examples: tokenised examples: one per row, or two where pairs are unpaired for KTO.
-        with_values, missing, missing_row_numbers, bad_rows: see `collect.Coverage`.
-        bad_row_numbers: the first hundred bad rows.
+        with_values: examples with log-probs.
+        missing: examples that the snapshot has no log-probs for.
+        missing_row_numbers: rows of the first hundred of them, from 0.
+        bad_rows: rows that cannot be used.
+        bad_row_numbers: numbers of the first hundred of them, from 0.
         dropped_rows: examples that TRL drops under max_length.
         coverage: with_values / (with_values + missing + bad_rows).
-        accuracy, accuracy_per_token: share of pairs whose chosen is above rejected, by sums and by means; None for KTO and when
-            no pair has values.
-        exact_duplicates, contrary, identical, near_duplicates: `exact`, `contrary`, `identical` and `near` of
-            `duplicates.Duplicates`.
+        accuracy: share of pairs whose chosen sum is above the rejected sum; None for KTO and when no pair has values.
+        accuracy_per_token: the same for means per token.
+        exact_duplicates: see `exact` of `duplicates.Duplicates`.
+        contrary: see `duplicates.Duplicates`.
+        identical: see `duplicates.Duplicates`.
+        near_duplicates: see `near` of `duplicates.Duplicates`.
         alike: pairs whose completions hardly differ, without identical ones.
         outliers: name of the rule -> number of examples.
         truncation: one entry for each max_length; see `truncation.Cut`.
-        findings: the findings at the top of the page.
+        findings: the findings at the top of the page: `kind` ("mend", "look", "fact" or "good") and `text`.
+        seconds: wall time.
+        reference_id: reference of the values, 32 hex digits.
+        snapshot: number of the snapshot.
+        store: URI of the store.
         output: path of the page.
         files: file names in the report's folder.
     """
@@ -85,6 +95,16 @@ class ReportSummary:
     store: str = ""
     output: str = ""
     files: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        accuracy = f", accuracy {100 * self.accuracy:.1f}%" if self.accuracy is not None else ""
+        return short_repr(
+            "ReportSummary",
+            f"{self.with_values:,} of {counted(self.examples, 'example')} with values{accuracy}",
+            *(f"{finding['kind']}: {finding['text']}" for finding in self.findings if finding["kind"] in ("mend", "look")),
+            f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store} ({self.seconds:.1f} s)",
+            self.output,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -24,6 +24,7 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
+from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
 #: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
@@ -40,7 +41,8 @@ class ScoreSummary:
 
     Attributes:
         rows: rows read.
-        bad_rows: rows without values after the run; `bad_row_numbers` names the first hundred.
+        bad_rows: rows without values after the run.
+        bad_row_numbers: numbers of the first hundred of them, from 0.
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
         empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
         sequences: sequences of usable rows.
@@ -58,7 +60,9 @@ class ScoreSummary:
         sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
             least 1. None if nothing was computed, or if the engine cannot count.
         workers: largest number of engines that computed at the same time; 0 if nothing was computed.
-        reference_id, snapshot, store: reference, snapshot number and store URI of the values.
+        reference_id: reference of the values, 32 hex digits.
+        snapshot: number of the first snapshot that has all values.
+        store: URI of the store.
         provenance: how the values were computed; None if nothing was computed.
     """
 
@@ -83,6 +87,27 @@ class ScoreSummary:
     snapshot: int = 0
     store: str = ""
     provenance: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return short_repr("ScoreSummary", *self.lines(), f"{counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
+
+    def lines(self) -> list[str]:
+        """Return what the run did as lines for people: counts, rates if anything was computed, and where the values are."""
+        counts = (
+            f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
+            + (f", {self.duplicates:,} duplicates" if self.duplicates else "")
+            + (f", {self.failed:,} failed" if self.failed else "")
+            + (f"; {self.dropped_rows:,} rows dropped (prompt fills max_length)" if self.dropped_rows else "")
+        )
+        used = self.model_flops_utilization
+        rates = (
+            f"{self.tokens:,} tokens in {self.scoring_seconds:.1f} s: {self.tokens_per_second:,.0f} tokens/s"
+            + (f", {100 * used:.0f}% of the device's matrix product rate" if used else "")
+            + (f", sharing gain {self.sharing_gain:.1f}×" if self.sharing_gain else "")
+            + (f", {self.workers} workers" if self.workers > 1 else "")
+        )
+        where = f"reference {self.reference_id}, snapshot {self.snapshot} of {self.store} ({self.seconds:.1f} s)"
+        return [counts, *([rates] if self.scored else []), where]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

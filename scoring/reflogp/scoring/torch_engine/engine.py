@@ -32,6 +32,7 @@ from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.selfcheck import SelfCheck, check
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
+from reflogp.store.texts import counted, short_repr
 
 #: Sequences that are sorted and packed together. A larger window would find little more to share and take longer to pack.
 _WINDOW = 8_192
@@ -74,9 +75,13 @@ class TorchEngine:
         OutOfMemoryError: the model does not fit the memory of the device.
         EngineError: the model cannot be loaded.
 
-    Example:
-        engine = TorchEngine("./model", dtype="bfloat16")
-        [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])   # float32, shape (2,)
+    Examples:
+        >>> from reflogp.scoring import Sequence, TorchEngine
+        >>> engine = TorchEngine("./sft-model", dtype="bfloat16", device="cpu")
+        >>> [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])
+        >>> logps.dtype, logps.shape
+        (dtype('float32'), (2,))
+        >>> engine.close()
     """
 
     def __init__(
@@ -112,6 +117,11 @@ class TorchEngine:
                 token_budget = auto_token_budget(self._loaded.model, self.device, self._loaded.dtype)
         self.token_budget = self._first_budget = token_budget
         self._good_passes = 0
+
+    def __repr__(self) -> str:
+        name = "closed" if self._loaded.model is None else type(self._loaded.model).__name__
+        path, limit = self.self_check.path, counted(self.token_budget, "token")
+        return short_repr("TorchEngine", f"{name} in {self._loaded.dtype_name} on {self.device}, {path}, {limit} in a pass")
 
     def score(self, sequences: list[Sequence], temperature: float = 1.0) -> list[Logps]:
         """Return token_logps of each sequence: float32 arrays of len(completion_ids), in the order of the sequences.

@@ -30,6 +30,14 @@ class Sequence:
         attention_mask: None for a sequence without padding. For a row of a padded batch 0 for padding tokens and 1 for others.
             The row is then scored by the model's own forward with this mask and the model's default positions, and padding
             tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
+
+    Examples:
+        >>> from reflogp.scoring import Sequence
+        >>> sequence = Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])
+        >>> len(sequence)
+        5
+        >>> sequence.ids()
+        array([1, 5, 9, 7, 2])
     """
 
     prompt_ids: Ids

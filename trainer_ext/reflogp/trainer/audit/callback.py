@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
 from transformers import TrainerCallback
 
 from reflogp.store import UsageError
+from reflogp.store.texts import short_repr
 from reflogp.trainer.audit.forwards import ForwardCount
 from reflogp.trainer.audit.metrics import GlobalMeans
 from reflogp.trainer.audit.report import read_report, verdict, write_report
@@ -35,6 +37,8 @@ Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot
 CHECKS: tuple[Check, ...] = get_args(Check)
 #: Maximum number of problems per check in the report.
 _MOST_PROBLEMS = 20
+#: Problems that the audit's repr names.
+_SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
@@ -43,18 +47,18 @@ class ReferenceAudit(TrainerCallback):
     A run is stopped only for its reference values: columns that do not reach the loss, wrong values, or a reference model that
     runs. Everything else is logged as a warning and written to the report, and the run continues.
 
-    columns: the reference columns reach the collated batch and are finite, on every process. Stops the run.
-    forwards: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no additional
-        forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences) are only
-        reported.
-    step_zero: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding. Stops
-        the run. A policy whose own log-probs are not finite is only reported.
-    metrics: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not means
-        over all processes, and log-probs that become NaN, are only reported.
-    schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
-        saves that the settings ask for but that did not happen. Additional ones may happen at any time.
-    spot_check: some random rows are scored again: by a service, by the policy before it is trained, or by the policy with its
-        adapter off. Stops the run.
+    - `columns`: the reference columns reach the collated batch and are finite, on every process. Stops the run.
+    - `forwards`: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no
+      additional forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences)
+      are only reported.
+    - `step_zero`: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding.
+      Stops the run. A policy whose own log-probs are not finite is only reported.
+    - `metrics`: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not
+      means over all processes, and log-probs that become NaN, are only reported.
+    - `schedule`: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
+      and saves that the settings ask for but that did not happen. Additional ones may happen at any time.
+    - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
+      with its adapter off. Stops the run.
 
     Trainers that get their values from a service during training (RemoteRLOOTrainer, …) have no columns and no rows to check.
 
@@ -68,12 +72,15 @@ class ReferenceAudit(TrainerCallback):
             dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
         spot_rows: number of rows in the spot check.
 
-    Example:
-        ReferenceAudit(on_finding="warn").attach(trainer)   # any transformers Trainer whose batches have reference columns
-
     Attributes:
         step_zero: result of the step-0 gate; None until the first step, or where the check is off.
         findings: what was found: check -> problems.
+
+    Examples:
+        >>> from reflogp.trainer import ReferenceAudit
+        >>> audit = ReferenceAudit(on_finding="warn", spot_rows=4)  # for audit=, or attach(trainer) for another trainer
+        >>> audit
+        ReferenceAudit(unfinished)
     """
 
     def __init__(
@@ -107,6 +114,12 @@ class ReferenceAudit(TrainerCallback):
         self._stopped = False
         self._at_reference = False
         self._not_run: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        state = verdict(self.findings, self._stopped, self._finished)
+        problems = (f"{check}: {problem}" for check, found in self.findings.items() for problem in found)
+        step_zero = "" if self.step_zero is None else repr(self.step_zero)
+        return short_repr("ReferenceAudit", state, step_zero, *islice(problems, _SHOWN_PROBLEMS))
 
     def attach(self, trainer: Any) -> ReferenceAudit:
         """Watch this trainer: add this callback to it, and wrap its training step.

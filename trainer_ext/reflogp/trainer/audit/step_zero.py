@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reflogp.store.texts import counted, short_repr
 from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
@@ -33,7 +34,8 @@ class StepZero:
         max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
         mean_difference: mean of policy - reference. Rounding errors have a mean near 0; another model's differences do not.
         tolerance: the allowed difference, in nats per root token.
-        reference_dtype, policy_dtype: dtypes in which the two sides computed.
+        reference_dtype: dtype in which the reference was scored.
+        policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
         not_finite: number of sequences left out because the policy's own log-probs are NaN or infinite and the reference's are
             not.
@@ -48,6 +50,14 @@ class StepZero:
     policy_dtype: str
     advice: str = ""
     not_finite: int = 0
+
+    def __repr__(self) -> str:
+        return short_repr(
+            "StepZero",
+            f"{'passed' if self.passed else 'failed'}: {counted(self.sequences, 'sequence')} within "
+            f"{self.max_difference:.2g} nats ({self.max_per_root_token:.2g} per root token, {self.tolerance:g} allowed), "
+            f"policy in {self.policy_dtype}, reference in {self.reference_dtype}",
+        )
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)

@@ -21,6 +21,22 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
 
     TRL's objective/kl, non_score_reward and rlhf_reward count padding after a completion too, so values are requested there as
     well; the loss and rewards/* do not read them.
+
+    Examples:
+        >>> from datasets import Dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl.experimental.online_dpo import OnlineDPOConfig
+        >>> from reflogp.trainer import ReferenceSource, RemoteOnlineDPOTrainer
+        >>> trainer = RemoteOnlineDPOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model", dtype="bfloat16"),
+        ...     reward_funcs=lambda completions, **kwargs: [-float(len(text)) for text in completions],
+        ...     args=OnlineDPOConfig(output_dir="run-online-dpo", max_length=96, per_device_train_batch_size=2),
+        ...     train_dataset=Dataset.from_dict({"prompt": ["The sky is", "Two and two are"]}),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("http://127.0.0.1:8311", reference="sft"),
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
     """
 
     def _forward(

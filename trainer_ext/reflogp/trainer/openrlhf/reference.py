@@ -26,7 +26,7 @@ class CachedReference:
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. In a batch, each row is
     found by its tokens. Its values belong to its last tokens, the completion's, and the trainer's own mask sums them. So
-    packing, ring attention, shuffling and evaluation need no special handling.
+    packing, ring attention, shuffling and evaluation need no special handling. docs/openrlhf.md shows a training script.
 
     Args:
         source: where the values are. Files of `reflogp join` hold sums and cannot serve OpenRLHF.
@@ -43,10 +43,6 @@ class CachedReference:
     Attributes:
         joins: dataset name -> what was joined and from where.
         model: None; OpenRLHF looks here for the model that its strategy would wrap.
-
-    Example:
-        reference = CachedReference(source, {"train": train_dataset, "eval": eval_dataset}, output_dir="run")
-        trainer = DPOTrainer(model=model, ref_model=reference, …)
     """
 
     model = None

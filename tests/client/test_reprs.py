@@ -1,0 +1,64 @@
+"""What a notebook shows of a service's answers: a few readable lines."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+
+from reflogp.client import Job, JobPage, JobProgress, Lookup, ReferenceInfo, Scores, UploadInfo
+
+WHEN = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
+JOB = Job(
+    "4f1c9a02d77be310",
+    "running",
+    "ab" * 16,
+    {"reference": "sft"},
+    {"upload": "pairs.jsonl", "split": "train"},
+    JobProgress(rows=1_000, sequences=2_388, done=1_200, hits=1_000, scored=200, tokens=90_000, tokens_per_second=41_650.4),
+    WHEN,
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (JOB.progress, "JobProgress(1,200 of 2,388 sequences: 1,000 hits, 200 scored; 41,650 tokens/s)"),
+        (
+            JOB,
+            "Job(\n    4f1c9a02d77be310: running, pairs.jsonl with sft\n"
+            f"    1,200 of 2,388 sequences: 1,000 hits, 200 scored; 41,650 tokens/s\n    reference {'ab' * 16}\n)",
+        ),
+        (
+            JobPage([JOB] * 12, {"queued": 0, "running": 1_012}, None),
+            "JobPage(\n    12 jobs; on all pages 1,012 running\n"
+            + "    4f1c9a02d77be310: running, pairs.jsonl with sft\n" * 10
+            + "    … and 2 more\n)",
+        ),
+        (
+            Lookup(np.array([3, -1], np.int32), np.array([-1.5, np.nan]), None, "ab" * 16, 7),
+            f"Lookup(1 of 2 keys in snapshot 7 of reference {'ab' * 16})",
+        ),
+        (
+            Scores([np.zeros(1_500, np.float32)], "ab" * 16, 0, 0.25, 0.0),
+            "Scores(\n    1 sequence, 1,500 log-probs: 0 hits\n"
+            f"    0.25 s computing, 0.00 s in the queue\n    reference {'ab' * 16}\n)",
+        ),
+        (
+            ReferenceInfo("sft", "ab" * 16, "./sft-model", "bfloat16", "bfloat16", 3, 1_200),
+            f"ReferenceInfo(sft: ./sft-model in bfloat16, 1,200 sequences in snapshot 3, reference {'ab' * 16})",
+        ),
+        (
+            UploadInfo("pairs.jsonl", 1_234_567, "0123456789abcdef" * 4, WHEN),
+            "UploadInfo(pairs.jsonl: 1,234,567 bytes, sha256 0123456789abcdef…, uploaded at 2026-03-01 12:30:00+00:00)",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_result_is_shown_in_a_few_readable_lines(made, shown):
+    assert repr(made) == shown
+
+
+def test_what_a_service_says_cannot_control_a_terminal():
+    shown = repr(replace(JOB, dataset={"uri": "https://user:secret@host/a.jsonl"}, error="\x1b[31mred\n"))
+    assert "error: \\x1b[31mred\\n" in shown and "secret" not in shown
