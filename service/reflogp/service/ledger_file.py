@@ -252,8 +252,8 @@ def damaged_ledger(file: Path, what: str) -> str:
     """Return the message for a damaged ledger, with the steps of its recovery."""
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
-        f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its place and start the"
-        " service; without it jobs are submitted again and find their values in the store"
+        f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its"
+        " place and start the service; without it jobs are submitted again and find their values in the store"
     )
 
 
