@@ -26,7 +26,7 @@ from reflogp.client import (
     ServiceUnreachableError,
 )
 from reflogp.store import UsageError
-from reflogp.store.texts import counted, short_repr
+from reflogp.store.texts import short_repr
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.padded import PaddedBatch, Wanted
@@ -94,6 +94,11 @@ class RemoteReference(NoReferenceModel):
         >>> reference = RemoteReference(ReferenceSource("http://127.0.0.1:8311", reference="sft"))
         >>> reference.per_token_logps(torch.tensor([[1, 5, 9, 7, 2]]), completion_tokens=2).shape
         torch.Size([1, 2])
+        >>> reference
+        RemoteReference(
+            reference ... in bfloat16 at http://...
+            batches 1, sequences 1, waited ... s
+        )
     """
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
@@ -116,7 +121,7 @@ class RemoteReference(NoReferenceModel):
         return short_repr(
             "RemoteReference",
             f"reference {where.reference_id} in {where.reference_dtype} at {where.store}",
-            f"{counted(traffic.sequences, 'sequence')} in {traffic.batches:,} batches, waited {traffic.waited_seconds:.1f} s",
+            f"batches {traffic.batches:,}, sequences {traffic.sequences:,}, waited {traffic.waited_seconds:.1f} s",
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -78,6 +78,8 @@ class TorchEngine:
     Examples:
         >>> from reflogp.scoring import Sequence, TorchEngine
         >>> engine = TorchEngine("./sft-model", dtype="bfloat16", device="cpu")
+        >>> engine
+        TorchEngine(... in bfloat16 on cpu, packed, ... tokens in a pass)
         >>> [logps] = engine.score([Sequence(prompt_ids=[1, 5, 9], completion_ids=[7, 2])])
         >>> logps.dtype, logps.shape
         (dtype('float32'), (2,))
