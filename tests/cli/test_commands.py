@@ -351,7 +351,7 @@ def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pai
     read = {"join": ("-o", tmp_path / "j.parquet"), "report": ("-o", tmp_path / "report")}
     for command, output in read.items():
         code, _, err = reflogp(command, *given, *output)
-        assert code == FAILED and "Score the data: reflogp score" in one_sentence(err)
+        assert code == USAGE and "Score the data: reflogp score" in one_sentence(err)
         assert "--dtype" not in one_sentence(err)
     code, _, err = reflogp("score", *given, "--device", "cpu")
     assert code == 0 and "dtype float32: " in err and "holds nothing of this model yet" in err

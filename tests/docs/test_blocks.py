@@ -84,7 +84,9 @@ def _handle(block: Block, workspace: Workspace) -> str:
 @pytest.mark.parametrize("page", pages())
 def test_every_block_of_the_page_runs(page, workspace, monkeypatch):
     monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
-    for block in blocks_of(page):
+    blocks = blocks_of(page)
+    workspace.begin_page(blocks)
+    for block in blocks:
         try:
             _COUNTS[_handle(block, workspace)] += 1
         except BaseException as error:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -68,6 +69,14 @@ class Workspace:
     def close(self) -> None:
         if self._service is not None:
             self._service.stop()
+
+    def begin_page(self, blocks: list[Block]) -> None:
+        """Remove what other pages scored. A page that scores nothing is about a store that has the values of pairs.jsonl."""
+        self.close()
+        self._service, self._served = None, ()
+        shutil.rmtree(self.folder / "logps", ignore_errors=True)
+        if not any("reflogp score" in block.text for block in blocks):
+            _reflogp(["score", "./sft-model", "pairs.jsonl", "--store", "./logps", "--dtype", "bfloat16"])
 
     def run_python(self, block: Block) -> None:
         """Run it in the page's names, which the page's later blocks see."""

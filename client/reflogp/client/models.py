@@ -79,6 +79,13 @@ class JobSettings(TypedDict, total=False):
         ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
         priority: from -100 to 100, 0 by default; higher runs first.
         title: a label for people.
+
+    Examples:
+        >>> from reflogp.client import Client, JobSettings
+        >>> settings: JobSettings = {"max_length": 1024, "priority": 5}
+        >>> with Client("http://127.0.0.1:8311") as client:
+        ...     client.submit("pairs.jsonl", "sft", **settings).settings["max_length"]
+        1024
     """
 
     format: Format | None
