@@ -116,5 +116,5 @@ class TestATRLWithoutTheHook:
         class Cached(CachedReferenceMixin, NewTRL):
             pass
 
-        with pytest.raises(ImportError, match="and does not call it"):
+        with pytest.raises(ImportError, match="but did not call it"):
             Cached(policy(), args=config(), train_dataset=dataset, processing_class=tokenizer, reference=source)

@@ -112,7 +112,9 @@ def engine_choice(
         if name == "remote":
             foreign.pop("device", None)  # the device on which the server's values are checked
         if foreign:
-            raise UsageError(f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, and this is {name}")
+            raise UsageError(
+                f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, but the engine is {name}"
+            )
         chosen |= given
     if "token_budget" in chosen:
         chosen["token_budget"] = _token_budget(chosen["token_budget"])

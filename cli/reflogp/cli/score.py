@@ -103,7 +103,7 @@ def score(
         {"url": url, "served_model": served_model, "concurrency": concurrency, "patience": patience},
     )
     if (claim or trust_claim) and engine != "remote":
-        raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, and this is {engine}")
+        raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
     if devices is not None and (device is not None or ray is not None or engine == "remote"):
         other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
         raise UsageError(f"--devices gives this machine's devices a worker each, and does not go with {other}: leave one out")

@@ -88,7 +88,7 @@ def submit_call(
     idempotency_key: str | None,
     settings: JobSettings,
 ) -> protocol.Call:
-    """Return the request for a job.
+    """Return the request that submits a job.
 
     Safe to repeat, with or without a key: the service identifies a job by its dataset's content, its reference and its
     settings.

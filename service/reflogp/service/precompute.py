@@ -233,7 +233,10 @@ class Precompute:
         return await self.get(job_id)
 
     async def retry(self, job_id: str) -> Job:
-        """Queue a failed or cancelled job again. Raises LedgerError; Problem for any other job."""
+        """Queue a failed or cancelled job again.
+
+        Raises Problem if the job is unknown or in another state, and LedgerError if the ledger cannot be used.
+        """
         job = await self.get(job_id)
         if not await to_thread.run_sync(self._ledger.retry, job_id):
             raise Problem(409, f"the job is {job.state}", "only failed and cancelled jobs can be retried")

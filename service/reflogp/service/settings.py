@@ -69,7 +69,7 @@ class ReferenceSettings(BaseModel):
         for owner, names in owners.items():
             given = sorted(self.model_fields_set.intersection(names))
             if given and self.engine != owner:
-                raise ValueError(f"{given[0]} is a setting of engine {owner}, and this is {self.engine}")
+                raise ValueError(f"{given[0]} is a setting of engine {owner}, but this model's engine is {self.engine}")
         if self.engine == "remote" and self.url is None:
             raise ValueError("engine remote needs a url")
         try:

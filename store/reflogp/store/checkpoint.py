@@ -70,7 +70,7 @@ class Checkpoint:
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
-        """Return the weight and code files, whose digests a reference id contains."""
+        """Return the weight and code files; a reference id is computed from their digests."""
         return [*self.weight_files, *self.code_files(), *([self.adapter.weight_file] if self.adapter is not None else [])]
 
     def files(self) -> list[Path]:

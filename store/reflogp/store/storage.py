@@ -98,7 +98,7 @@ def make_folder(uri: str) -> None:
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
     """Write a file. An interrupted write is deleted.
 
-    The file appears when it is closed: delta-rs' object store then renames or puts it.
+    The file appears only when it is closed: delta-rs then renames the temporary file, or completes the upload.
     """
     try:
         with filesystem.open_output_stream(path, buffer_size=_WRITE_BUFFER) as sink:

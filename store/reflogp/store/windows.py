@@ -39,8 +39,8 @@ class TrainerSettings:
     def scored_apart(self) -> dict[str, Any]:
         """The settings that scoring needs too: max_length and truncation_mode, if truncation does not keep the start.
 
-        keep_start needs none, because prefixes of whole sequences serve it. ld_alpha needs none, because per-token values serve
-        it.
+        keep_start does not affect scoring: its values are the first values of the whole sequence. Nor does ld_alpha, which is
+        applied to the stored values of single tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}

@@ -108,7 +108,7 @@ class CachedReferenceMixin(_AnyTrainer):
         args = default_config(type(self), model) if args is None else args
         if getattr(args, "sync_ref_model", False):
             raise UsageError(
-                "sync_ref_model moves the reference while training, and stored log-probs would be stale: leave it False"
+                "sync_ref_model changes the reference during training, so stored log-probs would be stale: leave it False"
             )
         self.reference = reference
         self.policy_starts_at_reference = policy_starts_at_reference
@@ -135,7 +135,9 @@ class CachedReferenceMixin(_AnyTrainer):
                 self._join_after_construction()
             self._require_all()
             if "train" not in self.joins:
-                raise ImportError(f"TRL {trl_version()} has the hook `{HOOK}` and does not call it: {TESTED}")
+                raise ImportError(
+                    f"TRL {trl_version()} has the hook `{HOOK}` but did not call it for the training dataset: {TESTED}"
+                )
         self._joins_to_come = set()
         self.ref_model = NoReferenceModel()
         if self._is_audited or reference.on_miss == "compute":

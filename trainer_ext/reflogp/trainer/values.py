@@ -73,7 +73,7 @@ class Values(Protocol):
         """
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
-        """Return the command line that scores `data` into the source of these values; empty for a file."""
+        """Return the command line that scores `data` into the source of these values; empty if that is a file of sums."""
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:

@@ -60,7 +60,7 @@ class LocalScorer:
         return self._computing is None or self._computing.is_starved()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """See Scorer.score; returns when the engine has taken the group."""
+        """See Scorer.score; returns when the group is queued for the engine."""
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():

@@ -79,7 +79,7 @@ def _loading_problem() -> str | None:
     if not hasattr(torch.cpu, "get_capabilities"):
         return f"torch {torch.__version__} does not say what this CPU can do"
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
-        return "this CPU does not multiply bfloat16 (avx512_bf16)"
+        return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++) to build it"

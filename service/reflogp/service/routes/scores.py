@@ -100,9 +100,13 @@ def scores_router(context: Context) -> APIRouter:
 
         The response to an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is an Arrow
         stream with `token_logps` and `error`; its schema's metadata holds reference_id, snapshot, hits, engine_seconds and
-        queue_seconds. With a third column `attention_mask` (0 or 1 for each token of prompt and completion) the sequences are
-        rows of a padded batch. They have padding among the token ids, and are scored as the model itself sees such rows. The
-        response to JSON is JSON. A sequence that cannot be scored has an error; the others have their values.
+        queue_seconds.
+
+        With a third column `attention_mask` (0 or 1 for each token of prompt and completion) the sequences are rows of a padded
+        batch: they contain padding tokens, and are scored by the model's own forward pass with this mask and the model's
+        default positions.
+
+        The response to JSON is JSON. A sequence that cannot be scored has an error; the others have their values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
         limits = (settings.max_score_sequences, settings.max_score_tokens)

@@ -334,7 +334,7 @@ class Worker:
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """Return the message for an error of a defect or a library, and log its traceback."""
+    """Return the message for an unexpected error (a defect of reflogp or of a library), and log its traceback."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})

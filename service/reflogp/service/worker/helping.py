@@ -1,4 +1,4 @@
-"""Help with another worker's job: receive units, score them in turns on this worker's engine, and commit them here.
+"""Help with another worker's job: receive units, score them on this worker's engine between online requests, and commit them.
 
 `helpers` is the other side. Runs in the worker's job thread.
 """

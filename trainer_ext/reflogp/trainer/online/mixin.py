@@ -85,7 +85,9 @@ class RemoteReferenceMixin(_AnyTrainer):
             args = default_config(type(self), given.arguments.get("model"))
         refuse_reference_model(name, given.arguments.get("ref_model"))
         if getattr(args, "sync_ref_model", False):
-            raise UsageError("sync_ref_model moves the reference while training, and a service's stays: leave it False")
+            raise UsageError(
+                "sync_ref_model changes the reference during training, and the service would keep the old one: leave it False"
+            )
         given.arguments["args"] = self._without_reference(copy.copy(args))
         begin_report(args.output_dir, args.process_index)
         remote = RemoteReference(reference, reference_deadline)

@@ -86,7 +86,7 @@ class UnitQueue:
         return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
-        """Return True if a worker died at the next unit."""
+        """Return True if the next unit is a retry after a worker died at it."""
         return bool(self._again) and self._again[0].suspect
 
     def put_back(self, unit: Unit) -> None:
