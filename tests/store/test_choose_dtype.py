@@ -82,3 +82,11 @@ def test_a_folder_that_is_no_store_is_refused(model, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="is a model's folder"):
         choose_reference(Store(tmp_path), model, otherwise="float32")
+
+
+def test_the_error_about_several_names_the_option_that_tells_them_apart(model, store):
+    for reference in (describe_reference(model, "float16"), describe_reference(model, "bfloat16", lm_head_dtype="float32")):
+        store.create_table(reference)
+    with pytest.raises(UsageError, match="--lm-head-dtype float32"):
+        choose_reference(store, model)
+    assert choose_reference(store, model, "bfloat16", lm_head_dtype="float32")[0].lm_head_dtype == "float32"

@@ -41,6 +41,10 @@ _PRINTED_ROWS = 10
 _LINE_SECONDS = 30.0
 
 
+class WatchInterruptedError(ReflogpError):
+    """Ctrl-C ended the watch of a job. The job goes on."""
+
+
 class SafeConsole(Console):
     """A console whose output data cannot control: strings stay on one line, and control or invisible characters are escaped.
 

@@ -14,7 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from reflogp.cli import options
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_MISSES, err, lines_of, out, print_json
+from reflogp.cli.console import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_MISSES,
+    WatchInterruptedError,
+    err,
+    lines_of,
+    out,
+    print_json,
+)
 from reflogp.client.client import Client
 from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
@@ -166,10 +175,11 @@ def watched(client: Client, job: str) -> Job:
                     left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
                 )
     except KeyboardInterrupt:
-        err.print(f"reflogp: job {job} goes on", style="yellow")
-        err.print(f"  watch it again: {command('show', client.url, job)} --watch")
-        err.print(f"  cancel it:      {command('cancel', client.url, job)}")
-        raise
+        raise WatchInterruptedError(
+            f"job {job} goes on\n"
+            f"  watch it again: {command('show', client.url, job)} --watch\n"
+            f"  cancel it:      {command('cancel', client.url, job)}"
+        ) from None
     return found
 
 

@@ -13,7 +13,16 @@ import typer
 from typer import rich_utils
 
 from reflogp.cli import demo, doctor, export, jobs, join, reference, report, score, serve, store, submit
-from reflogp.cli.console import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, err, out, print_json
+from reflogp.cli.console import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    WatchInterruptedError,
+    err,
+    out,
+    print_json,
+)
 from reflogp.client.errors import NotAllowedError, RequestRefusedError
 from reflogp.scoring.machine.allocator import growing_segments
 from reflogp.store import ReflogpError, UsageError
@@ -86,6 +95,9 @@ def _run() -> tuple[int, str | None]:
     """
     try:
         code = app(standalone_mode=False)
+    except WatchInterruptedError as error:
+        err.print(f"reflogp: {error}", style="yellow")
+        return EXIT_INTERRUPTED, str(error)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
         if isinstance(error, NotAllowedError):

@@ -16,7 +16,7 @@ from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, pro
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.reference import find_reference
 from reflogp.cli.scored import open_rows, tokenized
-from reflogp.store import Reference, Store, UsageError, resolve_model
+from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.windows import TrainerSettings
 
@@ -130,17 +130,14 @@ def score(
     )
     rows = open_rows(arguments)
     with ExitStack() as stack:
-        if devices == "cpu":
+        if devices is not None and {name.strip() for name in devices.split(",")} == {"cpu"}:
             choice = replace(choice, device="cpu")
         if ray is not None:
             choice = stack.enter_context(_cluster(choice, ray))
         if claim is None:
-            try:
-                folder, reference = find_reference(opened, arguments, choice.default_dtype())
-            except UsageError as error:
-                if engine == "remote":
-                    raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
-                raise
+            if engine == "remote":
+                _require_weights(model, revision)
+            folder, reference = find_reference(opened, arguments, choice.default_dtype())
         else:
             folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
             _require_claimed(ctx, reference)
@@ -164,6 +161,14 @@ def score(
     rows.check_unchanged()  # the scored values are kept, but the dataset may have changed since it was read
     if summary.bad_rows:
         raise typer.Exit(EXIT_MISSES)
+
+
+def _require_weights(model: str, revision: str | None) -> None:
+    """Raise UsageError, with the option that helps, if the model's weights are not on this machine."""
+    try:
+        read_checkpoint(resolve_model(model, revision))
+    except UsageError as error:
+        raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:

@@ -42,7 +42,7 @@ def ls(uri: Uri, as_json: AsJson = False) -> None:
     tables = _Tables(store, None)
     found = tables.each(_described)
     if as_json:
-        print_json({"store": store.uri, "references": found})
+        print_json({"store": store.uri, "references": found, "failed": tables.failed})
     elif not tables.references:
         out.print(f"{store.uri} holds no reference yet")
     else:
@@ -101,7 +101,7 @@ def verify_(
     damaged = [damage for found in tables.each(check) for damage in found]
     repaired = mend and bool(damaged)
     if as_json:
-        print_json({"store": store.uri, "damaged": damaged, "repaired": repaired})
+        print_json({"store": store.uri, "damaged": damaged, "repaired": repaired, "failed": tables.failed})
     elif not damaged:
         out.print(f"{store.uri}: every log entry and every shard is whole")
     if damaged and not repaired:
@@ -131,7 +131,7 @@ def compact_(uri: Uri, reference: ReferenceId = None, as_json: AsJson = False) -
 
     results = tables.each(work)
     if as_json:
-        print_json({"store": store.uri, "compacted": results})
+        print_json({"store": store.uri, "compacted": results, "failed": tables.failed})
     tables.exit_if_failed()
 
 
@@ -161,7 +161,7 @@ def vacuum_(
 
     deleted = dict(tables.each(work))
     if as_json:
-        print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted})
+        print_json({"store": store.uri, "dry_run": dry_run, "deleted": deleted, "failed": tables.failed})
     tables.exit_if_failed()
 
 
@@ -217,13 +217,16 @@ class _Tables:
     """The tables of all references, or of the one whose id starts with `reference`.
 
     A table with an error is reported and skipped.
+
+    Attributes:
+        failed: reference id -> error of a table that was skipped.
     """
 
     def __init__(self, store: Store, reference: str | None) -> None:
         references = store.references()
         self._store = store
         self.references = [r for r in references if reference is None or r.reference_id.startswith(reference)]
-        self._failed = False
+        self.failed: dict[str, str] = {}
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
             raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
@@ -241,9 +244,9 @@ class _Tables:
                 if len(self.references) == 1:
                     raise
                 err.print(f"reflogp: {reference.reference_id}: {error}", style="red")
-                self._failed = True
+                self.failed[reference.reference_id] = str(error)
         return done
 
     def exit_if_failed(self) -> None:
-        if self._failed:
+        if self.failed:
             raise typer.Exit(EXIT_FAILED)

@@ -131,13 +131,15 @@ class EngineChoice:
     def default_dtype(self) -> str:
         """Return the dtype for a model that was never scored: "bfloat16", but "float32" where this engine has no GPU.
 
-        A CPU is slower in bfloat16 unless it has products for it, and small models on CPUs are trained in float32. A remote
-        engine's server is taken to have a GPU.
+        A CPU is slower in bfloat16 unless it has products for it, and small models on CPUs are trained in float32. vLLM, whose
+        environment is its own, and a remote engine's server are taken to have a GPU.
         """
         import torch
 
+        if self.name != "torch":
+            return "bfloat16"
         on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available())
-        return "float32" if on_cpu and self.name != "remote" else "bfloat16"
+        return "float32" if on_cpu else "bfloat16"
 
     def require_dtype(self, dtype: str) -> None:
         """Raise UsageError if this engine cannot compute in `dtype`."""
@@ -159,7 +161,8 @@ class EngineChoice:
             if self.name == "torch":
                 from reflogp.scoring.torch_engine.load import require_device
 
-                require_device(opened.checkpoint, reference.dtype, self.device, self.trust_remote_code)
+                with opened.for_loading() as checkpoint:
+                    require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
         """Load the engine with exactly the files of the reference and return it.

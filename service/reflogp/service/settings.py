@@ -48,7 +48,7 @@ class ReferenceSettings(BaseModel):
     dtype: str = Field(
         "bfloat16",
         description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
-        "torch.autocast); auto for the checkpoint's own. Part of the reference id.",
+        "torch.autocast); checkpoint for the one in config.json. Part of the reference id.",
     )
     lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
     revision: str | None = Field(None, description="Revision of a hub id.")

@@ -51,15 +51,21 @@ def choose_reference(
     if otherwise is None:
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in store.references()) or "nothing"
         raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which holds {there}")
-    found = describe_reference(model, otherwise, lm_head_dtype=lm_head_dtype, revision=revision)
+    found = in_dtype(described, otherwise, lm_head_dtype)
     return found, f"dtype {numerics(found)}: {store.uri} holds nothing of this model yet"
+
+
+def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
+    """Return the reference in a dtype, from those of `describe_all_numerics` with the same `lm_head_dtype`."""
+    return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
 
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
     """Return the error that a place holds a model in several dtypes."""
+    heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
         f"{place} holds {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
-        "(--dtype, or dtype=)"
+        "(--dtype, or dtype=)" + ("; for logits in float32 also --lm-head-dtype float32, or lm_head_dtype=" if heads else "")
     )
 
 

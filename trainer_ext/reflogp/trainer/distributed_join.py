@@ -67,7 +67,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
-    if chosen.dtype != dtype and Rank.here().rank == 0:
+    if numerics(chosen) != dtype and Rank.here().rank == 0:
         there = f"what {source.location} has of {source.model} was scored in it, and the policy computes in {dtype}"
         logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
     return source.of(chosen)

@@ -19,7 +19,7 @@ from reflogp.store import (
     UsageError,
     describe_reference,
 )
-from reflogp.store.choose_dtype import AUTO, several_held
+from reflogp.store.choose_dtype import AUTO, in_dtype, several_held
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import describe_all_numerics
 from reflogp.store.texts import short_repr
@@ -37,9 +37,10 @@ class ReferenceSource:
             (….parquet).
         model: the reference model: a folder or hub id. Only its files' digests are needed, and they are cached; weights are
             never loaded. Omit it if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. "auto": the one dtype in which the
-            location has the model. Where it has several or none: the dtype in which the run computes, which CachedDPOTrainer
-            and CachedKTOTrainer find from the policy and its mixed precision, and bfloat16 for everything else.
+        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. "auto": that of `reference_id`
+            if it is given, or the one in which the location has the model. Where it has none: the dtype in which the run
+            computes, which CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision, and bfloat16 for
+            everything else. Where it has several, that dtype must be one of them.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
         on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
@@ -90,10 +91,7 @@ class ReferenceSource:
         self.model = model
         self._lm_head_dtype = lm_head_dtype
         self.chooses_dtype = model is not None and dtype == AUTO and reference_id is None
-        dtype = dtype if dtype != AUTO else "bfloat16"
-        self.described = describe_reference(model, dtype, lm_head_dtype=lm_head_dtype) if model is not None else None
-        if self.described is not None and reference_id not in (None, self.described.reference_id):
-            raise UsageError(f"{model} in {dtype} is reference {self.described.reference_id}, not {reference_id}")
+        self.described = _described(model, dtype, lm_head_dtype, reference_id) if model is not None else None
         self.reference_id = self.described.reference_id if self.described is not None else reference_id
         self.reference_name = reference
         self.snapshot = snapshot
@@ -118,7 +116,7 @@ class ReferenceSource:
         assert self.model is not None
         possible = describe_all_numerics(self.model, lm_head_dtype=self._lm_head_dtype)
         if self.is_service:
-            held = ServiceValues.held(self.location, self.token, possible)
+            held = ServiceValues.held(self.location, self.token, self.reference_name, possible)
         elif self.is_file:
             of_file = FileValues.open(self.location, None, None).where.reference_id
             held = [reference for reference in possible if reference.reference_id == of_file]
@@ -126,7 +124,7 @@ class ReferenceSource:
             held = Store(self.location).held(possible)
         if len(held) == 1:
             return held[0]
-        of_run = describe_reference(self.model, dtype, lm_head_dtype=self._lm_head_dtype)
+        of_run = in_dtype(possible, dtype, self._lm_head_dtype)
         if held and of_run not in held:
             raise several_held(self.location, self.model, held)
         return of_run
@@ -205,3 +203,17 @@ class ReferenceSource:
             return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"
         named = f'dtype="{dtype}"' if self.model is not None else "its reference_id"
         return f"Score in {dtype} (`{self.score_command(dtype)}`) and give ReferenceSource {named}"
+
+
+def _described(model: str, dtype: str, lm_head_dtype: str | None, reference_id: str | None) -> Reference:
+    """Return the reference of a model. "auto" is the dtype of `reference_id`; without an id, bfloat16 until it is chosen."""
+    if dtype == AUTO and reference_id is not None:
+        possible = describe_all_numerics(model, lm_head_dtype=lm_head_dtype)
+        found = next((reference for reference in possible if reference.reference_id == reference_id), None)
+        if found is None:
+            raise UsageError(f"{model} is not reference {reference_id} in any dtype")
+        return found
+    found = describe_reference(model, "bfloat16" if dtype == AUTO else dtype, lm_head_dtype=lm_head_dtype)
+    if reference_id not in (None, found.reference_id):
+        raise UsageError(f"{model} in {dtype} is reference {found.reference_id}, not {reference_id}")
+    return found

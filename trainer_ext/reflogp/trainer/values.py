@@ -171,10 +171,10 @@ class ServiceValues:
         raise ReferenceNotFoundError(f"{url} has no reference {reference}; it has {names}")
 
     @staticmethod
-    def held(url: str, token: str | None, candidates: list[Reference]) -> list[Reference]:
-        """Return the candidates that a service serves."""
+    def held(url: str, token: str | None, name: str | None, candidates: list[Reference]) -> list[Reference]:
+        """Return the candidates that a service serves; only the one with that name or id if a name is given."""
         with Client(url.rstrip("/"), token) as client:
-            served = {reference.reference_id for reference in client.references()}
+            served = {known.reference_id for known in client.references() if name in (None, known.name, known.reference_id)}
         return [reference for reference in candidates if reference.reference_id in served]
 
     def answer(self, asked: Asked, settings: TrainerSettings) -> Join:

@@ -283,7 +283,7 @@ def packed_attention(
 def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLayout, Call], torch.Tensor]:
     """Return the fastest kernel that can compute this layer and is not in `refused`; `by_branch` is never refused."""
     for kernel, is_installed, problem in _kernels_of(call.query.device.type):
-        if kernel.__name__ not in refused and is_installed() and problem(call) is None:
+        if kernel.__name__ not in refused and problem(call) is None and is_installed():
             return kernel
     return by_branch
 
