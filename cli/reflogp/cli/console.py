@@ -42,7 +42,13 @@ _LINE_SECONDS = 30.0
 
 
 class WatchInterruptedError(ReflogpError):
-    """Ctrl-C ended the watch of a job. The job goes on."""
+    """Ctrl-C ended the watch of a job. The job goes on.
+
+    Attributes:
+        hints: lines to print below the message.
+    """
+
+    hints: tuple[str, ...] = ()
 
 
 class SafeConsole(Console):

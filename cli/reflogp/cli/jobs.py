@@ -175,11 +175,12 @@ def watched(client: Client, job: str) -> Job:
                     left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
                 )
     except KeyboardInterrupt:
-        raise WatchInterruptedError(
-            f"job {job} goes on\n"
-            f"  watch it again: {command('show', client.url, job)} --watch\n"
-            f"  cancel it:      {command('cancel', client.url, job)}"
-        ) from None
+        error = WatchInterruptedError(f"job {job} goes on")
+        error.hints = (
+            f"watch it again: {command('show', client.url, job)} --watch",
+            f"cancel it:      {command('cancel', client.url, job)}",
+        )
+        raise error from None
     return found
 
 

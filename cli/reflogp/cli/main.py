@@ -97,6 +97,8 @@ def _run() -> tuple[int, str | None]:
         code = app(standalone_mode=False)
     except WatchInterruptedError as error:
         err.print(f"reflogp: {error}", style="yellow")
+        for hint in error.hints:
+            err.print(f"  {hint}")
         return EXIT_INTERRUPTED, str(error)
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
