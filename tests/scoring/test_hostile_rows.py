@@ -93,9 +93,10 @@ def hostile_rows(draw):
     for place in draw(st.lists(PLACES, min_size=1, max_size=3)):
         within = row
         for step in place[:-1]:
-            within = within[step] if isinstance(within, dict | list) and len(within) else None
-            if not isinstance(within, dict | list):
-                break
+            try:
+                within = within[step]
+            except (LookupError, TypeError):  # an earlier place put something else there
+                within = None
         last = place[-1]
         if isinstance(within, dict) or (isinstance(within, list) and isinstance(last, int) and last < len(within)):
             within[last] = draw(ANYTHING)
