@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from reflogp.store.digests import Progress
 from reflogp.store.errors import ReferenceNotFoundError, UsageError
-from reflogp.store.reference import Reference, describe_all_numerics, describe_reference
+from reflogp.store.reference import AUTO, Reference, describe_all_numerics, describe_reference
 from reflogp.store.store import Store
-
-#: The rule's name.
-AUTO = "auto"
 
 
 def choose_reference(

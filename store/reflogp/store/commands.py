@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from reflogp.store.errors import ReferenceNotFoundError, StoreNotFoundError
+from reflogp.store.reference import AUTO
+from reflogp.store.storage import split_table_uri
 from reflogp.store.windows import TrainerSettings
 
 
@@ -19,7 +21,7 @@ class ScoreArguments:
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
-        dtype: dtype that the model computes in; "auto" for the one that the store has.
+        dtype: compute dtype of the reference model; "auto": the dtype in which the store holds the model.
         settings: the trainer's; ld_alpha is ignored, because scoring stores the values of single tokens.
         lm_head_dtype: "float32", or None for the model's dtype.
         revision: revision of a hub model.
@@ -33,7 +35,7 @@ class ScoreArguments:
     model: str
     data: str
     store: str
-    dtype: str = "auto"
+    dtype: str = AUTO
     settings: TrainerSettings = field(default_factory=TrainerSettings)
     lm_head_dtype: str | None = None
     revision: str | None = None
@@ -47,7 +49,7 @@ class ScoreArguments:
         """Return the complete command line; options at their defaults are left out."""
         mode = self.settings.truncation_mode
         options = [
-            ("--dtype", self.dtype if self.dtype != "auto" else None),
+            ("--dtype", self.dtype if self.dtype != AUTO else None),
             ("--lm-head-dtype", self.lm_head_dtype),
             ("--max-length", self.settings.max_length),
             ("--truncation-mode", mode if mode != "keep_start" else None),
@@ -74,5 +76,5 @@ def naming_command(command: str) -> Iterator[None]:
 
 def repair_command(table_uri: str) -> str:
     """Return `reflogp store verify --repair` for the store of a table (`<store>/<reference id>/logprobs`)."""
-    store, reference_id, _ = table_uri.rsplit("/", 2)
+    store, reference_id = split_table_uri(table_uri)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

@@ -24,6 +24,8 @@ from reflogp.store.texts import counted, short_repr
 #: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
+#: Stands for the dtype in which a store holds a model; `choose_dtype.choose_reference` finds it.
+AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
 #: which software wrote it, settings of generation and training, and how attention is computed (recorded as provenance).

@@ -101,7 +101,7 @@ class Snapshot:
     @property
     def store_uri(self) -> str:
         """URI of the store that has the table."""
-        return self._table_uri.rsplit("/", 2)[0]
+        return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
         """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""

@@ -142,3 +142,9 @@ def sentence(error: BaseException) -> str:
     lines = [re.sub(r"^\s*(↳|\d+:.*)\s*", "", line).strip() for line in text.split("\n")]
     kept = [line for line in lines if line and not line.startswith("at ")]
     return f"{kept[0]}: {kept[-1]}" if len(kept) > 1 else "".join(kept) or type(error).__name__
+
+
+def split_table_uri(uri: str) -> tuple[str, str]:
+    """Return (store URI, reference id) of a table's URI, `<store>/<reference id>/logprobs`."""
+    store, reference_id, _ = uri.rsplit("/", 2)
+    return store, reference_id

@@ -21,7 +21,7 @@ from reflogp.scoring.runs.spread.scorer import Worker, settle
 from reflogp.scoring.runs.spread.units import IN_FLIGHT
 from reflogp.scoring.runs.spread.worker import ScoringWorker
 from reflogp.store import LogprobTable, Reference
-from reflogp.store.storage import is_local
+from reflogp.store.storage import is_local, split_table_uri
 
 #: Seconds without any worker until a warning, and until the run is given up: nodes that Ray adds need minutes.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
@@ -85,7 +85,7 @@ class ClusterWorkers:
 
     def begin(self, have: int) -> list[Worker]:
         """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet count as existing."""
-        store = self._table_folder.rsplit("/", 2)[0]
+        store, _ = split_table_uri(self._table_folder)
         actor_class: Any = ray.remote(NodeWorker)  # ray's types know neither options nor a class's methods
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)

@@ -24,6 +24,7 @@ from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
 from reflogp.scoring.runs.spread.units import IN_FLIGHT
 from reflogp.scoring.runs.spread.worker import ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
+from reflogp.store.storage import split_table_uri
 
 #: Modules that the forkserver imports once. Workers are forked from it, so the replacement of a lost worker starts at once.
 _PRELOADED = ["reflogp.scoring.runs.spread.local", "reflogp.scoring.torch_engine.engine", "transformers.modeling_utils"]
@@ -53,7 +54,7 @@ class LocalWorkers:
 
     def open(self, table: LogprobTable) -> None:
         """See Workers.open."""
-        self._store = table.uri.rsplit("/", 2)[0]
+        self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int) -> list[Worker]:
         """Start a worker on each free place; see Workers.begin."""
