@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from reflogp.store.windows import TrainerSettings
 from reflogp.trainer import BroughtColumnsError, ReferenceSource
 from tests.conftest import plain_token_logps
 from tests.trainer_ext.conftest import score_pairs
@@ -50,7 +51,7 @@ def test_keep_end_with_another_max_length(trl_trainer, cached_trainer, reference
     store = tmp_path / "own-store"
     source = ReferenceSource(store, model=str(reference_folder), dtype="float32")
     for settings in (long, short):
-        score_pairs(reference_folder, data_file, store, **settings)
+        score_pairs(reference_folder, data_file, store, settings=TrainerSettings(**settings))
         assert_right(cached_trainer({"reference": source}, **settings), reference_folder, settings["max_length"], "keep_end")
 
 

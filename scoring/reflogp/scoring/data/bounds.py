@@ -4,12 +4,13 @@ A service reads uploads with bounds; the command line reads without them. Three 
 at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. All three count decoded bytes, as data and not as
 Python objects.
 
+Parquet files are decoded in a child process (`parquet_process`), which may take twice `group_bytes` and 64 MiB.
+Its parent holds one message of up to 32 MiB, or of one row; of up to `group_bytes` for columns of dictionaries and views.
+
 Some costs are not bounded here, so a memory limit on the process is the backstop:
 - Python objects: JSON and lists take up to about thirty times the bytes of their text, a string up to four times.
-- A JSON array or a Parquet page is held twice while it is decoded: the peak is about twice `group_bytes`, without its objects.
+- A JSON array is held twice while it is decoded: the peak is about twice `group_bytes`, without its objects.
 - A decompressor's window: up to 128 MiB for zstd.
-- A decoded Parquet footer: it takes up to some hundred times its bytes, so a footer longer than a 256th of `group_bytes` (and
-  than 1 MiB) is refused.
 - Time: a file of many tiny pages, or of many tiny rows, is read until `dataset_bytes` are spent.
 """
 
@@ -71,13 +72,13 @@ class Meter:
         self.bounded = bounds is not None
         self.bounds = bounds or _NO_BOUNDS
         self._name = name
-        self._check = check
+        #: The caller's `check`.
+        self.check = check or (lambda: None)
         self._spent = 0
 
     def spend(self, size: int) -> None:
         """Count bytes. Raises DatasetError when the dataset exceeds `dataset_bytes`."""
-        if self._check is not None:
-            self._check()
+        self.check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
             raise DatasetError(f"{self._name} is longer than {self.bounds.dataset_bytes:,} bytes when decoded; split it")

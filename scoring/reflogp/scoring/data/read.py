@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.arrow_bounds import arrow_batches
 from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
-from reflogp.scoring.data.parquet_bounds import open_parquet, parquet_batches
+from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError
 from reflogp.store.digests import FileIdentity
@@ -153,7 +153,7 @@ class RowSource:
         if self.format == "jsonl":
             return sum(1 for _ in self._lines())
         if self.format == "parquet":
-            return sum(open_parquet(file, self._bounds).metadata.num_rows for file in self.files)
+            return sum(rows for rows, _ in self._parquet_descriptions())
         return sum(1 for _ in self._rows())
 
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
@@ -170,7 +170,7 @@ class RowSource:
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
         if self.format == "parquet":
-            return pa.unify_schemas([open_parquet(file, self._bounds).schema_arrow for file in self.files])
+            return pa.unify_schemas([schema for _, schema in self._parquet_descriptions()])
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
             # Table.from_pylist would take the columns of the first row only.
@@ -181,6 +181,17 @@ class RowSource:
             except (pa.ArrowException, OverflowError) as error:
                 raise DatasetError(f"{self.name}: a column has values of several types: {shortened(str(error))}") from error
         return schemas[0] if schemas else pa.schema([])
+
+    def _parquet_descriptions(self) -> Iterator[tuple[int, pa.Schema]]:
+        """Yield (number of rows, schema) of each Parquet file."""
+        meter = Meter(self._bounds, self.name, self._check)
+        for file in self.files:
+            with _as_dataset_error(file, self.format):
+                if meter.bounded:
+                    yield parquet_description(file, meter)
+                else:
+                    opened = pq.ParquetFile(file)
+                    yield opened.metadata.num_rows, opened.schema_arrow
 
     def _rows(self) -> Iterator[_Read]:
         for read in self._read():

@@ -12,28 +12,24 @@ standard error. It opens only /dev/null and, on Linux, two files of /proc/self t
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
-import resource
 import selectors
 import signal
-import socket
 import struct
-import sys
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 
+from reflogp.scoring.data.confined_process import POLL_SECONDS, SOCKET, STILL, ConfinedProcess
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, encode, render
 from reflogp.scoring.data.shape import TEXT_COLUMNS, Format, RowError, RowLimitError, examples_of, require_text
 from reflogp.scoring.errors import DatasetError, TokenizerError
@@ -51,10 +47,6 @@ _CHILDREN = 4
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
 #: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
-#: Longest wait for children between two calls of the caller's `check`.
-_POLL_SECONDS = 0.1
-#: A row that uses no processor time for this many times its deadline is given up too (it may wait for a lock or a network).
-_STILL = 6
 _LENGTHS = struct.Struct("<QQ")
 _MARK = struct.Struct("<q")
 #: Marks in place of a row's index: no row has begun, or several rows are encoded together.
@@ -130,7 +122,7 @@ class RowTokenizer:
         while waiting or any(child.chunk for child in self._children):
             self._check()
             self._hand_out(waiting)
-            for key, events in self._selector.select(_POLL_SECONDS):
+            for key, events in self._selector.select(POLL_SECONDS):
                 child: _Child = key.data
                 if child.chunk is None:
                     self._end(child)  # killed from outside while it was idle
@@ -142,7 +134,8 @@ class RowTokenizer:
                 elif child.ended:
                     self._lost(child, found, waiting)
             for child in self._children:
-                child.watch(_STILL * self._limits.seconds)
+                if child.chunk is not None:
+                    child.watch(STILL * self._limits.seconds, child.mark())
         return found
 
     def _chunks(self, rows: Sequence[dict[str, Any]], found: list[list[TokenArrays | RowError]]) -> Iterable[_Chunk]:
@@ -220,7 +213,7 @@ class RowTokenizer:
 
     def _why(self, status: int, still: bool) -> str:
         if still:
-            return f"tokenising it stood still for {_STILL * self._limits.seconds:g} s"
+            return f"tokenising it stood still for {STILL * self._limits.seconds:g} s"
         if status == -signal.SIGPROF:
             return f"tokenising it took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
@@ -243,29 +236,23 @@ class _Chunk:
     alone: bool = False
 
 
-class _Child:
+class _Child(ConfinedProcess):
     """A forked process and the data in flight to and from it.
 
     Attributes:
         chunk: the chunk that it processes; None for an idle child.
         answer: the complete answer (head, token ids); None until it has arrived.
         ended: True if the child's end of the socket is closed.
-        still: True if the child was killed because it used no processor time and made no progress.
     """
 
     def __init__(self, tokenizer: Any, form: Format, limits: RowLimits) -> None:
         self.chunk: _Chunk | None = None
         self.answer: tuple[dict[str, Any], Ids] | None = None
-        self.ended = self.still = False
+        self.ended = False
         self._to_send = memoryview(b"")
         self._received = bytearray()
         self._place = mmap.mmap(-1, mmap.PAGESIZE)
-        self._stood, self._seen, self._looked = 0.0, (_NO_ROW, 0.0), time.monotonic()
-        self.socket, theirs = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run(tokenizer, form, limits, theirs, self._place)
-        theirs.close()
+        super().__init__(partial(_work, tokenizer, form, limits, self._place), limits.memory)
         self.socket.setblocking(False)
 
     def events(self) -> int:
@@ -275,7 +262,7 @@ class _Child:
         """Start to send a chunk."""
         body = b"[" + b",".join(chunk.texts) + b"]"
         self.chunk = chunk
-        self._stood = 0.0
+        self.stir()
         _MARK.pack_into(self._place, 0, _NO_ROW)
         self._to_send = memoryview(_LENGTHS.pack(len(body), 0) + body)
 
@@ -307,44 +294,10 @@ class _Child:
         """Return the index in the chunk of the row that the child processes, or _NO_ROW, or _SEVERAL."""
         return int(_MARK.unpack_from(self._place)[0])
 
-    def watch(self, seconds: float) -> None:
-        """Kill the child if it has spent `seconds` on one row without using the processor.
-
-        Time in which this process did not run (a suspended machine) does not count.
-        """
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 1.0), now
-        if self.chunk is None or self.still:
-            return
-        self._stood += passed
-        if self._stood < seconds / 10:
-            return
-        seen = (self.mark(), _processor_seconds(self.pid))
-        if seen != self._seen:
-            self._seen, self._stood = seen, 0.0
-        elif self._stood > seconds:
-            self.still = True
-            os.kill(self.pid, signal.SIGKILL)
-
     def end(self) -> int:
-        """Kill the child and return its exit status, negative for a signal."""
-        self.socket.close()
-        try:
-            # A child that has already ended keeps its own exit status.
-            os.kill(self.pid, signal.SIGKILL)
-            _, status = os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            return -signal.SIGKILL
+        status = super().end()
         self._place.close()
-        return os.waitstatus_to_exitcode(status)
-
-
-def _processor_seconds(pid: int) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:
-        return -1.0
+        return status
 
 
 def _as_json(columns: dict[str, Any]) -> bytes:
@@ -387,45 +340,12 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 # In the child
 
 
-def _run(tokenizer: Any, form: Format, limits: RowLimits, theirs: socket.socket, place: mmap.mmap) -> NoReturn:
-    """Answer chunks until the parent closes the socket, then exit. Never returns: the code after the fork is the parent's."""
-    try:
-        _confine(limits, theirs)
-        with os.fdopen(_SOCKET, "rb", closefd=False) as reader:
-            while (texts := _read_chunk(reader)) is not None:
-                _send(*_answer(texts, tokenizer, form, limits, place))
-        os._exit(0)
-    except BaseException as error:
-        os.write(2, f"reflogp: a process that tokenises ended: {shortened(repr(error))}\n".encode("utf-8", "replace"))
-    finally:
-        os._exit(1)
-
-
-#: File descriptor of a child's socket.
-_SOCKET = 3
-
-
-def _confine(limits: RowLimits, theirs: socket.socket) -> None:
-    """Close inherited files, restore default signal handlers, ignore SIGINT, limit memory and use one thread."""
-    for number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
-    gc.freeze()  # a garbage collection would copy every page that is shared with the parent
-    os.dup2(theirs.fileno(), _SOCKET)
-    os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
+def _work(tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap) -> None:
+    """Answer chunks until the parent closes the socket."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; several children run instead
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:  # noqa: PTH123
-            taken = int(file.read().split()[0]) * mmap.PAGESIZE
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = taken + limits.memory if hard == resource.RLIM_INFINITY else min(taken + limits.memory, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-            file.write("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(SOCKET, "rb", closefd=False) as reader:
+        while (texts := _read_chunk(reader)) is not None:
+            _send(*_answer(texts, tokenizer, form, limits, place))
 
 
 def _read_chunk(reader: BinaryIO) -> list[dict[str, Any]] | None:
@@ -515,4 +435,4 @@ def _send(head: dict[str, Any], ids: array[int]) -> None:
     text = json.dumps(head).encode()
     view = memoryview(_LENGTHS.pack(len(text), len(ids) * ids.itemsize) + text + ids.tobytes())
     while view:
-        view = view[os.write(_SOCKET, view) :]
+        view = view[os.write(SOCKET, view) :]

@@ -1,0 +1,300 @@
+"""Read untrusted Parquet files in a child process with limits on memory and time.
+
+A file of a few kilobytes can claim any size, and a damaged one can crash the library that reads it. So a forked child reads it
+with pyarrow and sends its record batches as an Arrow stream. A child that runs out of memory, crashes or uses too much
+processor time makes its file unreadable; its parent continues.
+
+The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before it reads it, and validates
+every batch. It does trust a child to send buffers that are not compressed, and to end. A child that a file has taken over could
+break that, and has its parent's memory and its user's rights.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from reflogp.scoring.data.bounds import BATCH_ROWS, VALUE_BYTES, Meter, ReadBounds, group_too_large
+from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, SOCKET, STILL, ConfinedProcess
+from reflogp.scoring.errors import DatasetError
+from reflogp.store.texts import shortened
+
+#: Processor time limit for one batch, in seconds.
+BATCH_SECONDS = 60.0
+#: Bytes that a child may take in addition to twice `group_bytes` (a page and what is decoded of it).
+_MEMORY = 64 << 20
+#: Bytes of a message beside the batch's own: its metadata and padding.
+_MESSAGE = 16 << 20
+#: A batch is sent in pieces of this size, or of one row, unless its columns cannot be sent in pieces.
+_PIECE = 32 << 20
+_PARQUET_BUFFER = 64 << 10
+_MOST_COLUMNS = 1024
+#: The file's path in the child.
+_FILE = f"/dev/fd/{SOCKET + 1}"
+#: Exit statuses of a child that has left a message: for a file beyond the bounds, and for one that pyarrow cannot read.
+_REFUSED, _UNREADABLE = 4, 5
+#: Length of the message, number of rows.
+_RESULT = struct.Struct("<Qq")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to read a Parquet file.
+
+    Attributes:
+        rows: maximum rows that are decoded at once.
+        encoded: True to keep strings dictionary-encoded.
+        skip: number of rows to leave out at the beginning.
+    """
+
+    rows: int = BATCH_ROWS
+    encoded: bool = False
+    skip: int = 0
+
+
+#: Ways to read a file, each tried if the one before takes too much memory: a dictionary can repeat a long string in
+#: every row, and in every element of a list.
+_PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
+
+
+class _MemoryExceededError(DatasetError):
+    """Reading the file took too much memory, or crashed, which can have the same cause."""
+
+
+def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
+    """Yield validated record batches of a Parquet file in bounded memory.
+
+    Raises:
+        DatasetError: the file is beyond the bounds, or takes too much memory or time.
+        pa.ArrowException, OSError: the file cannot be read.
+    """
+    sent = 0
+    for attempt, plan in enumerate(_PLANS, 1):
+        with _reader(file, meter, replace(plan, skip=sent)) as reader:
+            try:
+                for batch in reader.batches():
+                    sent += batch.num_rows
+                    yield batch
+                return
+            except _MemoryExceededError:
+                if attempt == len(_PLANS):
+                    raise
+
+
+def parquet_description(file: Path, meter: Meter) -> tuple[int, pa.Schema]:
+    """Return (number of rows, schema) of a Parquet file. Raises what `parquet_batches` raises."""
+    with _reader(file, meter, None) as reader:
+        return reader.description()
+
+
+@contextmanager
+def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
+    with file.open("rb") as opened, mmap.mmap(-1, mmap.PAGESIZE) as result:
+        reader = _Reader(file, meter, plan, opened.fileno(), result)
+        try:
+            yield reader
+        finally:
+            reader.end()
+
+
+class _Reader(ConfinedProcess):
+    """A child that reads a file, and the stream that it sends; a file object for pyarrow."""
+
+    closed = False
+
+    def __init__(self, file: Path, meter: Meter, plan: _Plan | None, opened: int, result: mmap.mmap) -> None:
+        self._file, self._meter, self._result = file, meter, result
+        self._received, self._ended = 0, False
+        self._memory = 2 * meter.bounds.group_bytes + _MEMORY
+        super().__init__(partial(_work, file, meter.bounds, plan, result), self._memory, [opened])
+        self.socket.settimeout(POLL_SECONDS)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batches that the child sends."""
+        with self._failures(), pa.ipc.open_stream(pa.PythonFile(self, "r")) as stream:
+            for batch in stream:
+                batch.validate(full=True)  # otherwise wrong offsets could expose other memory of this process
+                yield batch
+
+    def description(self) -> tuple[int, pa.Schema]:
+        with self._failures():
+            schema = pa.ipc.open_stream(pa.PythonFile(self, "r")).schema
+        return _RESULT.unpack_from(self._result)[1], schema
+
+    def read(self, size: int) -> memoryview:
+        """Return the next `size` bytes of the stream, fewer at its end."""
+        if size > self._meter.bounds.group_bytes + _MESSAGE:
+            raise group_too_large(self._file, size, self._meter.bounds)
+        content = memoryview(pa.allocate_buffer(size))
+        at = 0
+        while at < size:
+            self._meter.check()
+            try:
+                received = self.socket.recv_into(content[at:])
+            except TimeoutError:
+                self.watch(STILL * BATCH_SECONDS, self._received)
+                continue
+            except ConnectionError:
+                received = 0
+            if not received:
+                self._ended = True
+                break
+            at += received
+            self._received += received
+        return content[:at]
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Do nothing: `end` closes the socket."""
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Wait for the child's end after its stream; raise the reason if it failed."""
+        problem = None
+        try:
+            yield
+            while self.read(1):
+                pass
+        except pa.ArrowException as error:
+            problem = error
+        if self._ended:
+            self._raise_for(self.end())
+        if problem is not None:
+            raise problem
+
+    def _raise_for(self, status: int) -> None:
+        if status in (_REFUSED, _UNREADABLE):
+            length = _RESULT.unpack_from(self._result)[0]
+            text = shortened(self._result[_RESULT.size :][:length].decode("utf-8", "replace"))
+            raise DatasetError(text) if status == _REFUSED else pa.ArrowInvalid(text)
+        if self.still:
+            raise DatasetError(f"{self._file}: reading it stood still for {STILL * BATCH_SECONDS:g} s")
+        if status == -signal.SIGPROF:
+            raise DatasetError(f"{self._file}: reading a batch took more than {BATCH_SECONDS:g} s of processor time")
+        if status == OUT_OF_MEMORY:
+            raise _MemoryExceededError(
+                f"{self._file} cannot be read in {self._memory:,} bytes of memory; write smaller groups of rows"
+            )
+        if status:
+            name = signal.strsignal(-status) if status < 0 else f"status {status}"
+            raise _MemoryExceededError(
+                f"{self._file} ended the process that read it ({name}): it is damaged, or cannot be read in "
+                f"{self._memory:,} bytes of memory"
+            )
+
+
+# In the child
+
+
+def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
+    """Send a file's batches; without a plan, send its schema alone and leave its number of rows as the result."""
+    pa.set_memory_pool(pa.system_memory_pool())  # others keep address space that the limit does not count
+    signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
+    try:
+        opened = _open(file, bounds, plan is not None and plan.encoded)
+        _RESULT.pack_into(result, 0, 0, opened.metadata.num_rows)
+        _send(opened.schema_arrow, _batches(opened, file, plan) if plan else (), file, bounds)
+    except MemoryError:
+        raise
+    except DatasetError as error:
+        _leave(result, str(error), _REFUSED)
+    except (pa.ArrowException, OSError) as error:
+        _leave(result, (str(error) or type(error).__name__).splitlines()[0], _UNREADABLE)
+
+
+def _leave(result: mmap.mmap, text: str, status: int) -> None:
+    content = text.encode("utf-8", "replace")[: len(result) - _RESULT.size]
+    _RESULT.pack_into(result, 0, len(content), 0)
+    result[_RESULT.size : _RESULT.size + len(content)] = content
+    os._exit(status)
+
+
+def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, bounds: ReadBounds) -> None:
+    """Send a stream of batches, each with a deadline of its own. Raises DatasetError for a batch beyond `group_bytes`."""
+    with os.fdopen(SOCKET, "wb", 1 << 18, closefd=False) as sink, pa.ipc.new_stream(sink, schema) as writer:
+        sink.flush()
+        for batch in batches:
+            for piece in _pieces(batch, min(_PIECE, bounds.group_bytes)):
+                piece.validate()  # otherwise wrong offsets could send other memory of this process
+                if piece.nbytes > bounds.group_bytes:
+                    raise group_too_large(file, piece.nbytes, bounds)
+                writer.write_batch(piece)
+                sink.flush()
+                signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
+
+
+def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
+    """Yield a batch in pieces of at most `size` bytes or one row; whole, if every piece would hold the values of all rows."""
+    whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
+    shared = any(kind in str(field.type) for field in batch.schema for kind in ("dictionary", "view"))
+    if whole or batch.num_rows <= 1 or shared:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _pieces(batch.slice(0, half), size)
+    yield from _pieces(batch.slice(half), size)
+
+
+def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
+    """Open a Parquet file. Raises DatasetError when its metadata claims more than the bounds, or contradicts itself."""
+    options: dict[str, Any] = {
+        "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
+        "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),
+        "pre_buffer": False,
+        "buffer_size": _PARQUET_BUFFER,
+        "arrow_extensions_enabled": False,
+    }
+    opened = pq.ParquetFile(_FILE, **options)
+    metadata = opened.metadata
+    if not 0 < metadata.num_columns <= _MOST_COLUMNS:
+        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; from 1 to {_MOST_COLUMNS:,} are read")
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    rows = sum(group.num_rows for group in groups)
+    if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+        raise DatasetError(f"{file} is damaged: its row groups have not the rows that it claims")
+    largest = max((group.total_byte_size for group in groups), default=0)
+    claimed = sum(max(group.total_byte_size, 0) for group in groups)
+    if largest > bounds.group_bytes:
+        raise group_too_large(file, largest, bounds)
+    if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
+        raise DatasetError(f"{file} claims {rows:,} rows of {claimed:,} bytes, more than is read; split it")
+    if not encoded:
+        return opened
+    leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+    strings = [
+        leaf.path
+        for number, leaf in enumerate(leaves)
+        if leaf.physical_type == "BYTE_ARRAY"
+        and leaf.logical_type.type != "DECIMAL"
+        and any(group.column(number).has_dictionary_page for group in groups)
+    ]
+    return pq.ParquetFile(_FILE, metadata=metadata, read_dictionary=strings, **options)
+
+
+def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
+    skip = plan.skip
+    for number in range(opened.metadata.num_row_groups):
+        rows = opened.metadata.row_group(number).num_rows
+        if skip >= rows:
+            skip -= rows
+            continue
+        for batch in opened.iter_batches(plan.rows, row_groups=[number], use_threads=False):
+            rows -= batch.num_rows
+            if skip < batch.num_rows:
+                yield batch.slice(skip)
+            skip = max(0, skip - batch.num_rows)
+        if rows:
+            raise DatasetError(f"{file} is damaged: a row group has not the rows that it claims")

@@ -1,0 +1,155 @@
+"""The process that reads an untrusted Parquet file: whatever happens to it, its parent goes on and keeps no child."""
+
+import os
+import signal
+import struct
+import threading
+import time
+from functools import partial
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp.scoring.data import parquet_process
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.confined_process import SOCKET
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
+
+MIB = 1 << 20
+BOUNDS = ReadBounds(row_bytes=1 * MIB, dataset_bytes=256 * MIB, group_bytes=16 * MIB)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left():
+    before = set(psutil.Process().children())
+    yield
+    assert not set(psutil.Process().children()) - before  # a zombie would be one
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """Row groups of plain rows, and one whose rows are small only as entries of a dictionary."""
+    plain = [f"row {n}" for n in range(3000)]
+    columns = {"n": range(8000), "text": [*plain, *["x" * (MIB // 2)] * 500, *[f"row {n}" for n in range(3500, 8000)]]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=1500, compression="zstd")
+    return tmp_path / "a.parquet"
+
+
+def in_child(monkeypatch, work):
+    """Let the child do `work` in place of reading the file."""
+
+    def replaced(*arguments):
+        work()
+        os._exit(0)
+
+    monkeypatch.setattr(parquet_process, "_open", replaced)
+
+
+def refusal(file) -> str:
+    with pytest.raises(DatasetError) as refused:
+        list(RowSource(str(file), bounds=BOUNDS))
+    assert str(file) in str(refused.value)
+    return str(refused.value)
+
+
+def test_rows_are_neither_lost_nor_repeated_when_a_group_takes_too_much_memory(parquet):
+    rows = list(RowSource(str(parquet), bounds=BOUNDS))
+    assert [row.columns["n"] for row in rows] == list(range(8000))
+    assert [len(row.columns["text"]) for row in rows[2999:3501]] == [8, *[MIB // 2] * 500, 8]
+
+
+def test_rows_are_neither_lost_nor_repeated_when_a_reader_is_killed_from_outside(parquet):
+    def kill_once():
+        for child in psutil.Process().children() if not killed else ():
+            child.kill()
+            killed.append(child)
+
+    killed: list[psutil.Process] = []
+    rows = list(RowSource(str(parquet), bounds=BOUNDS, check=kill_once))
+    assert killed and [row.columns["n"] for row in rows] == list(range(8000))
+
+
+def test_a_file_whose_readers_are_all_killed_is_an_error(parquet, monkeypatch):
+    in_child(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert "ended the process that read it (Killed)" in refusal(parquet)
+
+
+def test_a_reader_that_crashes_is_an_error(parquet, monkeypatch):
+    in_child(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert "Segmentation fault" in refusal(parquet)
+
+
+def test_a_reader_that_takes_too_much_memory_is_an_error(parquet, monkeypatch):
+    in_child(monkeypatch, lambda: bytearray(1 << 30))
+    assert "cannot be read in 100,663,296 bytes of memory" in refusal(parquet)
+
+
+def test_a_reader_that_does_not_end_is_an_error(parquet, monkeypatch):
+    def loop():
+        while True:
+            pass
+
+    monkeypatch.setattr(parquet_process, "BATCH_SECONDS", 0.3)
+    in_child(monkeypatch, loop)
+    assert "more than 0.3 s of processor time" in refusal(parquet)
+    in_child(monkeypatch, lambda: time.sleep(1000))
+    assert "stood still for 1.8 s" in refusal(parquet)
+
+
+def test_it_stops_when_told_to_while_the_reader_hangs(parquet, monkeypatch):
+    in_child(monkeypatch, lambda: time.sleep(1000))
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+
+    def check():
+        if stop.is_set():
+            raise StopError
+
+    with pytest.raises(StopError):
+        list(RowSource(str(parquet), bounds=BOUNDS, check=check))
+
+
+def test_a_reading_that_is_given_up_ends_its_reader(parquet):
+    rows = iter(RowSource(str(parquet), bounds=BOUNDS))
+    next(rows)
+    assert psutil.Process().children()
+    rows.close()
+
+
+def stream_of(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def test_a_stream_that_a_taken_over_reader_sends_is_not_believed(parquet, monkeypatch):
+    content = stream_of(pa.record_batch({"a": ["abc", "defg", "hijkl"]}))
+    (body,) = [message.body.size for message in pa.ipc.MessageReader.open_stream(content) if message.type == "record batch"]
+    length, offsets = struct.pack("<q", body), struct.pack("<4i", 0, 3, 7, 12)
+    assert content.count(length) >= 1 and content.count(offsets) == 1
+    in_child(monkeypatch, lambda: os.write(SOCKET, content.replace(length, struct.pack("<q", 1 << 40))))
+    assert "groups of 1,099,511,627,776 bytes" in refusal(parquet)
+    in_child(monkeypatch, lambda: os.write(SOCKET, content.replace(offsets, struct.pack("<4i", 0, 3, 7, 1 << 29))))
+    assert "out of bounds" in refusal(parquet)
+    in_child(monkeypatch, lambda: os.write(SOCKET, b"\xff" * 7 + b"\x7f"))  # metadata of two gigabytes
+    assert "groups of 2,147,483,647 bytes" in refusal(parquet)
+    for garbage in (b"", b"\xff" * 1000, b"\xff" * 4 + b"\x08\0\0\0" + b"\xff" * 100, content[: len(content) // 2]):
+        in_child(monkeypatch, partial(os.write, SOCKET, garbage))
+        assert "cannot be read as parquet" in refusal(parquet)
+
+
+def test_count_and_schema_of_a_parquet_file_come_from_a_reader_too(parquet, tmp_path):
+    source = RowSource(str(parquet), bounds=BOUNDS)
+    assert (source.count(), source.schema().names) == (8000, ["n", "text"])
+    (tmp_path / "b.parquet").write_bytes(parquet.read_bytes()[:-100])
+    for ask in (RowSource.count, RowSource.schema):
+        with pytest.raises(DatasetError, match="cannot be read as parquet"):
+            ask(RowSource(str(tmp_path / "b.parquet"), bounds=BOUNDS))
