@@ -46,8 +46,8 @@ from vllm_process import VLLM_PYTHON, Vllm  # noqa: E402
 
 from reflogp.scoring.torch_engine import Sequence  # noqa: E402
 from reflogp.scoring.torch_engine.attention import installed_kernels  # noqa: E402
-from reflogp.scoring.torch_engine.compiled import compiled_log_sum_exp  # noqa: E402
 from reflogp.scoring.torch_engine.flops import matmul_flops_per_second  # noqa: E402
+from reflogp.scoring.torch_engine.forward import compiled_log_sum_exp  # noqa: E402
 from reflogp.scoring.torch_engine.head import Head  # noqa: E402
 
 OURS = "reflogp"

@@ -36,7 +36,7 @@ from reflogp.client import (
 from reflogp.client.events import EventParser, Following
 from reflogp.service import models as service_models
 from reflogp.store import UsageError, sequence_keys
-from reflogp.store.arrow_stream import stream_bytes
+from reflogp.store.schema import stream_bytes
 from tests.conftest import plain_token_logps, write_rows
 from tests.service.serving import float32, serving, settings_file, wait_until
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
+from reflogp.scoring.data.tokenize import chosen_tokenizer
 from reflogp.store import UsageError
 from reflogp.trainer import MissingLogpsError, ReferenceSource
 from tests.trainer_ext.conftest import cached_trainer, config, dataset, policy  # noqa: F401

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
-from reflogp.scoring.machine import allocator
-from reflogp.scoring.torch_engine import Sequence, TorchEngine, load, memory, out_of_memory, room, selfcheck
+from reflogp.scoring.machine.processes import growing_segments, without_growing_segments
+from reflogp.scoring.torch_engine import Sequence, TorchEngine, load, memory, selfcheck
 from reflogp.scoring.torch_engine import engine as torch_engine
 from reflogp.scoring.torch_engine.load import load_model
 from reflogp.scoring.vllm_engine.child import VllmProcess
@@ -208,7 +208,7 @@ class Gpu:
 
 def refusal(folder: Path, dtype: str, device: torch.device = CUDA) -> str:
     with pytest.raises(OutOfMemoryError) as caught:
-        room.require_room(read_checkpoint(folder), AutoConfig.from_pretrained(folder), dtype, device)
+        memory.require_room(read_checkpoint(folder), AutoConfig.from_pretrained(folder), dtype, device)
     return str(caught.value)
 
 
@@ -221,17 +221,17 @@ def test_bytes_needed_are_those_of_the_loaded_model(tmp_path):
             loaded = load_model(str(folder), dtype, "cpu").model
             held = sum(parameter.nbytes for parameter in loaded.parameters())
             config = AutoConfig.from_pretrained(folder)
-            assert room.needed_bytes(read_checkpoint(folder), config, dtype, CUDA)[0] == held, (name, dtype)
+            assert memory.needed_bytes(read_checkpoint(folder), config, dtype, CUDA)[0] == held, (name, dtype)
 
 
 def test_a_tied_table_that_is_stored_twice_counts_once(tmp_path):
     build("Llama, tied head with bias in attention").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    once = room.needed_bytes(read_checkpoint(tmp_path), config, "bfloat16", CUDA)
+    once = memory.needed_bytes(read_checkpoint(tmp_path), config, "bfloat16", CUDA)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert room.needed_bytes(read_checkpoint(tmp_path), config, "bfloat16", CUDA) == once
+    assert memory.needed_bytes(read_checkpoint(tmp_path), config, "bfloat16", CUDA) == once
 
 
 def test_a_refusal_names_what_is_needed_what_is_free_and_what_works(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ def test_as_many_gpus_as_divide_the_heads(tmp_path, monkeypatch):
 def test_what_fits_is_not_refused(tmp_path, monkeypatch):
     sparse_checkpoint(tmp_path, 5_000_000_000, 4)
     Gpu(monkeypatch, free=19 * GIB)
-    room.require_room(read_checkpoint(tmp_path), AutoConfig.from_pretrained(tmp_path), "bfloat16", CUDA)
+    memory.require_room(read_checkpoint(tmp_path), AutoConfig.from_pretrained(tmp_path), "bfloat16", CUDA)
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_read(tmp_path, monkeypatch):
@@ -296,7 +296,7 @@ def raising(error):
 
 @pytest.mark.parametrize("error", SAYINGS, ids=[str(error)[:30] or "MemoryError" for error in SAYINGS])
 def test_memory_that_runs_out_anywhere_is_an_error_of_ours(error, reference_folder, tmp_path, monkeypatch):
-    assert out_of_memory.is_out_of_memory(error)
+    assert memory.is_out_of_memory(error)
     adapter = tmp_path / "adapter"
     base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(adapter)
@@ -398,7 +398,7 @@ def test_a_model_that_finds_no_room_gets_that_of_others(reference_folder):
         if reference_id == "large" and not first_attempt:
             weights = Weights()
             first_attempt.append(weakref.ref(weights))
-            with out_of_memory.memory_errors(torch.device("cpu"), "large was loaded"):
+            with memory.memory_errors(torch.device("cpu"), "large was loaded"):
                 raise torch.OutOfMemoryError("CUDA out of memory")
         if first_attempt:
             gc.collect()
@@ -448,7 +448,7 @@ def test_a_model_larger_than_the_device_is_refused_while_others_stay(reference_f
     )
     engines = worker.loop._engines
     loaded = engines.get(there)
-    monkeypatch.setattr(room, "total_memory", lambda: 1 << 20)
+    monkeypatch.setattr(memory, "total_memory", lambda: 1 << 20)
     with pytest.raises(OutOfMemoryError, match=r"does not fit the memory of cpu in bfloat16: .* 0.0 GiB is all it has"):
         engines.get(larger)
     assert engines.peek(there) is loaded
@@ -458,12 +458,12 @@ def test_a_model_larger_than_the_device_is_refused_while_others_stay(reference_f
 
 
 def test_segments_grow_unless_the_user_said_otherwise():
-    assert allocator.growing_segments({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert growing_segments({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert allocator.growing_segments({name: "max_split_size_mb:64"}) == {}
-    ours = {"A": "1", **allocator.growing_segments({})}
-    assert allocator.without_growing_segments(ours) == {"A": "1"}
-    assert allocator.without_growing_segments({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}) != {}
+        assert growing_segments({name: "max_split_size_mb:64"}) == {}
+    ours = {"A": "1", **growing_segments({})}
+    assert without_growing_segments(ours) == {"A": "1"}
+    assert without_growing_segments({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}) != {}
 
 
 @pytest.mark.parametrize("own", ["", "max_split_size_mb:64"])

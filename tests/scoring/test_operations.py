@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, flops
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
-from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engine_loop import EngineLoop, OnlineRequest
 from reflogp.service.worker.job_engine import JobEngine
 from tests.scoring.test_engine import random_sequences

@@ -17,8 +17,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.on_ray.cluster import connected
-from reflogp.scoring.on_ray.shared import require_visible
+from reflogp.scoring.on_ray.cluster import connected, require_visible
 from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset

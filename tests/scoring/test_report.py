@@ -16,10 +16,9 @@ import pytest
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.reports.outliers import robust_z_by_length
-from reflogp.scoring.reports.similarity import shared_starts, similarities, similarity
-from reflogp.scoring.reports.sketches import NEAR, RUN_TOKENS, Sketches
+from reflogp.scoring.reports.shown import token_texts, visible
+from reflogp.scoring.reports.sketches import NEAR, RUN_TOKENS, Sketches, shared_starts, similarities, similarity
 from reflogp.scoring.reports.truncation import Lengths, cut, cuts, max_length_for_share
-from reflogp.scoring.reports.visible import token_texts, visible
 from reflogp.store import Store, describe_reference, sequence_keys
 from reflogp.store.keys import list_lengths, token_lists
 from reflogp.store.schema import shard_table

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reflogp.scoring.torch_engine.threads import run_in_own_thread
+from reflogp.scoring.torch_engine.device import run_in_own_thread
 
 THREADS_OF_A_LOAD = """
 import json, os, sys, threading

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
-from reflogp.scoring.vllm_engine.engine import VllmEngine
+from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache, sharing_order
 from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
-from reflogp.scoring.vllm_engine.prefix_cache import may_read_cache, sharing_order
-from reflogp.scoring.vllm_engine.server_api import question, values
+from reflogp.scoring.vllm_engine.server import question, values
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
 from tests.scoring.test_engine import random_sequences

@@ -17,9 +17,8 @@ import pytest
 
 from reflogp.scoring.errors import DatasetError
 from reflogp.service import fetch as fetching
-from reflogp.service.dataset_quota import DatasetQuota
 from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
-from reflogp.service.fetched import FetchedFolder
+from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-import reflogp.service.worker.helping as helping_module
+import reflogp.service.worker.helpers as helping_module
 from reflogp.client import Client
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer

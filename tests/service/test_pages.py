@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from reflogp.client import Client
-from reflogp.scoring.data import formats
 from reflogp.service import charts
 from reflogp.service.models import DatasetSpec, Histogram
-from reflogp.service.pages import names
+from reflogp.service.pages.api import dataset_name
+from reflogp.store import texts
 from tests.conftest import write_rows
 from tests.service.serving import float32, running, serving, settings_file
 
@@ -568,7 +568,7 @@ def test_files_come_from_the_package_only(service):
 
 
 def test_formats():
-    assert [formats.number(value) for value in (0, 1234567, 12.34, -0.25, 99.5, 812.25)] == [
+    assert [texts.number(value) for value in (0, 1234567, 12.34, -0.25, 99.5, 812.25)] == [
         "0",
         "1,234,567",
         "12.3",
@@ -576,7 +576,7 @@ def test_formats():
         "99.5",
         "812",
     ]
-    assert [formats.duration(value) for value in (0, 0.44, 12.2, 60, 185, 3599.7, 7800, 97200)] == [
+    assert [texts.duration(value) for value in (0, 0.44, 12.2, 60, 185, 3599.7, 7800, 97200)] == [
         "0 s",
         "0.4 s",
         "12 s",
@@ -586,7 +586,7 @@ def test_formats():
         "2 h 10 min",
         "1 d 3 h",
     ]
-    assert [formats.percent(*pair) for pair in ((0, 0), (0, 5), (1, 3), (1, 9999), (9999, 10000), (5, 5))] == [
+    assert [texts.percent(*pair) for pair in ((0, 0), (0, 5), (1, 3), (1, 9999), (9999, 10000), (5, 5))] == [
         "–",
         "0%",
         "33.3%",
@@ -594,9 +594,9 @@ def test_formats():
         "99.9%",
         "100%",
     ]
-    assert [formats.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
+    assert [texts.byte_count(value) for value in (0, 1023, 1536, 5 << 30)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 GiB"]
     signed = DatasetSpec(uri="https://user:secret@host/a/b.jsonl?signature=secret")
-    assert names.dataset_name(signed) == "https://host/a/b.jsonl"
+    assert dataset_name(signed) == "https://host/a/b.jsonl"
 
 
 @pytest.mark.parametrize(

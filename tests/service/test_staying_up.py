@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 
 from reflogp.client import Client, ServiceError
-from reflogp.service import precompute, state_lock
+from reflogp.service import ledger_file, precompute
 from reflogp.service.app import create_app
 from reflogp.service.ledger import Ledger
+from reflogp.service.ledger_file import StateLock
 from reflogp.service.settings import read_settings
-from reflogp.service.state_lock import StateLock
 from reflogp.store import Store, UsageError
 from tests.conftest import write_rows
 from tests.service.faults import ERRORS, call_sites, install
@@ -229,7 +229,7 @@ def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, host,
 
 @pytest.mark.parametrize("how", ["deleted", "renamed"])
 def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how, monkeypatch):
-    monkeypatch.setattr(state_lock, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(ledger_file, "_PATIENCE_SECONDS", 0.1)
     folder = place / "state"
     names = ["lock"] if how == "deleted" else sorted(file.name for file in folder.iterdir() if "sqlite-" not in file.name)
     for name in names:

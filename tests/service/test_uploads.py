@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reflogp.service.dataset_quota import DatasetQuota
+from reflogp.service.fetched import DatasetQuota
 from reflogp.service.ledger import Ledger, Submission
 from reflogp.service.models import DatasetSpec, JobSettings
 from reflogp.service.problems import Problem

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from reflogp.store import ReferenceNotFoundError, Store, StoreNotFoundError, UsageError, describe_reference
-from reflogp.store.choose_dtype import choose_reference, numerics
 from reflogp.store.reference import describe_all_numerics
+from reflogp.store.store import choose_reference, numerics
 from tests.store.rows import REFERENCE
 from tests.store.test_reference import copied, edit_config
 

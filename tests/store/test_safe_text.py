@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from reflogp.store.safe_text import LineFormatter, hide_secrets, visible
+from reflogp.store.texts import LineFormatter, hide_secrets, visible
 from tests.hostile_text import HOSTILE
 
 HONEST = [

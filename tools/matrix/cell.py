@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
-from reflogp.trainer.audit.report import versions
+from reflogp.trainer.audit.metrics import versions
 from tests.trainer_ext.on_cpu import ON_CPU
 from tools.matrix.cases import CASES, MOVES, STEPS, Case, Result
 

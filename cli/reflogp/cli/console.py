@@ -30,7 +30,7 @@ from rich.text import Text
 
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import ReflogpError
-from reflogp.store.safe_text import visible
+from reflogp.store.texts import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 #: Exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it.

@@ -19,7 +19,7 @@ from rich.text import Text
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_FAILED, out, print_json
 from reflogp.store import ReflogpError, Store, StoreNotFoundError, read_checkpoint, resolve_model
-from reflogp.store.safe_text import visible
+from reflogp.store.texts import visible
 
 #: Extras that users install, and the purpose of each.
 _EXTRAS = {

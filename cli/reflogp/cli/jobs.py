@@ -27,7 +27,7 @@ from reflogp.cli.console import (
 from reflogp.client.client import Client
 from reflogp.client.models import Job, JobProgress, JobState
 from reflogp.store import UsageError
-from reflogp.store.safe_text import visible
+from reflogp.store.texts import visible
 
 #: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120

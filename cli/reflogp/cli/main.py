@@ -24,9 +24,9 @@ from reflogp.cli.console import (
     print_json,
 )
 from reflogp.client.errors import NotAllowedError, RequestRefusedError
-from reflogp.scoring.machine.allocator import growing_segments
+from reflogp.scoring.machine.processes import growing_segments
 from reflogp.store import ReflogpError, UsageError
-from reflogp.store.safe_text import LineFormatter, visible
+from reflogp.store.texts import LineFormatter, visible
 
 #: HTTP statuses of a service that mean bad usage: the request is malformed, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)

@@ -7,8 +7,8 @@ import sys
 from reflogp.cli import options
 from reflogp.cli.console import err, progress_bar
 from reflogp.store import Reference, Store, describe_reference, resolve_model
-from reflogp.store.choose_dtype import choose_reference
 from reflogp.store.commands import ScoreArguments
+from reflogp.store.store import choose_reference
 
 _HASHING = "hashing weights (bytes)"
 

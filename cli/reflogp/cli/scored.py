@@ -28,7 +28,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
     """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's."""
-    from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
+    from reflogp.scoring.data.tokenize import chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
     chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code

@@ -25,7 +25,7 @@ from reflogp.client.events import Following
 from reflogp.client.models import Job, JobPage, JobSettings, JobState, ServicePath, ServiceUri, Uploaded, UploadInfo
 from reflogp.client.scoring import Scores, TokenIds
 from reflogp.store import UsageError
-from reflogp.store.whole_files import write_atomically
+from reflogp.store.files import write_atomically
 
 T = TypeVar("T")
 

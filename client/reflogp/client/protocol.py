@@ -28,11 +28,10 @@ from reflogp.client.errors import (
 )
 from reflogp.client.files import LocalFile
 from reflogp.store import UsageError
-from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import KEY_TYPE
-from reflogp.store.lookup import QUESTION
-from reflogp.store.safe_text import hide_secrets, visible
-from reflogp.store.texts import counted, short_repr
+from reflogp.store.schema import ARROW_STREAM, stream_bytes
+from reflogp.store.snapshot import QUESTION
+from reflogp.store.texts import counted, hide_secrets, short_repr, visible
 
 T = TypeVar("T")
 

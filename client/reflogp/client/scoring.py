@@ -15,9 +15,8 @@ import pyarrow as pa
 from reflogp.client import protocol
 from reflogp.client.errors import RequestRefusedError, SequencesRefusedError
 from reflogp.store import UsageError
-from reflogp.store.arrow_stream import ARROW_STREAM, stream_bytes
 from reflogp.store.keys import token_lists
-from reflogp.store.schema import one_array
+from reflogp.store.schema import ARROW_STREAM, one_array, stream_bytes
 from reflogp.store.texts import counted, short_repr
 
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.

@@ -11,22 +11,20 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.choose_tokenizer import chosen_tokenizer
 from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import chosen_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import NotScoredError
-from reflogp.scoring.join_objects import with_columns
-from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows
+from reflogp.scoring.joining import JoinedWindow, JoinSummary, joined_windows, with_columns
 from reflogp.scoring.reports.build import ReportSummary, write_report
-from reflogp.scoring.runs.callbacks import ProgressCallbacks
+from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
 from reflogp.scoring.runs.local import LocalScorer
-from reflogp.scoring.runs.progress import progress_bar
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.store import ReflogpError, Store, UsageError, resolve_model
-from reflogp.store.choose_dtype import choose_reference
 from reflogp.store.commands import ScoreArguments, naming_command
+from reflogp.store.store import choose_reference
 from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Row numbers that a message names.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, UsageError
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
@@ -201,8 +201,8 @@ class EngineChoice:
 
     def _torch(self, model: Checkpoint, reference: Reference) -> PassEngine:
         from reflogp.scoring.torch_engine import TorchEngine
+        from reflogp.scoring.torch_engine.device import run_in_own_thread
         from reflogp.scoring.torch_engine.load import choose_device
-        from reflogp.scoring.torch_engine.threads import run_in_own_thread
 
         def make() -> PassEngine:
             return TorchEngine(

@@ -12,15 +12,15 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from reflogp.scoring.machine.available_memory import total_memory
 from reflogp.scoring.machine.devices import Place, gpus_in_a_child, places
+from reflogp.scoring.machine.memory import total_memory
 from reflogp.service import problems
 from reflogp.service.auth import Sessions
 from reflogp.service.connections import ActiveRequests
 from reflogp.service.context import Context
-from reflogp.service.dataset_quota import DatasetQuota
-from reflogp.service.fetched import FetchedFolder
+from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
+from reflogp.service.ledger_file import StateLock
 from reflogp.service.metrics import Metrics
 from reflogp.service.middleware import HeadLimit, Timed
 from reflogp.service.online import OnlineScoring
@@ -37,7 +37,6 @@ from reflogp.service.routes.scores import scores_router
 from reflogp.service.routes.uploads import uploads_router
 from reflogp.service.settings import ServerSettings
 from reflogp.service.sites import SameSiteGuard, SecurityHeaders
-from reflogp.service.state_lock import StateLock
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError

@@ -20,14 +20,13 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from reflogp.scoring.data.flatbuffer import field_at, place
+from reflogp.scoring.data.arrow_bounds import field_at, place
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import reservation_of
-from reflogp.service.worker.tables import MASKED_SEQUENCES, SEQUENCES, token_count
-from reflogp.store.arrow_stream import ARROW_STREAM, stream_buffer
+from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
-from reflogp.store.lookup import QUESTION
-from reflogp.store.schema import one_array
+from reflogp.store.schema import ARROW_STREAM, one_array, stream_buffer
+from reflogp.store.snapshot import QUESTION
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from reflogp.scoring.data.formats import duration, number
 from reflogp.scoring.reports.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
@@ -26,6 +25,7 @@ from reflogp.scoring.reports.chart_frame import (
     y_at,
 )
 from reflogp.service.models import Histogram
+from reflogp.store.texts import duration, number
 
 #: Seconds between two ticks of time: 1, 2, 5, 10, 15 and 30 seconds or minutes, then 1, 2, 5 and 10 hours. Longer steps are
 #: multiples of half a day.

@@ -39,8 +39,8 @@ from reflogp.service.problems import Problem
 from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
 from reflogp.store import UsageError
-from reflogp.store.safe_text import hide_secrets
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
+from reflogp.store.texts import hide_secrets
 
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")

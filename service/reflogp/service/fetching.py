@@ -13,7 +13,6 @@ from pathlib import Path
 
 from anyio import CapacityLimiter, to_thread
 
-from reflogp.scoring.data.formats import byte_count
 from reflogp.service.errors import LedgerError
 from reflogp.service.fetch import FetchCancelledError, fetch
 from reflogp.service.fetched import FetchedFolder
@@ -21,6 +20,7 @@ from reflogp.service.ledger import Ledger
 from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
+from reflogp.store.texts import byte_count
 
 logger = logging.getLogger(__name__)
 

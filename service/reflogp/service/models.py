@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from reflogp.store.safe_text import hide_secrets
+from reflogp.store.texts import hide_secrets
 from reflogp.store.windows import TruncationMode
 
 #: A queued or running job ends in one of the other states. A failed or cancelled job can be queued again (retry).

@@ -22,10 +22,9 @@ from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
 from reflogp.service.settings import ServerSettings
-from reflogp.service.worker.tables import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
+from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
-from reflogp.store.arrow_stream import stream_bytes
-from reflogp.store.schema import one_array
+from reflogp.store.schema import one_array, stream_bytes
 
 #: A request that was being computed at this many deaths of workers is considered the cause, and fails.
 _DEATHS = 2

@@ -41,8 +41,7 @@ from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import JobOrder
-from reflogp.store.safe_text import hide_secrets
-from reflogp.store.texts import shortened
+from reflogp.store.texts import hide_secrets, shortened
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from reflogp.store import (
     StoreUnavailableError,
     UsageError,
 )
-from reflogp.store.safe_text import hide_secrets, visible
+from reflogp.store.texts import hide_secrets, visible
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from typing import Protocol
 import psutil
 
 from reflogp.scoring.frames import Frame, receive_frame
-from reflogp.scoring.machine.allocator import growing_segments
-from reflogp.scoring.machine.exits import reason_of
+from reflogp.scoring.machine.processes import exit_reason, growing_segments
 
 #: Command that starts a worker, and the buffer limit of its streams in bytes, which also bounds the head of a frame.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
@@ -82,7 +81,7 @@ class LocalProcess:
 
     async def wait(self) -> str:
         """See WorkerProcess.wait."""
-        return reason_of(await self._process.wait(), "the service's log")
+        return exit_reason(await self._process.wait(), "the service's log")
 
     async def memory(self) -> int:
         """See WorkerProcess.memory."""

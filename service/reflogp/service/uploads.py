@@ -22,7 +22,7 @@ from typing import BinaryIO
 from anyio import to_thread
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
-from reflogp.service.dataset_quota import DatasetQuota
+from reflogp.service.fetched import DatasetQuota
 from reflogp.service.ledger import Ledger
 from reflogp.service.models import NAME_PATTERN, Upload
 from reflogp.service.problems import Problem

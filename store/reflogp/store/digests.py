@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reflogp.store.errors import FileChangedError
-from reflogp.store.own_folder import check_own, open_own_folder
+from reflogp.store.files import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 

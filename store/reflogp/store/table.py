@@ -4,6 +4,8 @@ reflogp writes the table's data files itself, so that pages carry checksums and 
 them through delta-rs. A commit names the version that it is based on. It fails if another writer has committed since then; the
 rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key, and the
 value of a key never changes. Compaction and repair are modules of their own, built on `LogprobTable.replace`.
+
+Select the rows and tokens that a snapshot lacks, so that the first commit wins for every key and every token.
 """
 
 from __future__ import annotations
@@ -37,13 +39,55 @@ from reflogp.store.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from reflogp.store.fresh_rows import without_stored
 from reflogp.store.log import Written
 from reflogp.store.reference import Reference, check_format
-from reflogp.store.schema import FORMAT, SCHEMA, one_array
-from reflogp.store.shard import Shard, shard_digest, sorted_by_key, write_shard
+from reflogp.store.schema import FORMAT, SCHEMA, list_sums, one_array
+from reflogp.store.shard import Shard, longest_of_each_key, shard_digest, sorted_by_key, write_shard
 from reflogp.store.snapshot import INDEX_ROWS, Snapshot
 from reflogp.store.texts import short_repr
+
+
+def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
+    """Return the rows that the snapshot lacks. A row that it has in part gets the stored values first.
+
+    Returns `rows` itself if nothing changes, which shows the caller that a shard written from these rows is still valid.
+
+    Raises DamagedStoreError if the stored values of a row that continues them are damaged.
+    """
+    rows = longest_of_each_key(rows)
+    lengths = rows["scored_len"].to_numpy()
+    found = snapshot.find(one_array(rows["key"]))
+    wanted = found.lengths < lengths
+    begun = np.flatnonzero(wanted & (found.lengths > 0))
+    stored = found.token_logps(begun)
+    if any(values is None for values in stored):
+        snapshot.require_whole()
+    begins = one_array(rows["token_logps"])
+    other = [
+        int(at)
+        for at, values in zip(begun, stored, strict=True)
+        if values is not None and not np.array_equal(begins[int(at)].values.to_numpy()[: len(values)], values)
+    ]
+    if wanted.all() and not other:
+        return rows
+    wanted[other] = False
+    by_place = dict(zip(begun.tolist(), stored, strict=True))
+    parts = [rows.filter(pa.array(wanted))]
+    if other:
+        parts.append(_beginning_with(rows.take(pa.array(other)), [by_place[at] for at in other]))
+    return sorted_by_key(pa.concat_tables(parts))
+
+
+def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
+    """Return the rows with their first values replaced by the stored values."""
+    values = one_array(rows["token_logps"]).to_pylist()
+    for row, beginning in zip(values, stored, strict=True):
+        row[: len(beginning)] = beginning.tolist()
+    lists = pa.array(values, pa.list_(pa.float32()))
+    columns = {name: rows[name] for name in rows.column_names}
+    columns |= {"token_logps": lists, "logp_sum": pa.array(list_sums(lists))}
+    return pa.table(columns, schema=SCHEMA)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

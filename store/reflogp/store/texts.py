@@ -2,11 +2,24 @@
 
 A dataset can put a text of any length into an error message: a column name, a template's own message, a value. Every place that
 keeps or prints such a text must pass it through `shortened`.
+
+Format numbers, sizes and times for pages and reports.
+
+Make untrusted text safe to show in a terminal, in a log or on a page.
+
+`visible` writes control and invisible characters as escapes; `hide_secrets` removes credentials from URIs; `LineFormatter`
+keeps quoted text in a log record from looking like a record of its own.
 """
 
 from __future__ import annotations
 
-from reflogp.store.safe_text import hide_secrets, visible
+import logging
+import math
+import re
+import unicodedata
+from datetime import UTC, datetime
+from functools import cache
+from types import TracebackType
 
 #: Characters to which an error text is shortened.
 MOST_CHARACTERS = 500
@@ -51,3 +64,175 @@ def short_repr(name: str, *lines: str) -> str:
     if len(shown) == 1:
         return f"{name}({shown[0]})"
     return "\n".join([f"{name}(", *(f"    {line}" for line in shown), ")"])
+
+
+#: (size, suffix), largest size first.
+_DECIMAL = [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")]
+_BINARY = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
+
+
+def number(value: float) -> str:
+    """Format a number: 12,345, or 12.3 for a value below a hundred with a fraction."""
+    if isinstance(value, float) and (not math.isfinite(value) or (abs(value) < 100 and not value.is_integer())):
+        return f"{value:.3g}".replace("-", "−")
+    return f"{round(value):,}".replace("-", "−")
+
+
+def short_number(value: float) -> str:
+    """Format a number for a chart's axis: 12.3k."""
+    for size, suffix in _DECIMAL:
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}".replace("-", "−")
+    return f"{value:.3g}".replace("-", "−")
+
+
+def percent(part: float, whole: float) -> str:
+    """Format a share: 31.4%, rounded down so that only the whole is 100%; a dash if the whole is 0."""
+    if whole <= 0:
+        return "–"
+    if 0 < part / whole < 0.001:
+        return "<0.1%"
+    return f"{math.floor(1000 * part / whole) / 10:.1f}".removesuffix(".0") + "%"
+
+
+def byte_count(value: int) -> str:
+    """Format a size: 12.3 MiB."""
+    for size, suffix in _BINARY:
+        if value >= size:
+            return f"{value / size:.1f} {suffix}"
+    return f"{value:,} B"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 0.4 s, 12 s, 3 min 5 s, 2 h 10 min, 4 d 3 h."""
+    if seconds < 10:
+        return f"{seconds:.1f}".removesuffix(".0") + " s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            count, rest = whole // size, whole % size // smaller
+            return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
+    raise AssertionError("60 seconds and more are minutes")
+
+
+def moment(when: datetime) -> str:
+    """Format a time: 2026-11-20 21:55:13 UTC."""
+    return when.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def machine_moment(when: datetime) -> str:
+    """Format a time for HTML's <time datetime>: 2026-11-20T21:55:13Z."""
+    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+#: Controls, formats (bidi controls, zero-width characters, tags), lone surrogates, line and paragraph separators.
+_ESCAPED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+#: Format characters with a visible shape, such as U+0600 ARABIC NUMBER SIGN (the property Prepended_Concatenation_Mark).
+_HAVE_A_SHAPE = frozenset([*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD])
+#: Unassigned code points that are invisible already (Default_Ignorable_Code_Point).
+_RESERVED = ((0x2065, 0x2065), (0xFFF0, 0xFFF8), (0xE0000, 0xE00FF), (0xE01F0, 0xE0FFF))
+_NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+#: A URI from its `://` on. Matching the scheme too would take quadratic time on a long word.
+_URI = re.compile(r"://([^\s\"'<>]+)")
+#: Parameters that hold a secret, in query strings without their URI.
+_SECRET = re.compile(
+    r"(?i)\b(x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig"
+    r"|(?:access_|id_|auth_|sas_)?token|api_?key|client_secret|secret|password|passwd|pwd)=(?!…)[^&\s\"'<>]+"
+)
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Return `text` with every control or invisible character written as an escape, such as ``\\x1b`` or ``\\u202e``.
+
+    In the result, nothing controls a terminal, reorders a line or stays invisible. Letters of every script are unchanged.
+
+    Args:
+        keep: characters to leave unchanged, such as "\\n" in text of several lines.
+    """
+    if text.isprintable():
+        return text
+    return text.translate(_escapes(keep))
+
+
+def hide_secrets(text: str) -> str:
+    """Return `text` with the user, query and fragment removed from every URI, since signed URIs hold secrets there.
+
+    ``https://user:password@host/a.jsonl?sig=x`` becomes ``https://host/a.jsonl?…``. Known secret parameters are hidden outside
+    of URIs too.
+    """
+    return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
+
+
+class _Escapes(dict[int, str | int]):
+    """A table for `str.translate` from characters to escapes; remembers the first few thousand characters."""
+
+    def __init__(self, keep: str) -> None:
+        super().__init__({ord(character): character for character in keep})
+
+    def __missing__(self, number: int) -> str | int:
+        found = _escape(chr(number)) if _is_escaped(chr(number)) else number
+        if len(self) < 5_000:
+            self[number] = found
+        return found
+
+
+@cache
+def _escapes(keep: str) -> _Escapes:
+    return _Escapes(keep)
+
+
+class LineFormatter(logging.Formatter):
+    """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
+
+    So text that a message or an exception quotes cannot start a record of its own, cannot control a terminal, and shows no
+    secret of a URI.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler may have set it, unformatted
+        return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return visible(hide_secrets(super().formatMessage(record)))
+
+    def formatException(
+        self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+    ) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _is_escaped(character: str) -> bool:
+    number, kind = ord(character), unicodedata.category(character)
+    if kind == "Cn":
+        return any(first <= number <= last for first, last in _RESERVED)
+    return kind in _ESCAPED and number not in _HAVE_A_SHAPE
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    if character in _NAMED:
+        return _NAMED[character]
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _without_secrets(found: re.Match[str]) -> str:
+    rest = found[1]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in authority:
+        rest = rest[authority.rindex("@") + 1 :]
+    elif "@" in rest and re.search(r":(?!\d*$)", authority) and not authority.startswith("["):
+        rest = rest[rest.rindex("@") + 1 :]  # the password contains a slash or a question mark
+    shown = re.match(r"[^?#]*", rest)
+    assert shown is not None
+    left = rest[shown.end() :]
+    return f"://{shown[0]}{left[0]}…" if len(left) > 1 else f"://{rest}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {visible(hide_secrets(line))}" for line in text.split("\n"))

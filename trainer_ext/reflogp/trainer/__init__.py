@@ -26,9 +26,8 @@ from reflogp.trainer.source import ReferenceSource
 if TYPE_CHECKING:
     from reflogp.trainer.dpo import CachedDPOTrainer
     from reflogp.trainer.kto import CachedKTOTrainer
-    from reflogp.trainer.online.grpo import RemoteGRPOTrainer
     from reflogp.trainer.online.online_dpo import RemoteOnlineDPOTrainer
-    from reflogp.trainer.online.rloo import RemoteRLOOTrainer
+    from reflogp.trainer.online.per_token import RemoteGRPOTrainer, RemoteRLOOTrainer
 
 __all__ = [
     "AuditError",
@@ -58,9 +57,9 @@ __all__ = [
 _LATER = {
     "CachedDPOTrainer": "reflogp.trainer.dpo",
     "CachedKTOTrainer": "reflogp.trainer.kto",
-    "RemoteGRPOTrainer": "reflogp.trainer.online.grpo",
+    "RemoteGRPOTrainer": "reflogp.trainer.online.per_token",
     "RemoteOnlineDPOTrainer": "reflogp.trainer.online.online_dpo",
-    "RemoteRLOOTrainer": "reflogp.trainer.online.rloo",
+    "RemoteRLOOTrainer": "reflogp.trainer.online.per_token",
 }
 
 

@@ -20,7 +20,7 @@ from reflogp.store import UsageError
 from reflogp.store.joins import Join
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.audit import ReferenceAudit, watching
-from reflogp.trainer.audit.report import begin_report
+from reflogp.trainer.audit.metrics import begin_report
 from reflogp.trainer.construction import unchanged_by_failure
 from reflogp.trainer.distributed_join import (
     NothingScored,
@@ -31,13 +31,12 @@ from reflogp.trainer.distributed_join import (
     raise_missing,
 )
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
-from reflogp.trainer.layouts import layout_of
+from reflogp.trainer.layouts import Columns, layout_of
 from reflogp.trainer.media import refuse_media
 from reflogp.trainer.no_reference import NoReferenceModel, no_reference_model, refuse_reference_model
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
-from reflogp.trainer.shared_columns import Columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag

@@ -14,13 +14,12 @@ import numpy as np
 from datasets import Dataset
 
 from reflogp.store import Reference, ReferenceNotFoundError, StoreNotFoundError, UsageError
-from reflogp.store.choose_dtype import numerics
 from reflogp.store.joins import Asked, Join
+from reflogp.store.store import numerics
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.join import Misses, answer_rows, ask_dataset, misses_of, missing_error, require_usable, write_tokens
-from reflogp.trainer.layouts import Layout
+from reflogp.trainer.layouts import Columns, Layout, load_columns, save_columns
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
-from reflogp.trainer.shared_columns import Columns, load_columns, save_columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Where
 

@@ -20,14 +20,13 @@ from tqdm.auto import tqdm
 
 from reflogp.client import Job
 from reflogp.store import UsageError
+from reflogp.store.files import write_atomically
 from reflogp.store.joins import Asked, Join, ask
 from reflogp.store.texts import counted, short_repr
-from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
-from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Layout, layout_of
+from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Columns, Layout, layout_of
 from reflogp.trainer.media import refuse_media, refuse_row
-from reflogp.trainer.shared_columns import Columns
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import tolerance
 from reflogp.trainer.values import ServiceValues, Values, Where

@@ -19,9 +19,9 @@ from reflogp.store import (
     UsageError,
     describe_reference,
 )
-from reflogp.store.choose_dtype import in_dtype, several_held
 from reflogp.store.commands import ScoreArguments
 from reflogp.store.reference import AUTO, describe_all_numerics
+from reflogp.store.store import in_dtype, several_held
 from reflogp.store.texts import short_repr
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.values import FileValues, ServiceValues, StoreValues, Values, command_to_score

@@ -13,7 +13,7 @@ import numpy as np
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
-from reflogp.store.whole_files import write_atomically
+from reflogp.store.files import write_atomically
 
 #: Fields that fairseq2 reads from every line (GenericPreferenceDataset.create_reader).
 _FIELDS = ("src", "tgt_chosen", "tgt_rejected")

@@ -13,7 +13,7 @@ from typing import Any
 
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.store import UsageError
-from reflogp.store.whole_files import write_atomically
+from reflogp.store.files import write_atomically
 
 LOGPROBS_FILE, METADATA_FILE = "ref_logprobs.jsonl", "scoring_metadata.json"
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from reflogp.cli.exports.joined import JoinedPairs
 from reflogp.client.errors import named_rows
 from reflogp.store import UsageError
-from reflogp.store.whole_files import write_atomically
+from reflogp.store.files import write_atomically
 
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]

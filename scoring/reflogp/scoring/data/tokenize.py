@@ -1,6 +1,8 @@
 """Tokenise datasets exactly as TRL does, so that keys are the same as for the sequences that a trainer trains on.
 
 Text is rendered and encoded by `encode`, in child processes that `row_process` may kill. trl is not imported.
+
+Load the tokenizer that a command's options choose: the model's or another, with its own chat template or the user's.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, Token
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.store import UsageError, resolve_model
 from reflogp.store.texts import shortened, shortened_names
 
 
@@ -173,3 +177,35 @@ def _lists(arrays: list[Ids]) -> pa.ListArray:
     return pa.ListArray.from_arrays(
         pa.array(offsets, pa.int32()), pa.array(np.concatenate([np.zeros(0, np.int64), *arrays]), pa.int64())
     )
+
+
+def chosen_tokenizer(
+    model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer for a reference model.
+
+    Args:
+        model: the reference model's folder.
+        tokenizer: folder or hub id of another tokenizer; None for the model's own.
+        chat_template: a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's.
+
+    Raises:
+        TokenizerError: there is no tokenizer.
+        UsageError: a folder or a template cannot be read, or the template is empty.
+    """
+    folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
+    template = None if chat_template is None else _text_of(chat_template)
+    loaded = load_tokenizer(folder, trust_remote_code)
+    if template is not None:
+        loaded.chat_template = template
+    return loaded
+
+
+def _text_of(file: str) -> str:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not text.strip():
+        raise UsageError(f"--chat-template {file}: is empty")
+    return text

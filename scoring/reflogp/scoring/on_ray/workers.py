@@ -15,11 +15,18 @@ from ray.exceptions import RayError, RayTaskError
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.on_ray.cluster import default_workers, describe_cluster, on_workers, reason_of, resources_of, this_node
-from reflogp.scoring.on_ray.shared import probe, require_visible
+from reflogp.scoring.on_ray.cluster import (
+    default_workers,
+    describe_cluster,
+    on_workers,
+    probe,
+    reason_of,
+    require_visible,
+    resources_of,
+    this_node,
+)
 from reflogp.scoring.runs.spread.scorer import Worker, settle
-from reflogp.scoring.runs.spread.units import IN_FLIGHT
-from reflogp.scoring.runs.spread.worker import ScoringWorker
+from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 

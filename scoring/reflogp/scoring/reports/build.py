@@ -15,21 +15,18 @@ import numpy as np
 
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports import findings
-from reflogp.scoring.reports.charts import write_pngs
+from reflogp.scoring.reports.charts import PAGE_NAME, check_folder, forget_other_charts, write_pngs
 from reflogp.scoring.reports.collect import ALIKE, Collected, collect
 from reflogp.scoring.reports.duplicates import find_duplicates
-from reflogp.scoring.reports.figures import make_figures
-from reflogp.scoring.reports.folder import PAGE_NAME, check_folder, forget_other_charts
+from reflogp.scoring.reports.figures import label_preference, make_figures, pair_preference
 from reflogp.scoring.reports.outliers import find_outliers
 from reflogp.scoring.reports.page import Content, Subject, render_page
-from reflogp.scoring.reports.preference import label_preference, pair_preference
-from reflogp.scoring.reports.shown import read_shown
+from reflogp.scoring.reports.shown import read_shown, visible
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, cut, cuts, max_length_for_share
-from reflogp.scoring.reports.visible import visible
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.store import Snapshot, UsageError
+from reflogp.store.files import write_atomically
 from reflogp.store.texts import counted, short_repr
-from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings, check_truncation
 
 #: Number of examples shown for each kind of outlier, for pairs that hardly differ, and for near repeats.

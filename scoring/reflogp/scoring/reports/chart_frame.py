@@ -11,7 +11,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from reflogp.scoring.data.formats import short_number
+from reflogp.store.texts import short_number
 
 #: Stylesheet of reports and of a service's pages, charts included.
 STYLE = Path(__file__).parent / "templates" / "style.css"

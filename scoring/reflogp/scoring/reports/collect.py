@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.reports.similarity import shared_starts, similarities
-from reflogp.scoring.reports.sketches import Sketches
+from reflogp.scoring.reports.sketches import Sketches, shared_starts, similarities
 from reflogp.scoring.reports.truncation import Lengths
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS

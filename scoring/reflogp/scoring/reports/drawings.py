@@ -6,7 +6,6 @@ import math
 
 from markupsafe import Markup
 
-from reflogp.scoring.data.formats import number
 from reflogp.scoring.reports.chart_frame import (
     PLOT_HEIGHT,
     PLOT_WIDTH,
@@ -21,6 +20,7 @@ from reflogp.scoring.reports.chart_frame import (
     y_at,
 )
 from reflogp.scoring.reports.figures import Curve, Density, Histograms
+from reflogp.store.texts import number
 
 #: Lower bounds of the length chart's shades, as a cell's share of the fullest cell's count.
 _SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)

@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from reflogp.scoring.data.formats import percent
 from reflogp.scoring.reports.collect import ALIKE, Collected, Coverage
 from reflogp.scoring.reports.duplicates import Duplicates
+from reflogp.scoring.reports.figures import LabelPreference, PairPreference
 from reflogp.scoring.reports.outliers import OutlierKind
-from reflogp.scoring.reports.preference import LabelPreference, PairPreference
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
+from reflogp.store.texts import percent
 
 #: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: a number without
 #: a judgement.

@@ -15,21 +15,19 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from reflogp.scoring.data.formats import duration, moment, number, percent
 from reflogp.scoring.reports import drawings
 from reflogp.scoring.reports.chart_frame import STYLE
+from reflogp.scoring.reports.charts import MARK
 from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import Figures
+from reflogp.scoring.reports.figures import Figures, LabelPreference, PairPreference
 from reflogp.scoring.reports.findings import Finding
-from reflogp.scoring.reports.folder import MARK
 from reflogp.scoring.reports.outliers import OutlierKind
-from reflogp.scoring.reports.preference import LabelPreference, PairPreference
-from reflogp.scoring.reports.shown import LEVELS, Shown
+from reflogp.scoring.reports.shown import LEVELS, Shown, visible
 from reflogp.scoring.reports.sketches import MOST_SKETCHED, NEAR, RUN_TOKENS
 from reflogp.scoring.reports.truncation import Cut
-from reflogp.scoring.reports.visible import visible
 from reflogp.store import Snapshot
+from reflogp.store.texts import duration, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 _TEMPLATES = Path(__file__).parent / "templates"

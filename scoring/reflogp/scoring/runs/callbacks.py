@@ -1,6 +1,14 @@
-"""Callbacks with which a scoring run, a join or a report tells its caller how far it is."""
+"""Callbacks with which a scoring run, a join or a report tells its caller how far it is.
+
+Show the progress of a run as tqdm does it: in terminals, in notebooks, and not in log files.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm.auto import tqdm
 
 
 class ProgressCallbacks:
@@ -23,3 +31,59 @@ class ProgressCallbacks:
 
     def committed(self, snapshot: int) -> None:
         """Report a commit; `snapshot` is the number of the new snapshot."""
+
+
+#: Rows whose problem is printed; the rest is counted.
+_PRINTED_ROWS = 10
+
+
+class ProgressBar(ProgressCallbacks):
+    """Move a bar, which counts sequences, and collect the rows that were left out.
+
+    Args:
+        bar: the bar.
+    """
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+        self._tokens = 0
+        self._bad: list[str] = []
+        self._bad_rows = 0
+
+    def begin(self, sequences: int) -> None:
+        self._bar.total = sequences or None
+        self._bar.refresh()
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        self._tokens += tokens
+        self._bar.set_postfix_str(f"{self._tokens:,} tokens" if self._tokens else "", refresh=False)
+        self._bar.update(sequences)
+
+    def bad_row(self, row: int, problem: str) -> None:
+        self._bad_rows += 1
+        if len(self._bad) < _PRINTED_ROWS:
+            self._bad.append(f"row {row} was left out: {problem}")
+
+    def print_bad_rows(self) -> None:
+        """Print the first rows that were left out, and how many more there are."""
+        for line in self._bad:
+            self._bar.write(line)
+        if self._bad_rows > len(self._bad):
+            self._bar.write(f"… and {self._bad_rows - len(self._bad)} more rows were left out")
+
+
+@contextmanager
+def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
+    """Show a bar while the block runs.
+
+    Args:
+        label: what is being done.
+        show: None shows it in terminals and notebooks only.
+    """
+    with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:
+        progress = ProgressBar(bar)
+        try:
+            yield progress
+        finally:
+            if show is not False:
+                progress.print_bad_rows()

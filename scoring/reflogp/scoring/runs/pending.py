@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from reflogp.scoring.torch_engine.operations import Operations
-from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.torch_engine.sequences import Operations, Sequence
 from reflogp.store import LogprobTable
 
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from reflogp.scoring.torch_engine import cpu_attention
 from reflogp.scoring.torch_engine.device import to_device
-from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory
+from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import Pack
 
 NAME = "reflogp_packed"

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 
 from reflogp.store.digests import cache_dir
-from reflogp.store.own_folder import own_folder
-from reflogp.store.whole_files import write_atomically
+from reflogp.store.files import own_folder, write_atomically
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]

@@ -18,19 +18,16 @@ import torch
 import transformers
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.compiled import should_compile
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
-from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches
+from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches, should_compile
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
-from reflogp.scoring.torch_engine.memory import auto_token_budget
-from reflogp.scoring.torch_engine.operations import Operations
-from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory, memory_errors
+from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.selfcheck import SelfCheck, check
-from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence, in_order, passes_over, problem_of
+from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, short_repr
 

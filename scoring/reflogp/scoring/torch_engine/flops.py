@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.scoring.torch_engine.packing import Pack
-from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.torch_engine.sequences import Operations, Sequence
 
 Int64s = npt.NDArray[np.int64]
 

@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from reflogp.scoring.torch_engine.device import Mark
-from reflogp.scoring.torch_engine.operations import Operations
 from reflogp.scoring.torch_engine.packing import Pack
-from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Outcome, Sequence
+from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
 #: Seconds between two checks whether a pass has landed, while the next pass is not prepared yet.
 _LOOK_SECONDS = 0.002

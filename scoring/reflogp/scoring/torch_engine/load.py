@@ -17,8 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory, memory_errors
-from reflogp.scoring.torch_engine.room import is_quantized, require_room
+from reflogp.scoring.torch_engine.memory import is_out_of_memory, is_quantized, memory_errors, require_room
 from reflogp.store import ReflogpError
 from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
 from reflogp.store.reference import autocast_dtype, resolve_dtype

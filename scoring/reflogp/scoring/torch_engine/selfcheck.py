@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from reflogp.scoring.torch_engine import compiled
+from reflogp.scoring.torch_engine import forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
 from reflogp.scoring.torch_engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp.scoring.torch_engine.head import Head
 from reflogp.scoring.torch_engine.load import LoadedModel
-from reflogp.scoring.torch_engine.out_of_memory import is_out_of_memory
+from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 
@@ -166,14 +166,14 @@ def _try_compiled(
     problem: str | None
     difference = float("nan")
     try:
-        compiled.compile_layers(model)
-        head.log_sum_exp = compiled.compiled_log_sum_exp()
+        forward.compile_layers(model)
+        head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
         problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
     except Exception as error:  # compilers fail in many ways
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
-        compiled.uncompile_layers(model)
+        forward.uncompile_layers(model)
         head.log_sum_exp = eager
     return difference, problem
 

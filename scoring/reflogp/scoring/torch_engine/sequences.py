@@ -1,4 +1,7 @@
-"""Define the sequences that engines score, and check whether a model can score them. Needs no torch."""
+"""Define the sequences that engines score, and check whether a model can score them. Needs no torch.
+
+Count floating point operations, two per multiply-add.
+"""
 
 from __future__ import annotations
 
@@ -123,3 +126,29 @@ def passes_over(
     told = None if before is None else lambda numbers: before([wanted[number] for number in numbers])
     for landed in flow(groups, told):
         yield [(wanted[number], outcome) for number, outcome in landed]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations of scored sequences. Both counts are 0 if an engine cannot count them.
+
+    Attributes:
+        plain: operations of one forward pass over each sequence on its own.
+        computed: operations of the passes that ran; tokens that sequences share count once. Only operations that values depend
+            on count. Padding, pairs of tokens that a mask hides, and passes that ran out of memory do not, so the device
+            computed at least this many.
+    """
+
+    plain: float = 0.0
+    computed: float = 0.0
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(self.plain + other.plain, self.computed + other.computed)
+
+    def __sub__(self, other: Operations) -> Operations:
+        return Operations(self.plain - other.plain, self.computed - other.computed)
+
+    @property
+    def sharing_gain(self) -> float | None:
+        """`plain` divided by `computed`, at least 1; None if nothing was counted."""
+        return self.plain / self.computed if self.computed else None

@@ -18,13 +18,12 @@ from typing import Any, BinaryIO, cast
 
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine.allocator import without_growing_segments
-from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError
+from reflogp.scoring.machine.processes import without_growing_segments
+from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, answers_of, requests_table
 from reflogp.scoring.vllm_engine.engine import PASSES
 from reflogp.scoring.vllm_engine.options import Loading
-from reflogp.scoring.vllm_engine.tables import answers_of, requests_table
 from reflogp.store import UsageError
-from reflogp.store.arrow_stream import stream_bytes
+from reflogp.store.schema import stream_bytes
 
 #: Last lines of the process's log that are kept; an error may quote them.
 _LAST_WORDS = 200

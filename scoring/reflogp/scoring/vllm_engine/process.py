@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from reflogp.scoring.frames import Frame, encode, read_frame
-from reflogp.scoring.vllm_engine.tables import answers_table, requests_of
-from reflogp.store.arrow_stream import stream_bytes
+from reflogp.scoring.vllm_engine.answers import answers_table, requests_of
+from reflogp.store.schema import stream_bytes
 
 #: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
 _WAITING = 2

@@ -30,12 +30,11 @@ from reflogp.service.context import Context
 from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
 from reflogp.store import Snapshot
-from reflogp.store.arrow_stream import ARROW_STREAM
 from reflogp.store.keys import KEY_BYTES, KEY_TYPE
-from reflogp.store.lookup import answer_messages, answer_parts, answer_table
-from reflogp.store.safe_text import hide_secrets
+from reflogp.store.schema import ARROW_STREAM
 from reflogp.store.shard import READ_BYTES
-from reflogp.store.snapshot import Found
+from reflogp.store.snapshot import Found, answer_messages, answer_parts, answer_table
+from reflogp.store.texts import hide_secrets
 
 #: The most bytes of token values in one batch of a response: this number, or the memory of all requests divided by _BATCH_PART
 #: if that is less. Each batch reads the row groups that hold its keys. Larger batches read less in total, but take more memory.

@@ -18,21 +18,20 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reflogp.scoring.data import formats
 from reflogp.scoring.reports.chart_frame import STYLE
 from reflogp.service import charts
 from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import api, names
+from reflogp.service.pages import api
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.registry import RegisteredReference
 from reflogp.service.settings import Scope
 from reflogp.service.sites import is_of_own_page
-from reflogp.store import ReflogpError
+from reflogp.store import ReflogpError, texts
 from reflogp.store.commands import repair_command
-from reflogp.store.safe_text import hide_secrets, visible
+from reflogp.store.texts import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
 #: Jobs on one page, and the most bytes of a sign-in form.
@@ -107,9 +106,9 @@ class _Pages:
             undefined=StrictUndefined,
         )
         for name in ("number", "percent", "duration", "byte_count", "moment", "machine_moment"):
-            self._templates.filters[name] = getattr(formats, name)
+            self._templates.filters[name] = getattr(texts, name)
         for name in ("dataset_name", "job_name"):
-            self._templates.filters[name] = getattr(names, name)
+            self._templates.filters[name] = getattr(api, name)
         self._templates.globals.update(
             static=self._static_url, histogram=charts.histogram, throughput=charts.throughput, guarded=bool(self._tokens)
         )

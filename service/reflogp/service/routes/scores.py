@@ -27,9 +27,8 @@ from reflogp.service.context import Context
 from reflogp.service.online import Scored
 from reflogp.service.problems import documented
 from reflogp.service.request_memory import reservation_of
-from reflogp.service.worker.tables import SEQUENCES
-from reflogp.store.arrow_stream import ARROW_STREAM
-from reflogp.store.schema import one_array
+from reflogp.service.worker.protocol import SEQUENCES
+from reflogp.store.schema import ARROW_STREAM, one_array
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: nginx's status for a caller that has disconnected; it appears only in the metrics.

@@ -31,22 +31,19 @@ from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine.freed_memory import return_freed_memory
-from reflogp.scoring.machine.quiet import quiet_libraries
+from reflogp.scoring.machine.memory import return_freed_memory
+from reflogp.scoring.machine.processes import quiet_libraries
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.engines import Engines
-from reflogp.service.worker.helpers import Helpers
-from reflogp.service.worker.helping import Asked, help_with
+from reflogp.service.worker.helpers import Asked, Helpers, help_with
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobStoppedError, run_job
-from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration
-from reflogp.service.worker.tables import outcomes_table, table_of
+from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
-from reflogp.store.arrow_stream import stream_bytes
-from reflogp.store.safe_text import LineFormatter
-from reflogp.store.texts import shortened
+from reflogp.store.schema import stream_bytes
+from reflogp.store.texts import LineFormatter, shortened
 
 logger = logging.getLogger("reflogp.worker")
 

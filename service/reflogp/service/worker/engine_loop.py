@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engines import Engines
 from reflogp.store import ReflogpError
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from reflogp.scoring.engines import PassEngine
 from reflogp.scoring.torch_engine import Outcome, Sequence
-from reflogp.scoring.torch_engine.operations import Operations
+from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.store import sequence_keys
 

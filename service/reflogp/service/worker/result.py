@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.joining import join_note
 from reflogp.store import Snapshot, join_logps
+from reflogp.store.files import write_atomically
 from reflogp.store.joins import Join, completion_columns, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
-from reflogp.store.whole_files import write_atomically
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40

@@ -17,8 +17,7 @@ from transformers import TrainerCallback
 from reflogp.store import UsageError
 from reflogp.store.texts import short_repr
 from reflogp.trainer.audit.forwards import ForwardCount
-from reflogp.trainer.audit.metrics import GlobalMeans
-from reflogp.trainer.audit.report import read_report, verdict, write_report
+from reflogp.trainer.audit.metrics import GlobalMeans, read_report, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp.trainer.audit.step_zero import StepZero, compared, differences

@@ -15,7 +15,7 @@ import torch
 
 from reflogp.store import UsageError
 from reflogp.trainer.audit import ReferenceAudit, watching
-from reflogp.trainer.audit.report import begin_report
+from reflogp.trainer.audit.metrics import begin_report
 from reflogp.trainer.audit.step_zero import differences
 from reflogp.trainer.construction import unchanged_by_failure
 from reflogp.trainer.no_reference import no_reference_model, refuse_reference_model

@@ -1,6 +1,10 @@
 """The part that RLOO and GRPO share: TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference.
 
 TRL calls it in each generation step; its arguments and return values differ between versions.
+
+TRL's GRPOTrainer with its reference model in a service.
+
+TRL's RLOOTrainer with its reference model in a service.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import inspect
 from typing import Any
 
 import torch
+from trl import GRPOTrainer, RLOOTrainer
 
 from reflogp.store import UsageError
 from reflogp.trainer.online.mixin import RemoteReferenceMixin
@@ -59,3 +64,51 @@ class PerTokenMixin(RemoteReferenceMixin):
         )
         has_aux_loss = "compute_aux_loss" in inspect.signature(own).parameters  # since TRL 1.7
         return (values, None, None) if has_aux_loss else (values, None)
+
+
+class RemoteGRPOTrainer(PerTokenMixin, GRPOTrainer):
+    """GRPO without a local reference model.
+
+    Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer; beta must be above 0.
+
+    If generation and optimizer steps are aligned (num_iterations=1, and steps_per_generation divides
+    gradient_accumulation_steps), TRL runs no policy forward pass before the reference's, so the request's latency is not
+    hidden.
+
+    Examples:
+        >>> from datasets import Dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import GRPOConfig
+        >>> from reflogp.trainer import ReferenceSource, RemoteGRPOTrainer
+        >>> trainer = RemoteGRPOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model", dtype="bfloat16"),
+        ...     reward_funcs=lambda completions, **kwargs: [-float(len(text)) for text in completions],
+        ...     args=GRPOConfig(output_dir="run-grpo", beta=0.05, num_generations=2, per_device_train_batch_size=4),
+        ...     train_dataset=Dataset.from_dict({"prompt": ["The sky is", "Two and two are"]}),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("http://127.0.0.1:8311", reference="sft"),
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+    """
+
+
+class RemoteRLOOTrainer(PerTokenMixin, RLOOTrainer):
+    """RLOO without a local reference model. Takes the arguments of `RemoteReferenceMixin` and of TRL's trainer.
+
+    Examples:
+        >>> from datasets import Dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import RLOOConfig
+        >>> from reflogp.trainer import ReferenceSource, RemoteRLOOTrainer
+        >>> trainer = RemoteRLOOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model", dtype="bfloat16"),
+        ...     reward_funcs=lambda completions, **kwargs: [-float(len(text)) for text in completions],
+        ...     args=RLOOConfig(output_dir="run-rloo", beta=0.05, num_generations=2, per_device_train_batch_size=4),
+        ...     train_dataset=Dataset.from_dict({"prompt": ["The sky is", "Two and two are"]}),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("http://127.0.0.1:8311", reference="sft"),
+        ... )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+    """

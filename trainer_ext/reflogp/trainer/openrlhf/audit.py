@@ -16,8 +16,7 @@ from unittest import mock
 import torch
 
 from reflogp.trainer.audit.forwards import ForwardCount
-from reflogp.trainer.audit.metrics import apart
-from reflogp.trainer.audit.report import read_report, verdict, write_report
+from reflogp.trainer.audit.metrics import apart, read_report, verdict, write_report
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.step_zero import StepZero, compared
 from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError

@@ -24,8 +24,7 @@ from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
 from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
 from reflogp.trainer.layouts import layout_of
-from reflogp.trainer.openrlhf.row_values import RowValues, save_row_values
-from reflogp.trainer.openrlhf.sequences import Sequences, sequences_of
+from reflogp.trainer.openrlhf.sequences import RowValues, Sequences, save_row_values, sequences_of
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Values, Where, command_to_score

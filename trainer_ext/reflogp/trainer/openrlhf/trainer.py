@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from openrlhf.trainer.dpo_trainer import DPOTrainer
 
-from reflogp.trainer.audit.report import begin_report
+from reflogp.trainer.audit.metrics import begin_report
 from reflogp.trainer.audit.step_zero import differences
 from reflogp.trainer.no_reference import NoReferenceModel, refuse_reference_model
 from reflogp.trainer.openrlhf.audit import Cadence, RunAudit

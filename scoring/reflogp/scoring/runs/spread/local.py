@@ -18,11 +18,9 @@ import torch
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.machine.devices import Place
-from reflogp.scoring.machine.exits import reason_of
-from reflogp.scoring.machine.quiet import quiet_libraries
+from reflogp.scoring.machine.processes import exit_reason, quiet_libraries
 from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
-from reflogp.scoring.runs.spread.units import IN_FLIGHT
-from reflogp.scoring.runs.spread.worker import ScoringWorker
+from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError
 from reflogp.store.storage import split_table_uri
 
@@ -140,7 +138,7 @@ class _LocalWorker:
                 self._process.kill()
         self._process.join()
         with self._lock:
-            self._lost = WorkerGoneError(reason_of(self._process.exitcode or 0, "standard error"))
+            self._lost = WorkerGoneError(exit_reason(self._process.exitcode or 0, "standard error"))
             asked, self._asked = self._asked, {}
         for answer in asked.values():
             settle(answer, None, self._lost)

@@ -20,9 +20,8 @@ from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SEQUENCES
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
-from reflogp.scoring.runs.spread.unit import encode
 from reflogp.scoring.runs.spread.unit_queue import LEAST, Unit, UnitQueue, unit_size
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored
+from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
 #: Workers in a row that may die before any is ready; after that no further worker is started.

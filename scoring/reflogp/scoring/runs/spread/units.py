@@ -1,7 +1,13 @@
-"""Score units with one engine and commit them here, so that values never travel to the run."""
+"""Score units with one engine and commit them here, so that values never travel to the run.
+
+Encode units as bytes: a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space.
+
+Load an engine in a worker's process and score the units that the run sends.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -11,15 +17,74 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
 
-from reflogp.scoring.engines import Engine
+from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
+from reflogp.scoring.machine.processes import growing_segments
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
-from reflogp.scoring.runs.spread.unit import decode
-from reflogp.scoring.torch_engine.operations import Operations
-from reflogp.scoring.torch_engine.sequences import Sequence
-from reflogp.store import LogprobTable, Snapshot
+from reflogp.scoring.torch_engine.sequences import Ids, Operations, Sequence
+from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
+from reflogp.store.schema import one_array
+
+_SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("completion_ids", pa.list_(pa.int64())),
+        ("completion_len", pa.int32()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A decoded unit.
+
+    Attributes:
+        keys: keys of the whole sequences, binary (n,).
+        sequences: the sequences to score, n.
+        completion_lens: number of tokens of each whole completion, (n,).
+    """
+
+    keys: pa.Array
+    sequences: list[Sequence]
+    completion_lens: npt.NDArray[np.int32]
+
+
+def encode(misses: list[Miss]) -> bytes:
+    """Encode misses for a worker."""
+    columns = [
+        pa.array([miss.key for miss in misses], pa.binary()),
+        _lists([miss.sequence.prompt_ids for miss in misses]),
+        _lists([miss.sequence.completion_ids for miss in misses]),
+        pa.array([miss.completion_len for miss in misses], pa.int32()),
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(pa.table(columns, schema=_SCHEMA))
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def decode(content: bytes) -> Sent:
+    """Decode the bytes that `encode` returned."""
+    table = pa.ipc.open_stream(content).read_all()
+    prompts, completions = (_arrays(one_array(table[name])) for name in ("prompt_ids", "completion_ids"))
+    sequences = [Sequence(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    return Sent(one_array(table["key"]), sequences, table["completion_len"].to_numpy())
+
+
+def _lists(ids: list[Ids]) -> pa.Array:
+    offsets = np.zeros(len(ids) + 1, np.int32)
+    np.cumsum([len(entry) for entry in ids], out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(ids).astype(np.int64)))
+
+
+def _arrays(lists: pa.ListArray) -> list[npt.NDArray[np.int64]]:
+    return np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+
 
 #: Units that a worker has at the same time: it commits one, scores the second, and need not wait for the third.
 IN_FLIGHT = 3
@@ -147,3 +212,61 @@ class _Asked:
     problems: dict[int, str]
     snapshot: int | None
     left: int
+
+
+class ScoringWorker:
+    """A worker with one engine. Its arguments are plain values, and nothing is loaded before `prepare`.
+
+    Args:
+        model: folder or hub id, as this machine resolves it.
+        revision: revision of a hub id.
+        reference: Reference.to_json of the model; `prepare` raises UsageError if the weights here differ.
+        choice: fields of an EngineChoice.
+        store: URI of the store.
+        threads: torch's CPU threads, for an engine that computes on the CPU.
+    """
+
+    def __init__(
+        self, model: str, revision: str | None, reference: str, choice: dict[str, Any], store: str, threads: int
+    ) -> None:
+        self._model = model
+        self._revision = revision
+        self._reference = Reference.from_json(reference)
+        self._choice = EngineChoice(**choice)
+        self._store = store
+        self._threads = threads
+        self._units: UnitScorer
+
+    def prepare(self) -> dict[str, Any]:
+        """Load the engine and open the store; return the provenance of the values to come.
+
+        Raises:
+            UsageError: the model is not found on this machine, or its weights are not the reference's.
+            ReflogpError: the store or the engine cannot be used on this machine.
+        """
+        os.environ.update(growing_segments(os.environ))  # torch reads the setting when it first uses the GPU
+        if not self._choice.gpus():
+            torch.set_num_threads(self._threads)
+        wanted = self._reference
+        folder = resolve_model(self._model, self._revision)
+        found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
+        if found.reference_id != wanted.reference_id:
+            raise UsageError(
+                f"{self._model} is another model on this worker's machine: reference {found.reference_id}, "
+                f"not {wanted.reference_id}"
+            )
+        table = Store(self._store).table(wanted.reference_id)
+        self._units = UnitScorer(self._choice.make(str(folder), wanted), table)
+        return self._units.provenance
+
+    def score(self, content: bytes, again: bool) -> dict[str, Any]:
+        """Score and commit a unit; see Units.score. Several calls may run at the same time."""
+        return self._units.score(content, again)
+
+    def peak(self) -> float | None:
+        """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
+        return self._units.peak()
+
+    def stop(self) -> None:
+        """Compute no further pass and commit computed values; see Units.stop."""
+        self._units.stop()

@@ -1,15 +1,22 @@
 """Measure the memory that this process may use: the machine's, or less if its control group (cgroup v1 or v2) has a limit.
 
 Containers, systemd units and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
+
+Return freed memory to the system.
+
+glibc and Arrow keep freed memory for later, in an arena for each of some dozen threads. Over many small jobs the arenas grow
+although nothing is in use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import psutil
+import pyarrow as pa
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
 #: For cgroup versions 2 and 1: the file with the memory that a group and its subgroups use, and the prefix of the names of its
@@ -102,3 +109,11 @@ def _lines(file: Path) -> list[str]:
         return file.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return []
+
+
+def return_freed_memory() -> None:
+    """Return unused memory to the system, if the C library can do so (glibc); takes milliseconds."""
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,4 +1,6 @@
-"""Open folders whose content a later run trusts or executes: only the user who owns them may have written it.
+"""Write files that appear only when they are complete: under a temporary name in the same folder, then renamed.
+
+Open folders whose content a later run trusts or executes: only the user who owns them may have written it.
 
 Such content is digests of files and compiled kernels, in the cache folder that a team may share.
 """
@@ -7,8 +9,36 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from reflogp.store.errors import UsageError
+
+
+@contextmanager
+def write_atomically(target: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; it becomes `target` if the block succeeds, and is deleted if the block fails.
+
+    A block that writes nothing leaves `target` unchanged. Missing parent folders are created.
+
+    Raises UsageError if the file cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if partial.exists():
+            partial.replace(target)
+    except OSError as error:
+        if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
+            raise  # about another file, one that the block read
+        raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):  # the file, or its folder, does not exist
+            partial.unlink()
+
 
 #: Write permission for anybody but the owner.
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
