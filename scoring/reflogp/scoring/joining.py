@@ -1,8 +1,6 @@
-"""Write a dataset's rows with reference log-prob columns to one Parquet file.
+"""Add reference log-prob columns to a dataset: in one Parquet file, or in a Python object whose kind is kept.
 
 Rows, tokens, windows and keys are the same as in scoring, but values are only looked up: no model is loaded.
-
-Add the columns of a join to a dataset that is a Python object, and keep its kind.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from reflogp.service.context import Context
 from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
-from reflogp.service.metrics import Metrics
-from reflogp.service.middleware import HeadLimit, Timed
+from reflogp.service.metrics import HeadLimit, Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute

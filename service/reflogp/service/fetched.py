@@ -1,6 +1,6 @@
 """Keep fetched dataset files in one folder, each named by its content, until no unfinished job needs them.
 
-Bound the bytes of uploads and fetched dataset files together by one setting.
+One quota bounds the bytes of uploads and fetched files together.
 """
 
 from __future__ import annotations

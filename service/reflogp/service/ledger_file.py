@@ -1,9 +1,8 @@
-"""Open, retry, recover and own the SQLite file of the ledger of jobs.
+"""Open, retry, recover and own the SQLite file of the ledger of jobs, and lock the state folder.
 
 Every statement of the ledger runs here. A failing statement is retried for a bounded time. If it still fails, a LedgerError
-says what is wrong and what to do. Each write is one transaction, which first checks that this service still owns the file.
-
-Lock a state folder, so that only one service uses it.
+says what is wrong and what to do. Each write is one transaction, which first checks that this service still owns the file. The
+lock lets only one service use the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor holds the process and passes bytes in both directions. Everything here runs in the event loop.
-
-Hold a service's worker process on a node of a Ray cluster and pass bytes in both directions.
+An actor on the node holds the process and passes bytes in both directions. The service's side runs in its event loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Run a service with uvicorn until SIGTERM or Ctrl-C.
+"""Set up logging and run a service with uvicorn until SIGTERM or Ctrl-C.
+
+The log has lines for people, or one JSON object per line for programs. Records about a job carry the job's id.
 
 At the end event streams close at once, so that they do not delay the shutdown. Requests get time to finish. Then jobs commit
 their computed values and workers end.
-
-Set up logging: lines for people, or one JSON object per line for programs. Records about a job carry the job's id.
 """
 
 from __future__ import annotations

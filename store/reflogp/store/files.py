@@ -1,8 +1,7 @@
-"""Write files that appear only when they are complete: under a temporary name in the same folder, then renamed.
+"""Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
-Open folders whose content a later run trusts or executes: only the user who owns them may have written it.
-
-Such content is digests of files and compiled kernels, in the cache folder that a team may share.
+A file is written under a temporary name in the same folder and then renamed. The cache folder holds digests of files and
+compiled kernels, which a later run trusts or executes, and a team may share it: only the current user may have written them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Define the columns of a shard as one Arrow schema, and build and check rows that fit the schema.
+"""Define the columns of a shard as one Arrow schema, build and check rows that fit it, and encode tables as Arrow IPC streams.
 
-Encode tables as Arrow IPC streams, the form in which they are sent between processes and over HTTP.
+Tables travel as Arrow IPC streams between processes and over HTTP.
 """
 
 from __future__ import annotations

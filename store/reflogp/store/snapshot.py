@@ -5,9 +5,7 @@ memory, which suits many small lookups. Beyond that, each lookup reads the index
 keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. Either way, token
 values are read only for rows that need them. A snapshot never writes.
 
-Encode the result of a lookup as one Arrow table, for lookups over HTTP.
-
-Both the service, which writes it, and the client, which reads it, use these columns.
+A lookup over HTTP sends its result as one Arrow table, whose columns the service and the client share.
 """
 
 from __future__ import annotations

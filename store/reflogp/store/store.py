@@ -1,8 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
-The layout is `<store>/<reference id>/{reference.json, logprobs/}`.
-
-Choose the dtype of a model from what a store holds of it: the rule of `dtype="auto"`.
+The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` applies the rule of `dtype="auto"`: the
+dtype in which the store holds the model.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ reflogp writes the table's data files itself, so that pages carry checksums and 
 them through delta-rs. A commit names the version that it is based on. It fails if another writer has committed since then; the
 rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key, and the
 value of a key never changes. Compaction and repair are modules of their own, built on `LogprobTable.replace`.
-
-Select the rows and tokens that a snapshot lacks, so that the first commit wins for every key and every token.
 """
 
 from __future__ import annotations

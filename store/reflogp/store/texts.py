@@ -1,14 +1,9 @@
-"""Shorten texts from rows, templates and files before they are kept or printed, and write the reprs of results.
+"""Shorten, mask and format texts for errors, logs, pages and reports.
 
-A dataset can put a text of any length into an error message: a column name, a template's own message, a value. Every place that
-keeps or prints such a text must pass it through `shortened`.
-
-Format numbers, sizes and times for pages and reports.
-
-Make untrusted text safe to show in a terminal, in a log or on a page.
-
-`visible` writes control and invisible characters as escapes; `hide_secrets` removes credentials from URIs; `LineFormatter`
-keeps quoted text in a log record from looking like a record of its own.
+A dataset can put a text of any length and any characters into an error message: a column name, a template's own message, a
+value. Every place that keeps or prints such a text must pass it through `shortened`. `visible` writes control and invisible
+characters as escapes; `hide_secrets` removes credentials from URIs; `LineFormatter` keeps quoted text in a log record from
+looking like a record of its own. The other functions format numbers, sizes and times, and the reprs of results.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from reflogp.store.joins import Join
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.metrics import begin_report
-from reflogp.trainer.construction import unchanged_by_failure
+from reflogp.trainer.construction import NoReferenceModel, no_reference_model, refuse_reference_model, unchanged_by_failure
 from reflogp.trainer.distributed_join import (
     NothingScored,
     agree_on_dtype,
@@ -33,7 +33,6 @@ from reflogp.trainer.distributed_join import (
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
 from reflogp.trainer.layouts import Columns, layout_of
 from reflogp.trainer.media import refuse_media
-from reflogp.trainer.no_reference import NoReferenceModel, no_reference_model, refuse_reference_model
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks

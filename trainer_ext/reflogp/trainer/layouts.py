@@ -1,4 +1,4 @@
-"""Translate the column names of tokenised datasets between versions of TRL.
+"""Translate the column names of tokenised datasets between versions of TRL, and share reference columns between processes.
 
 Versions are distinguished by the columns and functions that exist, never by a version number.
 
@@ -8,7 +8,7 @@ Versions are distinguished by the columns and functions that exist, never by a v
     KTO   1.4, 1.5             the same                                                            reference_logps, …
     KTO   1.2, 1.3             prompt_input_ids, completion_input_ids (prompt and completion, cut) reference_logps, …
 
-Share reference columns among the processes of a node: one writes an Arrow file, and all map it into memory.
+One process of a node writes the reference columns to an Arrow file, and all its processes map the file into memory.
 """
 
 from __future__ import annotations

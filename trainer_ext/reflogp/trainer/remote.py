@@ -27,8 +27,8 @@ from reflogp.client import (
 )
 from reflogp.store import UsageError
 from reflogp.store.texts import short_repr
+from reflogp.trainer.construction import NoReferenceModel
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
-from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.padded import PaddedBatch, Wanted
 from reflogp.trainer.ranks import gather, on_all_ranks, outcome_on_all_ranks
 from reflogp.trainer.source import ReferenceSource

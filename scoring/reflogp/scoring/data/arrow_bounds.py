@@ -1,10 +1,7 @@
 """Read Arrow IPC files and streams in bounded memory.
 
-The sizes that their messages claim are checked before a batch is decoded.
-
-Read fields of flatbuffers (github.com/google/flatbuffers, internals) without decoding the whole buffer.
-
-Functions raise struct.error or IndexError for damaged data.
+The sizes that their messages claim are checked before a batch is decoded. The claims are read from the messages' flatbuffers
+(github.com/google/flatbuffers, internals) without decoding the whole buffer; damaged ones raise struct.error or IndexError.
 """
 
 from __future__ import annotations

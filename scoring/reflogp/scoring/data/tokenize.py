@@ -1,8 +1,7 @@
-"""Tokenise datasets exactly as TRL does, so that keys are the same as for the sequences that a trainer trains on.
+"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys are those of the sequences that a trainer trains on.
 
-Text is rendered and encoded by `encode`, in child processes that `row_process` may kill. trl is not imported.
-
-Load the tokenizer that a command's options choose: the model's or another, with its own chat template or the user's.
+The tokenizer is the model's or another one, with its own chat template or the user's. Text is rendered and encoded by `encode`,
+in child processes that `row_process` may kill. trl is not imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Measure the memory that this process may use: the machine's, or less if its control group (cgroup v1 or v2) has a limit.
+"""Measure the memory that this process may use, and return freed memory to the system.
 
-Containers, systemd units and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
-
-Return freed memory to the system.
+A process may use the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd units
+and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
 
 glibc and Arrow keep freed memory for later, in an arena for each of some dozen threads. Over many small jobs the arenas grow
 although nothing is in use.

@@ -1,10 +1,8 @@
-"""Configure torch's CUDA allocator to use segments that grow, instead of many segments too small for a larger tensor.
+"""Prepare processes that load a model, and say why a process ended. Does not import torch.
 
-torch reads the setting when a process first uses a GPU, so it must be set before. Does not import torch.
-
-Keep progress bars and notices of the model libraries out of a worker's log.
-
-Describe why a process ended.
+torch's CUDA allocator is configured to use segments that grow, instead of many segments too small for a larger tensor. torch
+reads the setting when a process first uses a GPU, so it must be set before. Progress bars and notices of the model libraries
+stay out of a worker's log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Connect to a Ray cluster or start Ray on this machine; describe the cluster's resources and errors in words.
 
-Check that a folder is shared with another node: write a temporary file that the node must see.
+A folder is shared with another node if that node sees a temporary file that this process writes into the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Write a report's charts as PNG files, for slides and issues. The page itself has them as SVG.
+"""Write a report's charts as PNG files, and check the folder that a report is written to.
 
-Check that a report's output folder is new, empty or an earlier report, and remove old charts from it.
-
-A folder with any other content must never be changed.
+The page itself has the charts as SVG; the PNG files are for slides and issues. The folder must be new, empty or an earlier
+report: a folder with any other content must never be changed.
 """
 
 from __future__ import annotations

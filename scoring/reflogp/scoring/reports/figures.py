@@ -1,6 +1,7 @@
-"""Compute the numbers of a report's charts, which are drawn twice: as SVG in the page and as PNG files next to it.
+"""Compute the numbers of a report's charts, and what the reference prefers.
 
-Measure what the reference prefers: chosen or rejected, desirable or undesirable, shorter or longer.
+Charts are drawn twice from the same numbers: as SVG in the page and as PNG files next to the page. The preferences are for
+chosen or rejected, desirable or undesirable, shorter or longer completions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the examples that a report shows: their texts, and each token's log-prob as one of seven levels.
 
-Convert token ids to text that shows every token separately, without invisible characters and without direction controls.
+Every token is shown as text of its own, without invisible characters and without direction controls.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Make MinHash sketches of a dataset's examples, and find near repeats among them.
+"""Make MinHash sketches of a dataset's examples, find near repeats among them, and compute the similarity of two completions.
 
 A sketch has the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and for
 the completions. 16 bits of each minimum are kept, so a sketch takes 256 bytes per example. The share of places in which two
 sketches agree estimates the share of common runs (Jaccard similarity). Examples whose completions agree in four adjacent places
 are compared: each with the first example of its group and with the one before it. So the work grows with the number of examples
-and not with its square.
-
-Compute the similarity of two completions, token by token: exactly, and only if the two can be nearly the same.
+and not with its square. Two completions are compared token by token only if they can be nearly the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Callbacks with which a scoring run, a join or a report tells its caller how far it is.
-
-Show the progress of a run as tqdm does it: in terminals, in notebooks, and not in log files.
-"""
+"""Callbacks for the progress and the outcomes of a scoring run, a join or a report, and tqdm's progress bars made of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Set the current device, and copy to and from a device without waiting.
+"""Set the current device, copy to and from a device without waiting, and keep the number of OpenMP threads low.
 
-Keep the number of OpenMP threads of a process low, because torch is slower on a CPU if there are more threads than cores.
+torch is slower on a CPU if a process has more OpenMP threads than cores.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Run a model over sequences and return float32 log-probs: packed, padded, or one by one (a padded batch of one).
 
-Compile the operations between the matrix products: norms, rotary embeddings, gates, the head's log-sum-exp.
-
-Without compilation each of them reads and writes whole activations several times; on a CPU they cost half as much as the
-products. One decoder layer is compiled and all layers use its code ("regional compilation"), for any architecture.
+The operations between the matrix products are compiled: norms, rotary embeddings, gates, the head's log-sum-exp. Without
+compilation each of them reads and writes whole activations several times; on a CPU they cost half as much as the products. One
+decoder layer is compiled and all layers use its code ("regional compilation"), for any architecture.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Estimate how many tokens fit one forward pass.
+"""Plan a model's use of device memory, and recognise errors that say that memory ran out.
 
-The estimate may be too high: the engine halves the budget when memory runs out.
-
-Check from the headers of a checkpoint's files whether the model fits a device, before any weight is read.
-
-Turn the out-of-memory errors of torch, Triton and CUDA's libraries into OutOfMemoryError.
+Before any weight is read, the headers of a checkpoint's files show whether the model fits the device. The tokens that fit one
+forward pass are estimated; the estimate may be too high, so the engine halves the budget when memory runs out. The
+out-of-memory errors of torch, Triton and CUDA's libraries become OutOfMemoryError.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Define the sequences that engines score, and check whether a model can score them. Needs no torch.
+"""Define the sequences that engines score, and count the operations of scoring them. Needs no torch.
 
-Count floating point operations, two per multiply-add.
+`Operations` counts floating point operations, two per multiply-add.
 """
 
 from __future__ import annotations

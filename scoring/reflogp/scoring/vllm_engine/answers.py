@@ -1,10 +1,7 @@
 """Define requests to vLLM and its responses, and check that a response holds the log-probs of the completion.
 
-The responses of both transports are checked here before their values reach a store.
-
-Encode requests and responses between the vLLM engine and the process around vLLM as Arrow IPC streams.
-
-Both environments import this module, so it imports neither torch nor vLLM.
+The responses of both transports are checked here before their values reach a store. The process around vLLM exchanges them with
+the engine as Arrow IPC streams. Both environments import this module, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 A Transport connects the engine to vLLM: a process of this machine or a server.
 
-Choose which sequences may read vLLM's prefix cache without losing a log-prob. Token ids in, flags out.
-
-vLLM computes no values for positions that it finds in its cache, and a request cannot limit a hit to the prompt. The values of
-such positions are absent, or, in vLLM's older runner, uninitialized memory.
+vLLM computes no values for positions that it finds in its prefix cache, and a request cannot limit a hit to the prompt. The
+values of such positions are absent, or, in vLLM's older runner, uninitialized memory. So the engine chooses which sequences may
+read the cache without losing a log-prob.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Connect to a running `vllm serve`: a Transport over HTTP, with many requests at the same time and retries.
 
-Whether the server's weights are the reference's is checked in `claim`.
-
-Write requests to a `vllm serve` and read its responses, as JSON, in three forms.
-
-The forms, the best first:
+`claim` checks whether the server has the reference's weights. Requests are JSON in one of three forms, the best first:
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens

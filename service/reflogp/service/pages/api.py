@@ -1,6 +1,6 @@
-"""Turn the OpenAPI document into plain tables for the page /docs, which needs no script and fetches nothing from elsewhere.
+"""Prepare what pages show: the OpenAPI document as plain tables, and the names of jobs and datasets.
 
-Name jobs and their datasets on pages.
+The page /docs needs no script and fetches nothing from another server.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Let other workers help with this worker's job.
+"""Spread a job over idle workers: the side of the job's worker, and the side of a worker that helps.
 
 Frames between a job's worker and its helpers go through the service, which reports when helpers join and leave. Each job has
-its own Helpers object, an implementation of `spread.scorer.Workers`.
-
-Help with another worker's job: receive units, score them on this worker's engine between online requests, and commit them.
-
-`helpers` is the other side. Runs in the worker's job thread.
+its own Helpers object, an implementation of `spread.scorer.Workers`. A helper receives units in the job thread of its worker,
+scores them on its engine between online requests, and commits them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Define the messages that the service sends to a worker as JSON: its configuration, and orders for jobs and for help.
+"""Define what the service and its workers send each other: orders as JSON, sequences and values as Arrow IPC streams.
 
-Imports neither torch nor fastapi, since both sides use this module.
-
-Convert sequences and their values to and from tables, sent as Arrow IPC streams between the service and its workers.
-
-Both sides use this module, so it does not import torch.
+Both sides import this module, so it imports neither torch nor fastapi.
 """
 
 from __future__ import annotations

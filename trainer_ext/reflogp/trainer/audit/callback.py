@@ -21,9 +21,9 @@ from reflogp.trainer.audit.metrics import GlobalMeans, read_report, verdict, wri
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp.trainer.audit.step_zero import StepZero, compared, differences
+from reflogp.trainer.construction import NoReferenceModel
 from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
 from reflogp.trainer.layouts import reference_columns
-from reflogp.trainer.no_reference import NoReferenceModel
 from reflogp.trainer.own_model import computes_references, no_own_reference
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import gather, on_all_ranks

@@ -1,6 +1,6 @@
-"""Check TRL's logged metrics: are they means over all processes, and do they agree with the joined columns?
+"""Check TRL's logged metrics, and read and write reflogp_audit.json: what a run trained on and what its audit found.
 
-Read and write reflogp_audit.json: what a run trained on, and what its audit found.
+Logged metrics must be means over all processes and agree with the joined columns.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from reflogp.store import UsageError
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.metrics import begin_report
 from reflogp.trainer.audit.step_zero import differences
-from reflogp.trainer.construction import unchanged_by_failure
-from reflogp.trainer.no_reference import no_reference_model, refuse_reference_model
+from reflogp.trainer.construction import no_reference_model, refuse_reference_model, unchanged_by_failure
 from reflogp.trainer.padded import PaddedBatch, has_absolute_positions
 from reflogp.trainer.remote import RemoteReference
 from reflogp.trainer.source import ReferenceSource

@@ -1,10 +1,7 @@
-"""The part that RLOO and GRPO share: TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference.
+"""TRL's RLOOTrainer and GRPOTrainer with their reference model in a service.
 
-TRL calls it in each generation step; its arguments and return values differ between versions.
-
-TRL's GRPOTrainer with its reference model in a service.
-
-TRL's RLOOTrainer with its reference model in a service.
+In each generation step TRL calls `_get_per_token_logps_and_entropies` for the policy and for the reference; its arguments and
+return values differ between versions.
 """
 
 from __future__ import annotations

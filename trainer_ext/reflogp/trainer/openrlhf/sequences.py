@@ -1,9 +1,8 @@
-"""Collect the token sequences of OpenRLHF's datasets, exactly as OpenRLHF made them.
+"""Collect the token sequences of OpenRLHF's datasets, exactly as OpenRLHF made them, and look up their reference values.
 
 A RewardDataset's row (openrlhf/datasets/reward_dataset.py) has both sides' tokens, truncated and with an EOS as their last
-token, and a prompt length that comes from tokenising the prompt alone.
-
-Look up reference values by a row's tokens, in an Arrow file that the processes of a node share.
+token, and a prompt length that comes from tokenising the prompt alone. The values are in an Arrow file that the processes of a
+node share; they are looked up by a row's tokens.
 """
 
 from __future__ import annotations

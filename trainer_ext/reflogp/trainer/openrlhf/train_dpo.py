@@ -21,7 +21,7 @@ import openrlhf.utils.deepspeed  # imported before the patch: its isinstance(mod
 
 from reflogp.store import UsageError
 from reflogp.store.reference import Dtype
-from reflogp.trainer.no_reference import NoReferenceModel
+from reflogp.trainer.construction import NoReferenceModel
 from reflogp.trainer.openrlhf.reference import check_source
 from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
 from reflogp.trainer.source import ReferenceSource

@@ -10,7 +10,7 @@ from openrlhf.trainer.dpo_trainer import DPOTrainer
 
 from reflogp.trainer.audit.metrics import begin_report
 from reflogp.trainer.audit.step_zero import differences
-from reflogp.trainer.no_reference import NoReferenceModel, refuse_reference_model
+from reflogp.trainer.construction import NoReferenceModel, refuse_reference_model
 from reflogp.trainer.openrlhf.audit import Cadence, RunAudit
 from reflogp.trainer.openrlhf.reference import CachedReference
 from reflogp.trainer.policy_weights import fingerprint

@@ -1,8 +1,7 @@
-"""Score units with one engine and commit them here, so that values never travel to the run.
+"""Send units of work to workers, where an engine scores them and commits the values.
 
-Encode units as bytes: a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space.
-
-Load an engine in a worker's process and score the units that the run sends.
+A unit travels as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. A worker commits
+the values itself, so they never travel back to the run.
 """
 
 from __future__ import annotations
