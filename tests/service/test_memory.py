@@ -320,6 +320,20 @@ def test_who_sends_a_byte_at_a_time_keeps_nobody_out_and_is_ended(narrow, beginn
         connection.close()
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/v1/lookup?reference=none"])
+def test_who_sends_a_long_body_that_no_route_reads_is_answered_and_cut_off(narrow, path):
+    """Every sender sees the answer, and none can send all of it."""
+    body = bytes(64 * MIB)
+    for _ in range(20):
+        with socket.create_connection(address(narrow.url)) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+            with pytest.raises(ConnectionError):
+                connection.sendall(body)
+        answer = httpx.post(narrow.url + path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (405, 413)
+
+
 def test_an_answer_that_nobody_reads_is_ended_and_gives_its_memory_back(narrow):
     """More than the memory of all requests is asked for by callers who do not read; others are answered in the end."""
     keys = long_rows(64, 20_000)[0].to_pylist()
