@@ -72,7 +72,7 @@ def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp
     command[1] = str(tmp_path / "tokenizer")
     code, _, err = reflogp(*command, "--engine", "remote", "--url", "http://x:8000")
     assert code == 2
-    assert "where the weights are elsewhere, --claim says which they are" in err
+    assert "if the weights are on another machine, name their reference with --claim" in err
 
 
 def test_a_server_that_is_waited_for_is_said(reflogp, command):

@@ -159,7 +159,7 @@ def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
         err = process.stderr.read()
     assert process.returncode == INTERRUPTED
     assert "Traceback" not in err
-    assert f"job {job} goes on" in err
+    assert f"job {job} continues on the service" in err
     assert f"reflogp jobs show {url} {job} --watch" in err
     assert last_object(reflogp("jobs", "show", url, job, "--json")[1])["state"] == "running"
     assert reflogp("jobs", "retry", url, job)[0] == FAILED

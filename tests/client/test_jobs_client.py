@@ -174,7 +174,7 @@ def test_the_end_of_a_watchs_time_names_its_cause():
     following.take(event("job"))
     time.sleep(0.06)
     for chunk in (b": still here\n\n", event("job", attempts=2)):
-        with pytest.raises(DeadlineExceededError, match=r"running after 0\.05 seconds; it goes on"):
+        with pytest.raises(DeadlineExceededError, match=r"running after 0\.05 seconds; the job continues"):
             following.take(chunk)
     assert len(following.take(event("end", state="done"))) == 1
     following = Following("x", "http://service", 0.05)

@@ -205,9 +205,9 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--devices", "cpu", "--device", "cpu"], "does not go with --device"),
-        (["--devices", "cpu", "--ray"], "does not go with --ray"),
-        (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "does not go with --engine remote"),
+        (["--devices", "cpu", "--device", "cpu"], "cannot be combined with --device"),
+        (["--devices", "cpu", "--ray"], "cannot be combined with --ray"),
+        (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
         (["--devices", "cuda:7"], "there are 0 GPUs here"),
         (["--devices", "cpu;cpu"], "use all, auto, cpu"),
         (["--devices", ""], "use all, auto, cpu"),

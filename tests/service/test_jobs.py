@@ -87,7 +87,7 @@ def test_the_same_job_twice_is_one_job(client, service, tmp_path):
     assert client.submit(file, "ref", max_length=9).id != first.id
     keyed = client.submit(file, "ref", idempotency_key="monday")
     assert keyed.id not in (first.id,) and client.submit(file, "ref", idempotency_key="monday").id == keyed.id
-    with pytest.raises(RequestRefusedError, match="Idempotency-Key came with another job"):
+    with pytest.raises(RequestRefusedError, match="Idempotency-Key was used for another job"):
         client.submit(file, "ref", max_length=9, idempotency_key="monday")
     assert client.watch(keyed.id).summary["scored"] + client.watch(first.id).summary["scored"] == 8
 

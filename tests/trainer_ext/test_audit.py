@@ -70,7 +70,7 @@ def audited(policy, config, dataset, tokenizer, source):
     [
         (Pruning, "columns", "no reference columns"),
         (ScoringAgain, "forwards", "2 forward passes for one micro-batch"),
-        (OtherColumns, "metrics", "those of a mean reference log-prob of"),
+        (OtherColumns, "metrics", "imply a mean reference log-prob of"),
     ],
 )
 def test_a_trainer_that_does_not_use_its_columns(trainer_class, check, words, audited, tmp_path):

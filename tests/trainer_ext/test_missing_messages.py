@@ -81,11 +81,11 @@ def test_ktos_first_run_is_not_a_tokenizer_problem(policy, config, dataset, toke
     with pytest.raises(MissingLogpsError) as first:
         make()
     assert "chat template" not in str(first.value)
-    assert "a first run always misses those. None of the rows' own completions has values yet either" in str(first.value)
+    assert "values for those pairs. None of the rows' own completions has values yet either" in str(first.value)
     score_pairs(reference_folder, data_file, tmp_path / "kto")
     with pytest.raises(MissingLogpsError) as second:
         make()
-    assert "a first run always misses those" in str(second.value)
+    assert "a first run always lacks values for those pairs" in str(second.value)
     assert "None of" not in str(second.value)
     score_pairs(reference_folder, Path(shlex.split(second.value.command)[3]), tmp_path / "kto")
     make()

@@ -293,7 +293,7 @@ class TestFailure:
         began = time.monotonic()
         with pytest.raises((ServiceUnreachableError, DeadlineExceededError)) as caught:
             trainer.train()
-        assert "goes on from its last checkpoint" in caught.value.__notes__[0]
+        assert "Resume the run from its checkpoint" in caught.value.__notes__[0]
         assert 1.0 < time.monotonic() - began < 30
         assert json.loads((Path(trainer.args.output_dir) / "reflogp_audit.json").read_text())["verdict"] == "unfinished"
 

@@ -180,7 +180,7 @@ class TestAPolicyThatIsNotFinite:
         written = json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())
         assert written["verdict"] == "warned"
         assert "differ from the joined reference's" not in caplog.text
-        assert "those of a mean reference log-prob of nan" not in caplog.text
+        assert "imply a mean reference log-prob of nan" not in caplog.text
         return written["findings"]
 
     def test_from_the_beginning(self, cached_trainer, policy, tmp_path, caplog):

@@ -33,7 +33,7 @@ from reflogp.store import ReflogpError
 from reflogp.store.texts import visible
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
-#: Exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it.
+#: Exit code after Ctrl-C: 128 plus the number of SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
 #: Maximum number of rows whose problem is printed; the rest are counted.
 _PRINTED_ROWS = 10
@@ -52,9 +52,9 @@ class WatchInterruptedError(ReflogpError):
 
 
 class SafeConsole(Console):
-    """A console whose output data cannot control: strings stay on one line, and control or invisible characters are escaped.
+    """A console that prints untrusted text safely: on one line, with control and invisible characters escaped.
 
-    Text is printed without markup unless `markup=True` is given; names from elsewhere are then inserted with `escape`.
+    Text is printed without markup unless `markup=True` is given. Untrusted names must then be passed through rich's `escape`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -164,7 +164,7 @@ class _Rows:
         if not self._count:
             return
         rows = "1 row was" if self._count == 1 else f"{self._count} rows were"
-        err.print(f"{rows} {what}; rows count from 0:", style="yellow")
+        err.print(f"{rows} {what}; row numbers start at 0:", style="yellow")
         for row, text in self._first:
             err.print(f"  row {row}: {text}")
         if self._count > len(self._first):

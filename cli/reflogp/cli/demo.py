@@ -23,14 +23,14 @@ def demo(
         "reflogp-demo"
     ),
     model: Annotated[
-        str | None, typer.Option(help="Your own model folder or hub id. Default: a small one, built here.")
+        str | None, typer.Option(help="Your own model folder or hub id. Default: the demo builds a small model.")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Your own preference pairs. Default: 300 pairs of grade-school maths.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=8, help="Pairs to train on, at most.")] = 300,
+    rows: Annotated[int, typer.Option(min=8, help="Maximum number of pairs to train on.")] = 300,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 30,
-    dtype: Annotated[str, typer.Option(help="Dtype of scoring, as of score.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Compute dtype, as for `reflogp score`.")] = "float32",
 ) -> None:
     """Show a complete run: score real pairs, score them again at no cost, train DPO on the stored values, and plot them.
 

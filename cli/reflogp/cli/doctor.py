@@ -37,7 +37,7 @@ class Finding:
 
     Attributes:
         what: name of the thing that was checked.
-        state: broken means that it must be fixed before something requested works; note means that it is good to know.
+        state: "broken" if it must be fixed before the requested thing works; "note" if it is only worth knowing.
         said: what was found.
         help: the command or step that changes it; empty if nothing has to change.
     """
@@ -74,7 +74,7 @@ def doctor(
             out.print(Text.assemble((finding.state, _COLOURS[finding.state]), visible(f" {finding.what}: {finding.said}")))
             if finding.help:
                 out.print(f"       {finding.help}", style="cyan")
-        out.print("nothing is broken" if not broken else f"{len(broken)} to mend", style="bold")
+        out.print("nothing is broken" if not broken else f"{len(broken)} to fix", style="bold")
     if broken:
         raise typer.Exit(EXIT_FAILED)
 
@@ -85,7 +85,7 @@ def _installation() -> Iterator[Finding]:
         missing, wrong = _unmet(extra)
         if wrong:
             command = "pip install " + " ".join(f"'{requirement}'" for requirement in wrong.values())
-            said = ", ".join(f"{name} {version(name)} is outside {wrong[name].specifier}" for name in wrong)
+            said = ", ".join(f"{name} {version(name)} does not satisfy {wrong[name].specifier}" for name in wrong)
             yield Finding(extra, "broken", said, command)
         elif missing:
             said = f"not installed ({purpose}): {', '.join(missing)} missing"
@@ -114,11 +114,11 @@ def _unmet(extra: str) -> tuple[list[str], dict[str, Requirement]]:
 def _vllm() -> Finding:
     named = os.environ.get("REFLOGP_VLLM_PYTHON")
     if named and not os.access(named, os.X_OK):
-        return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", "name the Python of vLLM's environment")
+        return Finding("vllm", "broken", f"REFLOGP_VLLM_PYTHON={named} cannot be run", "set it to vLLM's Python")
     if named or find_spec("vllm") is not None:
         return Finding("vllm", "ok", f"in {named or sys.executable} (score --engine vllm)")
     if os.access(made := ".venv-vllm/bin/python", os.X_OK):
-        return Finding("vllm", "note", "in .venv-vllm, which nothing names", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}")
+        return Finding("vllm", "note", "in .venv-vllm, not yet configured", f"export REFLOGP_VLLM_PYTHON=$PWD/{made}")
     return Finding(
         "vllm",
         "note",
@@ -159,7 +159,7 @@ def _model(model: str) -> Iterator[Finding]:
         return
     size = sum(file.stat().st_size for file in checkpoint.weight_files)
     architecture = ", ".join(checkpoint.config.get("architectures") or ["unknown"])
-    yield Finding("model", "ok", f"{architecture}, {size / 1e6:,.0f} MB of weights, whole")
+    yield Finding("model", "ok", f"{architecture}, {size / 1e6:,.0f} MB of weights, complete")
     room = _largest_room()
     if room is not None and size > room:
         yield Finding(
@@ -195,7 +195,7 @@ def _store(uri: str) -> Iterator[Finding]:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
         return
     if not references:
-        yield Finding("store", "note", f"{uri} holds nothing yet; scoring makes it a store")
+        yield Finding("store", "note", f"{uri} holds nothing yet; the first `reflogp score` makes it a store")
         return
     names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
     yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")

@@ -17,19 +17,19 @@ _VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
 Engine = Annotated[
     Literal["torch", "vllm", "remote"],
     typer.Option(
-        help="What computes: torch here; vllm, for models that need several GPUs; remote, a `vllm serve` that runs already."
+        help="Engine: torch; vllm, for models that need several GPUs; remote, a `vllm serve` that is already running."
     ),
 ]
 StrictEngine = Annotated[
     bool,
-    typer.Option("--strict-engine", help="Fail where the store has values of another engine for this dataset."),
+    typer.Option("--strict-engine", help="Fail if the store has values of another engine for this dataset."),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, … Default: auto.")]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="Spread the dataset over several devices of this machine, a process on each: all, cuda:0,cuda:1, or cpu,cpu. With "
-        "--tensor-parallel N each engine takes N of the GPUs.",
+        help="Spread the dataset over several devices of this machine, a process each: all, cuda:0,cuda:1, or cpu,cpu. With "
+        "--tensor-parallel N, each engine takes N of the GPUs.",
         metavar="all|NAME,…",
     ),
 ]
@@ -40,7 +40,7 @@ TokenBudget = Annotated[
 VllmPython = Annotated[
     str | None,
     typer.Option(
-        help="Python of vLLM's environment, with reflogp beside it. Default: REFLOGP_VLLM_PYTHON, or this one.",
+        help="Python of an environment with vLLM and reflogp. Default: $REFLOGP_VLLM_PYTHON, or this command's Python.",
         metavar="FILE",
         rich_help_panel=_VLLM,
     ),
@@ -51,21 +51,21 @@ TensorParallel = Annotated[
 VllmOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="A further argument of vLLM, as gpu_memory_utilization=0.8; repeatable.",
+        help="Another argument for vLLM, such as gpu_memory_utilization=0.8; repeatable.",
         metavar="NAME=VALUE",
         rich_help_panel=_VLLM,
     ),
 ]
 Url = Annotated[
     str | None,
-    typer.Option(help="The server, as http://HOST:8000; its API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE),
+    typer.Option(help="URL of the server, http://HOST:8000; its API key is read from VLLM_API_KEY.", rich_help_panel=_REMOTE),
 ]
 ServedModel = Annotated[
     str | None,
-    typer.Option(help="Its name for the reference. Default: the only model it serves.", rich_help_panel=_REMOTE),
+    typer.Option(help="The server's name for the model. Default: the only model that it serves.", rich_help_panel=_REMOTE),
 ]
 Concurrency = Annotated[
-    int | None, typer.Option(min=1, help="Most requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE)
+    int | None, typer.Option(min=1, help="Maximum requests sent at the same time. Default: 64.", rich_help_panel=_REMOTE)
 ]
 Patience = Annotated[
     float | None,

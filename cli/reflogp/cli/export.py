@@ -30,8 +30,8 @@ _LISTED_ROWS = 100
 
 
 def export(
-    joined: Annotated[Path, typer.Argument(help="What `reflogp join` or `reflogp jobs result` wrote.", metavar="JOINED")],
-    stack: Annotated[Stack, typer.Option("--as", help="The stack that will read it.")],
+    joined: Annotated[Path, typer.Argument(help="File that `reflogp join` or `reflogp jobs result` wrote.", metavar="JOINED")],
+    stack: Annotated[Stack, typer.Option("--as", help="The training stack that will read the output.")],
     output: Annotated[
         Path,
         typer.Option(
@@ -45,8 +45,8 @@ def export(
         str | None,
         typer.Option(
             "--hash",
-            help="open-instruct: the name of this run's cache. Its log has it: 'Reference logprobs cache path: …/<hash>.pt'; "
-            "--cache_dataset_only stops it soon after.",
+            help="open-instruct: the hash that names this run's cache. open-instruct logs 'Reference logprobs cache path: "
+            "…/<hash>.pt'; with --cache_dataset_only it stops soon after.",
         ),
     ] = None,
     loss_type: Annotated[
@@ -56,8 +56,8 @@ def export(
     metadata: Annotated[
         Path | None,
         typer.Option(
-            help="megatron-bridge: a JSON object of what the training run expects of scoring_metadata.json: its "
-            "expected_scoring_metadata(config)."
+            help="megatron-bridge: JSON file with the object that the training run expects in scoring_metadata.json, the "
+            "result of its expected_scoring_metadata(config)."
         ),
     ] = None,
     as_json: options.AsJson = False,
@@ -99,7 +99,7 @@ def _check_options(stack: Stack, given: dict[str, Any]) -> None:
         if name in _NEEDS[stack] and value is None:
             raise UsageError(f"--as {stack} needs {name}; see `reflogp export --help`")
         if name not in _NEEDS[stack] and value is not None:
-            raise UsageError(f"{name} is not for --as {stack}")
+            raise UsageError(f"{name} does not apply to --as {stack}")
 
 
 def _write(

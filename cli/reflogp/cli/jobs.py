@@ -31,30 +31,30 @@ from reflogp.store.texts import visible
 
 #: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120
-#: Width in characters that is enough for every table. rich would print it in 80 columns where there is no terminal.
+#: Width in characters that is enough for every table, since rich assumes 80 columns if there is no terminal.
 _ANY_WIDTH = 10_000
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""Precompute jobs of a service: list, show, cancel, retry, fetch. `reflogp submit` makes one.
+    help="""List, show, cancel and retry a service's jobs, and save their results. `reflogp submit` submits a job.
 
 Example: reflogp jobs show http://127.0.0.1:8311 4f1c9a02d77be310 --watch""",
 )
 
-Url = Annotated[str, typer.Argument(help="Service, as `reflogp serve` prints it.", metavar="URL")]
-JobId = Annotated[str, typer.Argument(help="Job, as `reflogp submit` and `reflogp jobs ls` print it.", metavar="ID")]
+Url = Annotated[str, typer.Argument(help="URL of the service, as `reflogp serve` prints it.", metavar="URL")]
+JobId = Annotated[str, typer.Argument(help="Id of the job, as `reflogp submit` and `reflogp jobs ls` print it.", metavar="ID")]
 Token = Annotated[
-    str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, where the service has tokens.")
+    str | None, typer.Option("--token", envvar="REFLOGP_TOKEN", help="Bearer token, if the service requires one.")
 ]
-Watch = Annotated[bool, typer.Option("--watch", help="Follow it until it is done, failed or cancelled.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the job until it is done, failed or cancelled.")]
 
 
 @app.command("ls")
 def ls(
     url: Url,
-    state: Annotated[str | None, typer.Option(help=f"Only these: {', '.join(get_args(JobState))}.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Jobs at most.")] = 20,
-    before: Annotated[str | None, typer.Option(help="Only jobs older than this one.", metavar="ID")] = None,
+    state: Annotated[str | None, typer.Option(help=f"Only jobs in this state: {', '.join(get_args(JobState))}.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs.")] = 20,
+    before: Annotated[str | None, typer.Option(help="Only jobs older than the job with this id.", metavar="ID")] = None,
     token: Token = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -124,7 +124,7 @@ def result(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.", metavar="FILE")],
     token: Token = None,
 ) -> None:
-    """Save a done job's values: one row per dataset row, with keys, ref columns, and the reason if a row has no values.
+    """Save a done job's values: per dataset row its keys and reference log-probs, or the reason why it has none.
 
     Example: reflogp jobs result http://127.0.0.1:8311 4f1c9a02d77be310 -o pairs-logps.parquet
     """
@@ -175,7 +175,7 @@ def watched(client: Client, job: str) -> Job:
                     left="" if now.seconds_left is None or found.finished else f"{_duration(now.seconds_left)} left",
                 )
     except KeyboardInterrupt:
-        error = WatchInterruptedError(f"job {job} goes on")
+        error = WatchInterruptedError(f"job {job} continues on the service")
         error.hints = (
             f"watch it again: {command('show', client.url, job)} --watch",
             f"cancel it:      {command('cancel', client.url, job)}",

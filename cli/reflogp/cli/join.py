@@ -23,7 +23,7 @@ def join(
     max_length: options.MaxLength = None,
     truncation_mode: options.TruncationMode = "keep_start",
     ld_alpha: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="LD-DPO's weight of the longer completion's tail.")
+        float | None, typer.Option(min=0.0, max=1.0, help="LD-DPO's weight of tokens beyond the pair's shorter completion.")
     ] = None,
     snapshot: options.SnapshotNumber = None,
     split: options.Split = "train",

@@ -103,11 +103,11 @@ def _run() -> tuple[int, str | None]:
     except ReflogpError as error:
         err.print(f"reflogp: {error}", style="red")
         if isinstance(error, NotAllowedError):
-            err.print("a token is given with --token, or in REFLOGP_TOKEN")
+            err.print("give a token with --token, or in REFLOGP_TOKEN")
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not one of click's errors, which typer may import from its own copy
+        if not hasattr(error, "format_message"):  # not an error of click, of which typer may have its own copy
             raise
         error.message = visible(error.message)  # type: ignore[attr-defined]
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ def reference(
 ) -> None:
     """Print how a store identifies a reference model, as JSON: its id, and the content and numerics that determine the id.
 
-    Hashes the weights and loads no model. If a server's weights are on another machine, this file lets `reflogp score --engine
-    remote --claim FILE` write under the right id.
+    Hashes the weights and loads no model. If a server's weights are on another machine, run this there and save the output:
+    `reflogp score --engine remote --claim FILE` then stores values under the right id.
 
     Example: reflogp reference ./sft-model --dtype bfloat16 > sft.reference.json
     """

@@ -17,7 +17,7 @@ def report(
     model: options.Model,
     data: options.Data,
     store: options.Store,
-    output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a new one, or one of an earlier report.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a new one, or that of an earlier report.")],
     dtype: options.StoreDtype = "auto",
     lm_head_dtype: options.LmHeadDtype = None,
     max_length: options.MaxLength = None,

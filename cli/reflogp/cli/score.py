@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
 
 class ScoreCommand(TyperCommand):
-    """The `score` command, whose --ray option may omit its address, even before the model."""
+    """The `score` command. Its --ray option may omit the address, even if the next argument is the model."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, text in enumerate(args):
@@ -52,13 +52,13 @@ def score(
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Score on a Ray cluster, one worker for each GPU (CPU where it has none): auto, HOST:PORT, ray://HOST:PORT; "
-            "by default the one at $RAY_ADDRESS, or this machine.",
+            help="Score on a Ray cluster, with one worker for each GPU, or on CPUs if it has no GPU. ADDRESS: auto, HOST:PORT "
+            "or ray://HOST:PORT; default: $RAY_ADDRESS, or a cluster on this machine.",
             metavar="[ADDRESS]",
         ),
     ] = None,
     ray_workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers on Ray. Default: as many as there is room for.")
+        int | None, typer.Option(min=1, help="Number of workers on Ray. Default: as many as the cluster has room for.")
     ] = None,
     vllm_python: engine_options.VllmPython = None,
     tensor_parallel: engine_options.TensorParallel = None,
@@ -70,7 +70,7 @@ def score(
     claim: engine_options.Claim = None,
     trust_claim: engine_options.TrustClaim = False,
     commit_sequences: Annotated[
-        int, typer.Option(min=1, help="Commit at least this often; every 30 seconds in any case.")
+        int, typer.Option(min=1, help="Commit after this many sequences, and at least every 30 seconds.")
     ] = 4096,
     revision: options.Revision = None,
     tokenizer: options.Tokenizer = None,
@@ -106,12 +106,12 @@ def score(
         raise UsageError(f"--{'claim' if claim else 'trust-claim'} is an option of --engine remote, but the engine is {engine}")
     if devices is not None and (device is not None or ray is not None or engine == "remote"):
         other = "--device" if device is not None else "--ray" if ray is not None else "--engine remote"
-        raise UsageError(f"--devices gives this machine's devices a worker each, and does not go with {other}: leave one out")
+        raise UsageError(f"--devices starts a worker on each device of this machine; it cannot be combined with {other}")
     if ray_workers is not None and ray is None:
-        raise UsageError("--ray-workers goes with --ray")
+        raise UsageError("--ray-workers needs --ray")
     if ray is not None and engine == "remote":
         raise UsageError(
-            "--engine remote needs no --ray: the server computes, and --concurrency says how much it is asked at once"
+            "--engine remote needs no --ray: the server computes, and --concurrency limits the requests sent at the same time"
         )
     opened = Store(store)
     arguments = ScoreArguments(
@@ -168,7 +168,7 @@ def _require_weights(model: str, revision: str | None) -> None:
     try:
         read_checkpoint(resolve_model(model, revision))
     except UsageError as error:
-        raise UsageError(f"{error}; where the weights are elsewhere, --claim says which they are") from error
+        raise UsageError(f"{error}; if the weights are on another machine, name their reference with --claim") from error
 
 
 def _require_claimed(ctx: typer.Context, reference: Reference) -> None:

@@ -27,7 +27,7 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
-    """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's."""
+    """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's folder."""
     from reflogp.scoring.data.tokenize import chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
@@ -56,7 +56,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
 
 def print_left_out(summary: JoinSummary | ReportSummary, snapshot: Snapshot) -> None:
-    """Print how many rows TRL drops, and how to repair a store whose damage may have cost values."""
+    """Print how many rows TRL drops, and how to repair a damaged store if values are missing."""
     print_dropped(summary.dropped_rows)
     if summary.missing and snapshot.damaged:
         err.print(f"first repair the store: {snapshot.repair_command()}")

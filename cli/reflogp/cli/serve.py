@@ -14,7 +14,7 @@ def serve(
     store: Annotated[str | None, typer.Option("--store", help="A folder, or s3://, gs://, az://.", metavar="URI")] = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="A reference model by a name; may be repeated.", metavar="NAME=PATH"),
+        typer.Option("--model", help="A reference model, and its name on the service; may be repeated.", metavar="NAME=PATH"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Compute dtype of the models that --model names. Default: bfloat16.", metavar="DTYPE")
@@ -24,17 +24,17 @@ def serve(
         typer.Option(
             "--devices",
             "--device",
-            help="One worker for each: all, auto, or names as cuda:0,cuda:1; may be repeated. Default: all.",
+            help="Devices, with a worker for each: all, auto, or e.g. cuda:0,cuda:1; may be repeated. Default: all.",
             metavar="all|NAME,…",
         ),
     ] = None,
-    pin: Annotated[str | None, typer.Option(help="Name of a model that is loaded and stays.", metavar="NAME")] = None,
+    pin: Annotated[str | None, typer.Option(help="Name of a model to load at start and keep.", metavar="NAME")] = None,
     state: Annotated[
         str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
     ] = None,
     config: Annotated[str | None, typer.Option("--config", help="TOML file with settings; flags win.", metavar="FILE")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default: 8311.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:
     """Run the scoring service: jobs, online requests and lookups over HTTP, and web pages. /docs lists every route.
 
@@ -55,7 +55,7 @@ def serve(
             raise UsageError(f"--model {entry}: give NAME=PATH")
         references[name] = {"model": path} | ({"dtype": dtype} if dtype else {})
     if dtype and not references:
-        raise UsageError("--dtype goes with --model; in the settings file each reference has its own")
+        raise UsageError("--dtype needs --model; in the settings file each reference has its own dtype")
     flags = {"store": store, "state": state, "pinned": pin, "host": host, "port": port}
     devices = [name.strip() for entry in device or [] for name in entry.split(",")]
     settings = read_settings(config, references=references or None, devices=devices or None, **flags)
@@ -65,7 +65,7 @@ def serve(
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Who it is for; appears in logs.")],
+    name: Annotated[str, typer.Argument(help="Name of the token's user; appears in logs.")],
     scope: Annotated[list[str] | None, typer.Option(help="read, score or admin; repeatable. Default: read, score.")] = None,
 ) -> None:
     """Make a bearer token. It is printed once, with the lines for the settings file, which hold only its digest."""
@@ -78,7 +78,7 @@ def token(
     if unknown := sorted(set(scopes) - set(SCOPES)):
         raise UsageError(f"--scope {unknown[0]}: use {', '.join(SCOPES)}")
     secret, digest = new_token()
-    err.print("the token, which nobody will show again:")
+    err.print("the token, which is not shown again:")
     out.print(secret)
     err.print("for the settings file:")
     quoted = ", ".join(f'"{entry}"' for entry in scopes)

@@ -25,7 +25,7 @@ from reflogp.store.compaction import RETENTION_HOURS
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Look at a store of log-probs, check it, tidy it up, share it.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify, repair, compact and share a store of log-probs.")
 
 Uri = Annotated[str, typer.Argument(help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
 ReferenceId = Annotated[
@@ -76,9 +76,10 @@ def verify_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every log entry and every page of every shard, check checksums and rows, and name what is damaged (exit code 1).
+    """Read every log entry and every page of every shard, check checksums and rows, and name damaged files.
 
-    --repair removes only what is damaged from the table. The next score run fills the gap.
+    The exit code is 1 if there is damage and --repair is not given. --repair removes only damaged shards from the table, and
+    the next `reflogp score` scores their rows again.
     """
     store = Store(uri)
     tables = _Tables(store, reference)
@@ -94,7 +95,7 @@ def verify_(
             mended = repair(table, found)
             rows_now = mended.totals()[1]
             err.print(
-                f"repaired {name}: {rows_now:,} rows in snapshot {mended.snapshot_number()}; score again to fill what is gone"
+                f"repaired {name}: {rows_now:,} rows in snapshot {mended.snapshot_number()}; score the dropped rows again"
             )
         return [{"reference_id": name, **asdict(damage), "file": f"{table.uri}/{damage.file}"} for damage in found]
 
@@ -105,7 +106,7 @@ def verify_(
     elif not damaged:
         out.print(f"{store.uri}: every log entry and every shard is whole")
     if damaged and not repaired:
-        err.print("with --repair what is damaged is dropped; the next `reflogp score` fills the gap")
+        err.print("--repair drops the damaged shards; the next `reflogp score` scores their rows again")
         raise typer.Exit(EXIT_FAILED)
     tables.exit_if_failed()
 
@@ -140,10 +141,10 @@ def vacuum_(
     uri: Uri,
     reference: ReferenceId = None,
     retention_hours: Annotated[
-        int, typer.Option(min=0, help="Delete what is older. Readers of older snapshots need theirs for so long.")
+        int, typer.Option(min=0, help="Keep files younger than this: readers of older snapshots may need them.")
     ] = RETENTION_HOURS,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be.")] = False,
-    alone: Annotated[bool, typer.Option("--alone", help="Nobody else reads or writes now: allows a retention of 0.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; report what would be deleted.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="If nobody else uses the store: allows a retention of 0.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete shards that compaction replaced and files that crashed writers left, once they are older than the retention.
@@ -196,7 +197,7 @@ def export(
 @app.command("import")
 def import_(
     uri: Uri,
-    folder: Annotated[str, typer.Argument(help="What `reflogp store export` wrote.", metavar="FOLDER")],
+    folder: Annotated[str, typer.Argument(help="Folder that `reflogp store export` wrote.", metavar="FOLDER")],
     as_json: AsJson = False,
 ) -> None:
     """Import an export into a store. Every row is checked first; a key that the store already has keeps its value."""

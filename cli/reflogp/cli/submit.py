@@ -23,34 +23,34 @@ def submit(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset: a file here, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a URI that the "
-            "service fetches (https://, s3://, …); with --on-service, a path there.",
+            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a URI that the "
+            "service fetches (https://, s3://, …); with --on-service, a path on the service's machine.",
             metavar="DATA",
         ),
     ],
     reference: Annotated[str, typer.Option("--reference", help="Reference model: its name on the service, or its id.")],
     watch: jobs.Watch = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Save the values as Parquet when it is done.", metavar="FILE")
+        Path | None, typer.Option("--output", "-o", help="Wait for the job, and save its values as Parquet.", metavar="FILE")
     ] = None,
     on_service: Annotated[
         bool, typer.Option("--on-service", help="DATA is a file or folder on the service's machine.")
     ] = False,
     form: Annotated[
-        Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: found from the columns.")
+        Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: detected from the columns.")
     ] = None,
     max_length: options.MaxLength = None,
     truncation_mode: Annotated[TruncationMode, typer.Option(help="Which end a longer sequence keeps.")] = "keep_start",
     ld_alpha: Annotated[
-        float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of a pair's longer tail, in the values.")
+        float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of tokens beyond the pair's shorter completion.")
     ] = None,
     split: options.Split = "train",
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher goes first, and interrupts a lower one.")] = 0,
-    title: Annotated[str, typer.Option(help="For people.")] = "",
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first, and interrupts lower ones.")] = 0,
+    title: Annotated[str, typer.Option(help="A label for people.")] = "",
     idempotency_key: Annotated[
         str | None,
         typer.Option(
-            help="Names the job. Not needed to submit twice: the same data and settings are the same job.", metavar="KEY"
+            help="Your own key for the job. Not needed for retries: the same data and settings are the same job.", metavar="KEY"
         ),
     ] = None,
     token: jobs.Token = None,

@@ -38,7 +38,7 @@ class Client:
     Args:
         url: URL of the service, as `reflogp serve` prints it.
         token: bearer token; $REFLOGP_TOKEN if None. Not needed on loopback if the service has no token.
-        timeout: seconds to wait for the next bytes of a response; None for the default of 60, and 5 to connect.
+        timeout: seconds to wait for the next bytes of a response; None for 60. Connecting takes at most 5 of them.
 
     Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
     request that is safe to repeat is retried, with growing pauses.
@@ -130,13 +130,13 @@ class Client:
         """Upload a dataset file, in bounded memory. A file that the service already has under this name is not sent again.
 
         Args:
-            path: a file whose suffix gives its format: .jsonl .json .csv .parquet .arrow, optionally with .gz or .zst.
+            path: a file whose suffix gives its format: .jsonl .json .csv (also as .gz .bz2 .zst .lz4), .parquet .arrow.
             name: name on the service, with such a suffix. Default: the file's own name after the first characters of its
                 digest, so that different files of the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
-            What the service keeps, with its name there.
+            The file as the service keeps it: name, bytes, sha256 and time.
 
         Raises:
             UsageError: no such file, a folder, an unknown suffix, or a file that changes while it is sent.
@@ -191,12 +191,12 @@ class Client:
         Args:
             state: only jobs in this state.
             before: only jobs older than the job of this id; a page's `next_before` gives the next page.
-            limit: most jobs of a page.
+            limit: maximum number of jobs on a page.
         """
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job: a queued job ends at once, a running job within one pack. Sequences that it scored stay in the store.
+        """Cancel a job: a queued job ends at once, a running job after its current pack. Scored sequences stay in the store.
 
         Args:
             job: id.
@@ -286,12 +286,12 @@ class Client:
         Args:
             job: id.
             on_change: called with the job at once and at every change.
-            timeout: seconds to wait. None waits as long as the job takes, unless the service is away for 10 minutes.
+            timeout: seconds to wait. None waits until the job ends, or until the service does not respond for 10 minutes.
             check: raise JobFailedError if the job ends without being done.
 
         Raises:
             DeadlineExceededError: the job has not ended within the timeout; it continues on the service.
-            ServiceUnreachableError: the service is away when the timeout ends, or for too long.
+            ServiceUnreachableError: no response when the timeout ends, for 10 minutes, or in the first 5 attempts.
             JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):

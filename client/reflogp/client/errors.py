@@ -43,7 +43,7 @@ class RowsWithoutValuesError(ReflogpError):
     def __init__(self, file: str, reasons: dict[int, str], rows: int) -> None:
         super().__init__(
             f"{len(reasons)} of {rows} rows have no values in {file}: {named_rows(reasons, reasons)}. An export needs "
-            "every row of the dataset: score what is missing, or take the rows out of the dataset, and write the file again"
+            "every row of the dataset: score the missing rows, or remove them from the dataset, and write the file again"
         )
         self.reasons = dict(sorted(reasons.items()))
         self.rows = rows

@@ -20,7 +20,7 @@ from reflogp.client.models import Job
 
 #: Seconds without a byte after which a connection counts as lost; the service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Seconds that a service may be away after it was last heard from (for a restart), whatever the timeout.
+#: Seconds without any byte from the service after which a watch gives up, whatever its timeout. Allows for a restart.
 _AWAY = 600.0
 #: Minimum seconds before a stream is opened again.
 _LEAST_PAUSE = 0.5
@@ -112,8 +112,8 @@ class Following:
     def pause(self, cause: protocol.Outcome) -> float:
         """Return the seconds to wait before the stream is opened again.
 
-        `cause` is what ended the stream; None if it just ended. Raises the error for the cause if the service refuses, was
-        never reached, or is away for too long.
+        `cause` is the response or exception that ended the stream; None if the service closed it normally. Raises the error for
+        the cause if the service refuses the request, was never reached, or has not responded for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:
@@ -131,4 +131,4 @@ class Following:
             return
         if self._failures or self._last is None:
             raise protocol.failure(self._url, self._cause)
-        raise DeadlineExceededError(f"job {self._id} is {self._last.state} after {self._timeout:g} seconds; it goes on")
+        raise DeadlineExceededError(f"job {self._id} is {self._last.state} after {self._timeout:g} seconds; the job continues")

@@ -26,7 +26,7 @@ _KNOWN = re.compile(r"\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|ar
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A file in the state in which its digest was computed.
+    """A file to upload, with the size and digest that it had when it was read.
 
     Attributes:
         name: name under which a service will keep the file.
@@ -82,11 +82,11 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
             " or a path on the service's machine (ServicePath, --on-service)"
         )
     if not found.is_file():
-        elsewhere = "; give ServiceUri for what the service shall fetch itself" if "://" in str(path) else ""
+        elsewhere = "; use ServiceUri for a dataset that the service fetches" if "://" in str(path) else ""
         raise UsageError(f"{path}: no such file on this machine{elsewhere}")
     if not _KNOWN.search(name or found.name):
         raise UsageError(
-            f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv, .parquet or .arrow; text may be .gz"
+            f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv (or e.g. .csv.gz), .parquet or .arrow"
         )
     try:
         with found.open("rb") as file:

@@ -76,7 +76,7 @@ class JobSettings(TypedDict, total=False):
         format: format of the dataset; None detects it from the columns.
         max_length: maximum tokens of prompt and completion together; None for no limit.
         truncation_mode: which end of a longer sequence is kept; "keep_start" by default.
-        ld_alpha: LD-DPO's weight of a pair's longer tail, in the result.
+        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, for the sums in the result.
         priority: from -100 to 100, 0 by default; higher runs first.
         title: a label for people.
 

@@ -39,10 +39,10 @@ T = TypeVar("T")
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
 #: Maximum attempts for a request without a deadline, and the longest pause between two attempts, in seconds.
 TRIES, LONGEST_PAUSE = 5, 10.0
-#: Keys of one lookup, and of one lookup with token values: 16 MB of keys, or 500 MB of values at 2,000 tokens each. A service
-#: with lower limits answers 413, and smaller requests are sent.
+#: Maximum keys of a lookup without and with token values: 16 MB of keys, and 500 MB of values at 2,000 tokens each. If a
+#: service with lower limits answers 413, smaller requests are sent.
 _KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
-#: Seconds after a deadline in which a service can still report itself that the deadline has passed.
+#: Seconds to wait beyond a deadline, so that the service itself can report that the deadline has passed.
 _GRACE = 0.5
 #: The longest deadline that a service accepts.
 _LONGEST_DEADLINE_MS = 3_600_000
@@ -51,7 +51,8 @@ _BUSY = (429, 503)
 #: Errors raised by reading JSON of an unexpected shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
-#: Failures after which the service has certainly not seen a request; may have seen it; may still be processing it.
+#: NOT_SENT: failures after which the service has certainly not seen a request. DROPPED: also those after which it may have
+#: seen the request. ANY_LOSS: also those after which it may still be processing the request.
 NOT_SENT: tuple[type[httpx.TransportError], ...] = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -104,7 +105,7 @@ class Lookup:
     Attributes:
         lengths: number of stored values of each key, int32 (n,); -1 for a miss.
         sums: sum of each key's values in nats, float64 (n,); NaN for a miss.
-        token_logps: n float32 arrays, None for a miss; None instead of the list if they were not requested.
+        token_logps: list of n float32 arrays, with None for a miss. If values were not requested, None instead of the list.
         reference_id: reference whose values were looked up.
         snapshot: number of the snapshot.
 
@@ -152,7 +153,7 @@ class Call:
 
 
 #: A sequence of calls, each of which can depend on earlier responses: yields a call, receives its response (or its
-#: ServiceError), and returns the final result. Written once, driven by either client.
+#: ServiceError), and returns the final result. Each plan is written once, and either client runs it.
 Plan: TypeAlias = Generator[Call, httpx.Response, T]
 #: The outcome of one attempt: a response, a lost connection, or the end of a stream (None).
 Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
@@ -192,7 +193,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return how many to send at a time after a request of `count` was too large. Raises the error if it cannot be divided."""
+    """Return the size of the next request after one with `count` entries was too large; raise other errors, or at count 1."""
     if error.status != 413 or count < 2:
         raise error
     return count // 2
@@ -312,7 +313,7 @@ def is_busy(answer: Outcome) -> bool:
 def pause_seconds(answer: Outcome, attempt: int) -> float:
     """Return the pause that a busy service requests, else a pause that grows with every failed attempt.
 
-    Partly random, so that clients spread out.
+    Both have a random part, so that clients do not retry at the same moment.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():

@@ -40,7 +40,7 @@ from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import UsageError
 
-_DESCRIPTION = "Reference log-probs: datasets scored as jobs, sequences scored at once, and what the store has looked up."
+_DESCRIPTION = "Reference log-probs: score datasets as jobs, score sequences at once, look up stored values."
 
 
 class _App(FastAPI):
@@ -158,7 +158,7 @@ def _configurations(
     for name, reference in named.items():
         place = settings.references[name].place()
         if models.setdefault(reference.reference_id, place).engine != place.engine:
-            raise UsageError(f"references.{name} is the model and numerics of another name, with another engine: keep one")
+            raise UsageError(f"references.{name} has the same model and numerics as another, but not its engine: keep one")
     first = WorkerConfiguration(
         device="auto",
         visible=None,

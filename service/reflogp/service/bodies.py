@@ -1,7 +1,7 @@
 """Read request bodies within bounds, and make responses: Arrow IPC and JSON.
 
-A body is refused before it costs more than its bound. A body that is too long or too slow is refused while it arrives. A body
-with too many rows or values, or with compressed batches (a few bytes can stand for gigabytes), is refused before it is decoded.
+A body that is too long or too slow is refused while it arrives. A body with too many rows or values, or with compressed batches
+(a few bytes can stand for gigabytes), is refused before it is decoded.
 Memory for a body is reserved before it is read (see request_memory).
 """
 
@@ -118,8 +118,9 @@ def media_type(request: Request) -> str:
 def require_type(request: Request, *accepted: str) -> str:
     """Return the body's media type. Raise Problem 415 if the request names no type, or a type that the route does not accept.
 
-    A page of another site can make a browser send a body without a type, or with one of the three types of forms, to any
-    service that the browser reaches. For every other type the browser first asks the service, and this service never allows it.
+    A page of another site can make a browser send a body without a type, or with one of the three types of HTML forms, to
+    any service that the browser reaches. For every other type the browser first sends a CORS preflight request, which this
+    service never grants.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -184,7 +185,7 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
     """Return the `key` column of an Arrow IPC stream.
 
     Raises:
-        Problem: the body is anything else, a key is null, a batch is compressed, or there are more than `max_keys` rows.
+        Problem: the body is not such a stream, a key is null, a batch is compressed, or there are more than `max_keys` rows.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -212,8 +213,8 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
     Values are counted before they are cast: an int8 column takes four times its bytes after the cast.
 
     Raises:
-        Problem: the body is anything else, a sequence or token id is null or beyond 32 bits, a batch is compressed, or there
-            are more sequences or tokens than allowed.
+        Problem: the body is not such a stream, a sequence or token id is null or beyond 32 bits, a batch is compressed, or
+            there are more sequences or tokens than allowed.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -317,13 +318,13 @@ def _check_metadata(message: pa.ipc.Message) -> None:
     """Refuse a message whose metadata is long: thousands of columns, or texts in the metadata."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
-            413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send the columns alone"
+            413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send only the columns"
         )
 
 
 def _not_arrow(what: str, error: Exception) -> Problem:
     said = str(error).split("\n")[0] or type(error).__name__
-    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see the README's example")
+    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see /docs for what the route takes")
 
 
 class PiecewiseResponse(Response):

@@ -51,7 +51,8 @@ _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-#: Bytes that must arrive within `body_idle_seconds`, so that no server occupies a fetch by sending a byte a minute.
+#: Bytes that must arrive within `body_idle_seconds`, so that a server that sends a byte a minute does not occupy a
+#: fetch.
 _LEAST_BYTES = 4 << 10
 #: The characters of a URI without a fragment (RFC 3986).
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
@@ -157,21 +158,21 @@ def fetch(
 def _parse(uri: str) -> _Uri:
     """Split a URI into parts. Raise ValueError for a URI that two libraries might read differently."""
     if not _URI.fullmatch(uri):
-        raise ValueError("it has characters that a URI has not, or is longer than 4,096")
+        raise ValueError("it has characters that are not allowed in a URI, or is longer than 4,096 characters")
     found = _PARTS.fullmatch(uri)
     if not found:
         raise ValueError("it is not of the form scheme://host/path")
     scheme, authority, path, query = found[1].lower(), found[2], found[3] or "", found[4] or ""
     if scheme in _OBJECT_STORES:
         if authority and not _BUCKET.fullmatch(authority):
-            raise ValueError("its bucket has a name that no bucket has")
+            raise ValueError("its bucket name is not valid")
         if query or "%" in path:
-            raise ValueError("a key is written as it is, without % and ?")
+            raise ValueError("its key must be written without percent-encoding and query: % and ? are not allowed")
         host, port = authority, None
     elif scheme in _PORTS:
         host, port = _host_and_port(scheme, authority) if authority else ("", None)
     else:
-        raise ValueError(f"its scheme is none of {', '.join([*_PORTS, *_OBJECT_STORES])}")
+        raise ValueError(f"its scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES])}")
     _check_path(path)
     return _Uri(scheme, host, port, path, query)
 
@@ -198,7 +199,7 @@ def _check_path(path: str) -> None:
         raise ValueError("its path hides a slash, a percent sign or a control character")
     parts = path.split("/")[1:]
     if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
-        raise ValueError("its path has an empty part, or one of dots only")
+        raise ValueError("its path has an empty segment, or one that is `.` or `..`")
 
 
 def _suffix(uri: _Uri) -> str:
@@ -251,7 +252,8 @@ def _literal(host: str) -> _Address | None:
 
 
 def _check_public(addresses: list[_Address]) -> None:
-    """Raise ValueError unless every address is public. The message names no address: it would describe an internal network."""
+    """Raise ValueError unless every address is public. The message names no address, so that it does not
+    reveal an internal network."""
     if not all(map(is_public, addresses)):
         raise ValueError("its host is not a public one")
 
@@ -346,7 +348,7 @@ def _redirected(uri: _Uri, location: str) -> _Uri:
     except ValueError as error:
         raise ValueError(f"it redirects to a URI that cannot be fetched: {error}") from error
     if not location or target.scheme not in _PORTS or not target.host:
-        raise ValueError("it redirects to nowhere")
+        raise ValueError("its redirect names no http or https address")
     return target
 
 
@@ -357,7 +359,7 @@ async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSett
         raise ValueError("the answer has a content encoding, which was not asked for")
     length = response.headers.get("content-length", "")
     if not length.isdigit() and "chunked" not in response.headers.get("transfer-encoding", "").lower():
-        raise ValueError("the answer does not say where it ends, so that it cannot be told from a part of it")
+        raise ValueError("the answer has neither a Content-Length nor chunked encoding, so its end cannot be known")
     if length.isdigit():
         sink.check_room(int(length), settings)
     async for chunk in response.aiter_raw():

@@ -78,7 +78,7 @@ class Helping:
             worker.send({"op": "help", "order": asdict(HelpOrder(claim.id, claim.reference_id, claim.poison))})
 
     def dismiss(self, number: int) -> None:
-        """Call a helper away: it commits its computed values and reports that. Do nothing if the worker does not help."""
+        """Dismiss a helper: it commits its computed values and reports that. Do nothing if the worker does not help."""
         help = self._helps.get(number)
         if help is not None and not help.leaving:
             help.leaving = True
@@ -109,7 +109,7 @@ class Helping:
                 if message["error"] is not None:
                     logger.warning("worker %d cannot help: %s", worker.number, message["error"], extra={"job": help.job})
                     self._failures[worker.number, help.job] += 1
-                self._gone(worker.number, message["error"] or "it was called away", False)
+                self._gone(worker.number, message["error"] or "it was dismissed", False)
             case "helping" | "answer" | "helped":
                 pass
             case _:

@@ -29,8 +29,8 @@ create table if not exists job (
     number integer primary key autoincrement,
     id text not null unique,
     state text not null,
-    identity text not null,           -- Idempotency-Key of a token, else digest of the content: one job for one identity
-    content text not null,            -- digest of what was asked
+    identity text not null,           -- the submitter and the Idempotency-Key, or else `content`; one job per identity
+    content text not null,            -- digest of dataset, reference and settings
     settings text not null,
     dataset text not null,
     source text not null,             -- what the worker reads: {"file": …}; {"uri": …} until it is fetched
@@ -57,9 +57,9 @@ create table if not exists upload (
     name text primary key, file text not null, bytes integer not null, sha256 text not null, uploaded_at text not null
 ) strict;
 """
-#: The dataset of a job is a file, so a worker may take the job.
+#: SQL condition: the job's dataset is available as a file, so a worker can run the job.
 _HAS_FILE = "json_extract(source, '$.file') is not null"
-#: Next state and finish time of a running job that its worker leaves before the job's end.
+#: SQL for the next state, and for the finish time, of a running job whose worker gives it back or dies.
 _QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
 _ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
 
@@ -71,8 +71,8 @@ class Submission:
     Attributes:
         identity: two submissions with the same identity are the same job.
         content: digest of the dataset (its content, or its URI if the content is not known), the reference id and the settings.
-        lasting: False if only the dataset's location is known, which may hold other content later. A job that is done is then
-            no answer to the same submission, which makes a new job.
+        lasting: False if only the dataset's location is known, which may hold other content later. The same
+            submission then creates a new job if the earlier job is done.
         source: what the worker will read.
     """
 
@@ -92,7 +92,7 @@ class Claim:
 
     Attributes:
         deaths: workers that died since the job last made progress.
-        suspects: keys (hex) of which one may have killed a worker. They are scored in ever smaller groups.
+        suspects: keys (hex) of sequences, one of which may have killed a worker. They are scored in ever smaller groups.
         poison: keys (hex) that killed a worker, each with the reason. They are not scored again.
     """
 
@@ -210,7 +210,7 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue running jobs again that no worker has, or end them if they were cancelled; return how many there were.
+        """Queue the running jobs that no worker has, or end them if they were cancelled; return how many there were.
 
         Args:
             note: the reason, kept as the note of the jobs.
@@ -272,8 +272,8 @@ class Ledger:
     def cancel(self, job: str) -> JobState | None:
         """Cancel a job: a queued one at once, a running one when its worker gives it back or dies.
 
-        The cancellation of a running job is on the disk, so it outlasts the service. A job that its worker finishes first keeps
-        that end.
+        The cancellation of a running job is on the disk, so it outlasts the service. If the worker
+        finishes the job first, the job ends as done or failed.
 
         Returns:
             The state before; None for an unknown job.
@@ -338,7 +338,7 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again whose fetched file no longer exists; the dataset is fetched again."""
+        """Queue a running job again because its fetched file no longer exists; its dataset is then fetched again."""
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -347,7 +347,7 @@ class Ledger:
         self._file.write(fetch_again)
 
     def note(self, job: str, note: str) -> None:
-        """Set the note of a queued job whose dataset must be fetched: what the job waits for."""
+        """Set the note of a queued job whose dataset must still be fetched. The note says what the job waits for."""
         query = f"update job set note = ? where id = ? and state = 'queued' and not ({_HAS_FILE})"
         self._file.write(lambda db: db.execute(query, [note, job]))
 
@@ -358,7 +358,7 @@ class Ledger:
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again whose worker died, and record what is known about the cause. A cancelled job ends instead.
+        """Queue a job again after its worker died, and record what is known about the cause. A cancelled job ends instead.
 
         Args:
             suspects, poison: see Claim.
@@ -378,7 +378,7 @@ class Ledger:
             row = db.execute("select deaths from job where id = ?", [job]).fetchone()
             deaths = int(row["deaths"]) if row else 0
             if changed.rowcount and limit is not None and deaths >= limit:
-                error = f"{deaths} workers died one after the other without getting on; {note}"
+                error = f"{deaths} workers died one after the other without progress in between; {note}"
                 cancelled = db.execute("select 1 from cancellation where job = ?", [job]).fetchone() is not None
                 _finish(db, job, "cancelled" if cancelled else "failed", None, None if cancelled else error)
             _requeue(db, "id = ? and state = 'running'", note, job)
@@ -389,7 +389,7 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        The retry fetches a dataset from a URI again. It also scores sequences that were left out because they ended workers.
+        The retry fetches a dataset from a URI again. It also scores sequences that were left out because they killed workers.
         """
         return self._file.write(lambda db: _retry(db, job))
 

@@ -295,7 +295,7 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Move the content of a deleted write-ahead log into the database, and begin a new log; a crash would lose it."""
+        """Move the content of a deleted write-ahead log into the database, which a crash would lose; begin a new log."""
         logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()
@@ -308,7 +308,7 @@ def damaged_ledger(file: Path, what: str) -> str:
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
         f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its"
-        " place and start the service; without it jobs are submitted again and find their values in the store"
+        " place and start the service; if it cannot be recovered, submit the jobs again: their values are in the store"
     )
 
 

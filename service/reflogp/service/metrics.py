@@ -23,10 +23,10 @@ class Metrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Histogram(
-            "reflogp_request_seconds", "Time to answer.", ["route", "status"], buckets=_SECONDS, registry=registry
+            "reflogp_request_seconds", "Time of a request.", ["route", "status"], buckets=_SECONDS, registry=registry
         )
         self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
-        self.sequences = Counter("reflogp_sequences", "Sequences answered for.", ["way", "how"], registry=registry)
+        self.sequences = Counter("reflogp_sequences", "Sequences, hit or scored.", ["way", "how"], registry=registry)
         self.tokens = Counter("reflogp_scored_tokens", "Tokens of sequences that an engine scored.", ["way"], registry=registry)
         self.engine_seconds = Histogram(
             "reflogp_score_engine_seconds", "Engine time of online requests.", buckets=_SECONDS, registry=registry
@@ -39,14 +39,14 @@ class Metrics:
         )
         self.refused = Counter("reflogp_score_refused", "Online requests refused.", ["why"], registry=registry)
         self.jobs_ended = Counter("reflogp_jobs_ended", "Jobs that ended.", ["state"], registry=registry)
-        self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unasked.", registry=registry)
+        self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unexpectedly.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
         self._workers = Gauge("reflogp_workers_ready", "Workers that take work.", registry=registry)
         self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in the queue.", registry=registry)
         self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",
-            "Time that the engine is at the present load or pass.",
+            "Time since the engine began its present load or pass; 0 if idle.",
             ["worker", "at"],
             registry=registry,
         )

@@ -35,7 +35,7 @@ class DatasetSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra=_one_source)
     upload: Name | None = Field(None, description="Name of an upload (PUT /v1/uploads/NAME).")
     path: str | None = Field(
-        None, pattern="^/", max_length=4096, description="File or folder at the service, under an allowed root."
+        None, pattern="^/", max_length=4096, description="File or folder on the service's machine, under an allowed root."
     )
     uri: str | None = Field(
         None, pattern=r"^[a-z][a-z0-9+.-]*://", max_length=4096, description="https://, s3://, … where the settings allow it."
@@ -54,12 +54,12 @@ class JobSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
-    format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None finds it from the columns.")
+    format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None: detected from the columns.")
     max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
     truncation_mode: TruncationMode = Field("keep_start", description="Which end a longer sequence keeps.")
     ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
-    priority: int = Field(0, ge=-100, le=100, description="Higher goes first, and interrupts a lower one.")
-    title: str = Field("", max_length=200, description="For people.")
+    priority: int = Field(0, ge=-100, le=100, description="A higher one runs first, and interrupts a lower one.")
+    title: str = Field("", max_length=200, description="Name to show to people.")
 
 
 class JobRequest(JobSettings):
@@ -96,26 +96,26 @@ class Job(BaseModel):
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
     settings: JobSettings = Field(description="As submitted.")
     dataset: DatasetSpec | None = Field(
-        description="As submitted, without the query of a URI. None for a token that may not read, where another submitted it."
+        description="As submitted, without the query of a URI. None if the caller's token may not read and did not submit it."
     )
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    submitted_by: str = Field(description="Name of the token that submitted it; empty like dataset.")
+    submitted_by: str = Field(description="Name of the token that submitted it; empty if dataset is None.")
     created_at: datetime = Field(description="When it was submitted first.")
-    started_at: datetime | None = Field(None, description="Of the latest attempt.")
+    started_at: datetime | None = Field(None, description="When the latest attempt began.")
     finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
-    attempts: int = Field(0, description="Times that a worker began it.")
+    attempts: int = Field(0, description="How many times a worker has begun it.")
     progress: JobProgress = Field(description="How far it is.")
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
     note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a queued job waits for.")
     error: str | None = Field(None, description="Why it failed.")
-    summary: dict[str, Any] | None = Field(None, description="What `reflogp score --json` says of a run; when done.")
+    summary: dict[str, Any] | None = Field(None, description="Of a done job: counts, as `reflogp score --json` prints them.")
 
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Hide the secrets of a URI, since everybody who may read sees the job. The fetch has the full URI from elsewhere."""
+        """Hide the secrets of a URI, since everybody who may read sees the job. The fetch has the full URI."""
         if dataset is None or dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
@@ -145,15 +145,15 @@ class Jobs(BaseModel):
     """A page of jobs, newest first."""
 
     jobs: list[Job] = Field(description="The newest first.")
-    counts: dict[JobState, int] = Field(description="Jobs of each state, of all pages.")
+    counts: dict[JobState, int] = Field(description="Number of jobs in each state, over all pages.")
     next_before: str | None = Field(description="Give it as `before` to get the next page; None on the last.")
 
 
 class Histogram(BaseModel):
     """Counts between edges: len(edges) == len(counts) + 1."""
 
-    edges: list[float] = Field(description="Ascending.")
-    counts: list[int] = Field(description="How many lie between two edges.")
+    edges: list[float] = Field(description="Edges of the bars, ascending.")
+    counts: list[int] = Field(description="Number of values between each edge and the next.")
 
 
 class Outlier(BaseModel):
@@ -161,8 +161,8 @@ class Outlier(BaseModel):
 
     row: int = Field(description="Its number in the dataset, from 0.")
     why: str = Field(description="What stands out.")
-    value: float = Field(description="The number that does.")
-    prompt: str = Field(description="Its text, shortened.")
+    value: float = Field(description="The number that stands out: a mean log-prob per token, or a margin; nats.")
+    prompt: str = Field(description="Text of its prompt, shortened.")
     completions: dict[str, str] = Field(description="Column (chosen, rejected, completion) -> text.")
 
 
@@ -170,7 +170,7 @@ class RowProblem(BaseModel):
     """A row without values."""
 
     row: int = Field(description="Its number in the dataset, from 0.")
-    error: str = Field(description="Why.")
+    error: str = Field(description="Why it has no values.")
 
 
 class Report(BaseModel):
@@ -179,15 +179,15 @@ class Report(BaseModel):
     histograms: dict[str, Histogram] = Field(
         description="chosen, rejected (or completion): mean log-prob per token, nats; margin: chosen sum minus rejected sum."
     )
-    outliers: list[Outlier] = Field(description="The farthest from the others.")
-    bad_rows: list[RowProblem] = Field(description="The first hundred; the result has all.")
-    dropped_rows: int = Field(description="Rows that fall to max_length, as in training.")
+    outliers: list[Outlier] = Field(description="Up to four rows of each kind.")
+    bad_rows: list[RowProblem] = Field(description="The first hundred bad rows; the result has all.")
+    dropped_rows: int = Field(description="Rows that training drops too: the prompt alone fills max_length.")
 
 
 class Upload(BaseModel):
     """A dataset file that was uploaded."""
 
-    name: str = Field(description="What a job names it by.")
+    name: str = Field(description="Name by which a job refers to it.")
     bytes: int = Field(description="Its size.")
     sha256: str = Field(description="Its digest.")
     uploaded_at: datetime = Field(description="When it was complete.")
@@ -196,4 +196,4 @@ class Upload(BaseModel):
 class Uploads(BaseModel):
     """All uploads."""
 
-    uploads: list[Upload] = Field(description="By name.")
+    uploads: list[Upload] = Field(description="Sorted by name.")

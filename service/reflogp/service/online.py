@@ -26,9 +26,9 @@ from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
 
-#: A request that was being computed at this many deaths of workers is considered the cause, and fails.
+#: If this many workers die while they compute a request, the request is considered the cause, and fails.
 _DEATHS = 2
-#: Bytes reckoned for a token id on its way to a worker.
+#: Assumed bytes of a token id while it is sent to a worker.
 _TOKEN_BYTES = 8
 #: Weight of the latest request in the token rate from which Retry-After is computed.
 _RATE_WEIGHT = 0.2
@@ -90,7 +90,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens of unanswered requests, at one worker or at all."""
+        """Return the number of tokens of unanswered requests, of one worker or of all."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -124,7 +124,7 @@ class OnlineScoring:
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
-            raise UsageError(f"temperature {temperature}: vLLM, which computes {reference!r} here, knows 1 only")
+            raise UsageError(f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports 1 only")
         known: list[Any] = [None] * len(sequences)
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names

@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once with the result, in the event loop.
-        settled: set when the write was recorded, or was not recorded by the first flush.
+        settled: set when the write was recorded, or when the first flush could not record it.
     """
 
     call: Callable[[], Any]
@@ -72,7 +72,7 @@ class PendingWrites:
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
-        """Queue a write about a job, which is in `jobs` from now on.
+        """Queue a write about a job; the job is in `jobs` until it is recorded.
 
         The returned awaitable ends when the write was recorded or its first attempt failed. While the ledger is in trouble, it
         ends at once.
@@ -149,6 +149,6 @@ class PendingWrites:
             try:
                 write.then(result)
             except Exception:
-                logger.exception("what follows a write to the ledger failed", extra={"job": job})
+                logger.exception("the callback of a write to the ledger failed", extra={"job": job})
         del self._writes[job]
         return True

@@ -202,7 +202,7 @@ class Pool:
             except ReflogpError as error:
                 reason = f"it could not be started: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
-                logger.exception("worker %d could not be kept", worker.number)
+                logger.exception("worker %d could not be supervised", worker.number)
                 reason = f"{type(error).__name__}: {error}"
             was_ready, worker.ready, worker.loaded, worker.process = worker.ready, False, [], None
             if self._closing:
@@ -214,7 +214,7 @@ class Pool:
             try:
                 await self._on_death(worker, reason)
             except Exception:  # a job lost by this is found later as a running job without a worker
-                logger.exception("what follows the end of worker %d failed", worker.number)
+                logger.exception("the end of worker %d could not be handled", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
 

@@ -45,7 +45,7 @@ from reflogp.store.texts import hide_secrets, shortened
 
 logger = logging.getLogger(__name__)
 
-#: A job fails at this many deaths of its workers without progress in between.
+#: A job fails when this many of its workers have died without progress in between.
 _DEATHS = 3
 #: How long a queued job may be overtaken by jobs whose model is already loaded.
 _PATIENCE_SECONDS = 60.0
@@ -149,7 +149,7 @@ class Precompute:
         if self._flusher is not None:
             self._flusher.cancel()
         if not await self._pending.flush():
-            logger.error("%d jobs could not be recorded: the next service goes on with them", len(self._pending.jobs))
+            logger.error("the state of %d jobs could not be recorded: the next service continues them", len(self._pending.jobs))
 
     @property
     def unrecorded(self) -> int:
@@ -207,7 +207,7 @@ class Precompute:
             job, new = await to_thread.run_sync(self._ledger.submit, submission)
         except DifferentContentError as error:
             raise Problem(
-                409, f"this Idempotency-Key came with another job before ({error.args[0]})", "use a new key for a new job"
+                409, f"this Idempotency-Key was used for another job before ({error.args[0]})", "use a new key for a new job"
             ) from None
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
@@ -222,7 +222,7 @@ class Precompute:
         job = await self.get(job_id)
         state = await to_thread.run_sync(self._ledger.cancel, job_id)
         if state not in UNFINISHED:
-            raise Problem(409, f"the job is {state or job.state} already", "nothing is to be done")
+            raise Problem(409, f"the job is {state or job.state} already", "there is nothing to cancel")
         self._fetching.cancel(job_id)
         if state == "queued":
             self._ended(job_id, "cancelled", None, True)
@@ -295,7 +295,7 @@ class Precompute:
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a worker's frame: about its job, to another worker, or that the worker is ready."""
+        """Handle a worker's frame: a report on its job, a message to another worker, or a notice that the worker is ready."""
         if self._helping.on_frame(worker, message, body):
             return
         running = self._running.get(worker.number)
@@ -355,7 +355,7 @@ class Precompute:
         await self._release(worker.number, running, (died, recorded))
 
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Take a job from its worker and record that. At any moment the job is in `_running` or among the pending writes."""
+        """Take a job from its worker and record its new state. The job is always in `_running` or among the pending writes."""
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
@@ -378,7 +378,7 @@ class Precompute:
             case "stopped" if running.cancelled.is_set():
                 return self._finish(job, "cancelled")
             case _:
-                why = {"interrupted": "a more urgent job came", "displaced": "another reference needed its model's place"}
+                why = {"interrupted": "a more urgent job came", "displaced": "its model was unloaded for another reference"}
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
@@ -437,12 +437,12 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Queue jobs again that the ledger has as running but no worker has."""
+        """Queue the jobs that are running according to the ledger, but that no worker has."""
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
         if lost := await to_thread.run_sync(self._ledger.requeue_running, "the service, or its worker, ended", known):
-            logger.info("%d jobs that no worker has go on", lost)
+            logger.info("%d jobs were recorded as running, but no worker has them: they are queued again", lost)
 
     async def _assign_once(self) -> None:
         """Assign a job to every idle worker; if all are busy, interrupt the job of lowest priority for a more urgent one."""

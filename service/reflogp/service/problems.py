@@ -31,7 +31,7 @@ MEDIA_TYPE = "application/problem+json"
 
 #: Error class, HTTP status and next step. The first class that matches an error counts.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
-    (ReferenceNotFoundError, 404, "GET /v1/references lists what there is"),
+    (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
     (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
     (LedgerDamagedError, 503, "ask an administrator to repair the ledger as the message says"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),

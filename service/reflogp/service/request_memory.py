@@ -187,7 +187,7 @@ class Reservation:
         if count > self._memory.largest:
             raise Problem(
                 413,
-                f"the request would take about {count:,} bytes of memory, more than the {self._memory.largest:,} that one may",
+                f"the request would take about {count:,} bytes of memory, more than its limit of {self._memory.largest:,}",
                 "send it in several requests, or raise request_memory_bytes",
             )
 
@@ -221,7 +221,7 @@ def reservation_of(request: Request) -> Reservation:
 def _busy() -> Problem:
     return Problem(
         503,
-        "requests under way use all the memory that they may",
+        "other requests use all the memory that requests may use",
         "try again later, with less at a time",
         {"Retry-After": str(_RETRY_SECONDS)},
     )

@@ -48,20 +48,26 @@ class ReferenceSettings(BaseModel):
     dtype: str = Field(
         "bfloat16",
         description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
-        "torch.autocast); checkpoint for the one in config.json. Part of the reference id.",
+        "torch.autocast); checkpoint for the dtype in config.json. Part of the reference id.",
     )
     lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
     revision: str | None = Field(None, description="Revision of a hub id.")
-    trust_remote_code: bool = Field(False, description="Run modelling code that the checkpoint brings.")
-    engine: EngineName = Field("torch", description="What computes: torch, vllm, or remote (a `vllm serve` that runs).")
+    trust_remote_code: bool = Field(False, description="Run the modelling code in the checkpoint's folder.")
+    engine: EngineName = Field("torch", description="Engine that computes: torch, vllm, or remote (a running `vllm serve`).")
     vllm_python: str | None = Field(None, description="vllm: Python of its environment. Default: REFLOGP_VLLM_PYTHON.")
     tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the model is spread over.")
     vllm_options: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments (docs/engines.md).")
-    url: str | None = Field(None, pattern="^https?://", description="remote: the server; its key is in VLLM_API_KEY.")
-    served_model: str | None = Field(None, description="remote: its name for the model. Default: the only one it serves.")
+    url: str | None = Field(
+        None, pattern="^https?://", description="remote: URL of the server; its API key is read from VLLM_API_KEY."
+    )
+    served_model: str | None = Field(
+        None, description="remote: the server's name for the model. Default: the only model that the server has."
+    )
     concurrency: int = Field(64, ge=1, description="remote: most requests sent at the same time.")
     patience_seconds: float = Field(300.0, gt=0, description="remote: how long to wait for a server that does not answer.")
-    check_claim: bool = Field(True, description="remote: compare its values with those of the weights before storing any.")
+    check_claim: bool = Field(
+        True, description="remote: compare the server's values with those computed from the weights before storing any."
+    )
 
     @model_validator(mode="after")
     def _options_fit_the_engine(self) -> ReferenceSettings:
@@ -80,7 +86,7 @@ class ReferenceSettings(BaseModel):
         return self
 
     def place(self) -> ModelConfig:
-        """Return the worker's form of these settings."""
+        """Return these settings in the form in which workers get them."""
         of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
         fields = self.model_dump()
         choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
@@ -91,9 +97,9 @@ class TokenSettings(BaseModel):
     """A bearer token, given by its digest: the token itself is not stored anywhere."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str = Field(description="Who it is for; appears in logs.")
+    name: str = Field(description="Who uses the token; appears in logs.")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Digest of the token.")
-    scopes: set[Scope] = Field(description="What it may do.")
+    scopes: set[Scope] = Field(description="What the token allows.")
 
 
 class ServerSettings(BaseSettings):
@@ -103,7 +109,7 @@ class ServerSettings(BaseSettings):
 
     store: str = Field(description="Store: a folder, or s3://, gs://, az://.")
     references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
-    tokens: list[TokenSettings] = Field(default_factory=list, description="Who may call. None is allowed on loopback only.")
+    tokens: list[TokenSettings] = Field(default_factory=list, description="Tokens of the callers. Optional only on loopback.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     allowed_hosts: list[str] = Field(
@@ -120,11 +126,13 @@ class ServerSettings(BaseSettings):
     request_memory_bytes: int | None = Field(
         None,
         ge=64 << 20,
-        description="Memory of all open requests together. Further requests wait for up to 10 seconds and are"
+        description="Maximum memory of all open requests together. Further requests wait for up to 10 seconds and are"
         " then refused with 503."
         " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
     )
-    max_head_bytes: int = Field(32 << 10, gt=0, description="A longer target, or longer headers, are refused.")
+    max_head_bytes: int = Field(
+        32 << 10, gt=0, description="A request with a longer target (path and query) or longer headers is refused."
+    )
     head_seconds: float = Field(10.0, gt=0, description="A connection whose request's head is not complete by then is closed.")
     answer_idle_seconds: float = Field(
         30.0, gt=0, description="A connection whose response is not read for this long is closed."
@@ -137,7 +145,7 @@ class ServerSettings(BaseSettings):
         description="Most open requests; a further request is refused with 503. In addition, as many connections may be idle.",
     )
     state: Path | None = Field(
-        None, description="Folder for jobs, uploads and results. Default: one of this store's own in ~/.local/state/reflogp."
+        None, description="Folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp."
     )
     keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
     log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line, with job ids.")
@@ -149,7 +157,7 @@ class ServerSettings(BaseSettings):
         ["all"],
         min_length=1,
         description="One worker process for each: all (every GPU, or the CPU where there is none), auto, cpu, cuda:0, …; "
-        "with tensor_parallel = N, one for every N GPUs. Workers without a job help with one that runs.",
+        "with tensor_parallel = N, one for every N GPUs. Workers without a job help with a running job.",
     )
     executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
     ray_address: str | None = Field(
@@ -160,7 +168,7 @@ class ServerSettings(BaseSettings):
         ge=1,
         description="Workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
     )
-    token_budget: int | Literal["auto"] = Field("auto", description="Tokens of one pass.")
+    token_budget: int | Literal["auto"] = Field("auto", description="Maximum tokens of one pass; auto: by free memory.")
     max_loaded: int = Field(1, ge=1, description="Most references that a worker holds in memory.")
     pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
     max_worker_bytes: int | None = Field(
@@ -179,7 +187,7 @@ class ServerSettings(BaseSettings):
         None,
         gt=0,
         description="A worker that computes one pass for longer than this is killed and started again. Default: no limit,"
-        " because a long pass looks like one that hangs. The log warns of passes of more than ten minutes.",
+        " because a long pass cannot be told from a hanging pass. The log warns of passes of more than ten minutes.",
     )
     # jobs
     ledger_seconds: float = Field(
@@ -196,7 +204,9 @@ class ServerSettings(BaseSettings):
         20 << 30, gt=0, description="Maximum size of the kept token ids, which save tokenising a dataset again."
     )
     # online scoring
-    window_seconds: float = Field(0.002, ge=0, le=1, description="How long a request waits for others to share a pack with.")
+    window_seconds: float = Field(
+        0.002, ge=0, le=1, description="How long a request waits for others, to be computed in the same passes."
+    )
     max_score_sequences: int = Field(4_096, gt=0, description="Most sequences of one request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Most tokens of one request.")
     max_queued_tokens: int = Field(
@@ -238,7 +248,7 @@ class ServerSettings(BaseSettings):
     def _hosts_are_names(cls, names: list[str]) -> list[str]:
         for name in names:
             if name == "*":
-                raise ValueError("'*' would let a page of any site in: list the names that the service is asked by")
+                raise ValueError("'*' would let pages of any site call the service: list the host names of the service")
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
                 raise ValueError(f"{name!r} is not a host name: write it without scheme, port and path")
         return names
@@ -252,7 +262,7 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
-            raise ValueError("with executor ray give one of devices (all, auto, cpu or cuda), and how many as ray_workers")
+            raise ValueError("with executor ray, devices must be one of all, auto, cpu, cuda; ray_workers sets the number")
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
             raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
         return self
@@ -299,7 +309,7 @@ def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
     Raises UsageError with the setting's name and what is wrong with it.
     """
     if file is not None and not Path(file).is_file():
-        raise UsageError(f"settings file {file} is not there")
+        raise UsageError(f"settings file {file} does not exist")
 
     class FromFile(ServerSettings):
         model_config = SettingsConfigDict(toml_file=file)

@@ -10,7 +10,8 @@ Three headers distinguish such a request from a request of our own pages or of a
 - Origin is the page's own site, in every request that can change something.
 
 Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. The rule is that of Go's
-net/http.CrossOriginProtection; for reading it is the standard resource isolation policy (web.dev/articles/fetch-metadata).
+net/http.CrossOriginProtection; for methods that only read, it is the standard resource isolation policy
+(web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class SameSiteGuard:
         if host is not None and not self._is_own(host):  # HTTP/1.0 clients may omit it; browsers never do
             also = "an IP address, or a name" if self._has_tokens else "or a name"
             next_step = f"use http://127.0.0.1 or localhost, {also} that the setting allowed_hosts lists"
-            return Problem(403, "the service may not be asked by this host name", next_step)
+            return Problem(403, "the service does not accept this host name", next_step)
         if is_from_elsewhere(method, headers):
             return Problem(
                 403, "the request was made by a page of another site", "open this service's own pages, or use a client"
@@ -103,7 +104,7 @@ class SameSiteGuard:
             if name == "localhost" or name.endswith(".localhost"):
                 return True
             return (self._has_tokens and not self._allowed) or any(_fits(name, allowed) for allowed in self._allowed)
-        # Nobody can redirect an address. Probes and Prometheus in a cluster use addresses.
+        # DNS rebinding needs a name. Probes and Prometheus in a cluster use addresses.
         return address.is_loopback or self._has_tokens or name in self._allowed
 
 

@@ -35,7 +35,7 @@ _WRITE_BYTES = 256 << 10
 _LEAST_BYTES = 4 << 10
 #: A file that was received or resolved within this time is never deleted, because a job may be about to name it.
 _GRACE = timedelta(minutes=10)
-_MAKE_ROOM = "DELETE /v1/uploads/NAME of what is not needed, and wait ten minutes"
+_MAKE_ROOM = "delete unneeded uploads (DELETE /v1/uploads/NAME), and wait ten minutes"
 
 
 class UploadFolder:
@@ -45,7 +45,7 @@ class UploadFolder:
         folder: created if it does not exist. Partial files that a killed service left in it are deleted.
         ledger: maps names to files.
         settings: bounds on uploads.
-        room: room of uploads and fetched datasets together.
+        room: bounds the size of uploads and fetched datasets together.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetQuota) -> None:
@@ -246,7 +246,7 @@ class UploadFolder:
 def _suffix_of(name: str) -> str:
     """Return the suffix that gives the format. Raises Problem 422 for an invalid name."""
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
-        raise Problem(422, "a name is 1 to 200 of A-Z a-z 0-9 . _ - and begins with a letter or a digit", "use another name")
+        raise Problem(422, "a name has 1 to 200 of A-Z a-z 0-9 . _ - and begins with a letter or a digit", "use another name")
     suffix = dataset_suffix(name)
     if suffix is None:
         raise Problem(
@@ -258,7 +258,7 @@ def _suffix_of(name: str) -> str:
 
 
 def _unknown(name: str) -> Problem:
-    return Problem(404, f"there is no upload {name[:200]!r}", "GET /v1/uploads lists what there is")
+    return Problem(404, f"there is no upload {name[:200]!r}", "GET /v1/uploads lists all uploads")
 
 
 def _create(path: Path) -> BinaryIO:

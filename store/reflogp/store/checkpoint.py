@@ -87,7 +87,7 @@ class Checkpoint:
         return {name: tensor for file in self.weight_files for name, tensor in _header(file)[1].items()}
 
     def is_of(self, read: dict[Path, Callable[[], bytes]]) -> bool:
-        """Return True if config, index and adapter config, read again with `read`, still say what this checkpoint says."""
+        """Return True if config, index and adapter config, read again with `read`, still match this checkpoint."""
         try:
             if json.loads(read[self.folder / "config.json"]()) != self.config:
                 return False
@@ -191,7 +191,7 @@ def _read_adapter(folder: Path) -> Checkpoint:
     try:
         model = read_checkpoint(beside if beside.is_dir() else resolve_model(base, config.get("revision")))
     except UsageError as error:
-        raise UsageError(f"{folder} is an adapter of {base!r}, which is not to be found: {error}") from error
+        raise UsageError(f"{folder} is an adapter of {base!r}, which cannot be found: {error}") from error
     return Checkpoint(model.folder, model.config, model.weight_files, Adapter(folder, config, weights))
 
 

@@ -17,12 +17,12 @@ from reflogp.store.windows import TrainerSettings
 class ScoreArguments:
     """The arguments of `reflogp score` that decide which values it stores, and how it reads and tokenises the dataset.
 
-    `command` names them in messages, and the commands that look the same values up take the same arguments.
+    Messages quote them as `command`. Commands that look these values up take the same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
         dtype: compute dtype of the reference model; "auto": the dtype in which the store holds the model.
-        settings: the trainer's; ld_alpha is ignored, because scoring stores the values of single tokens.
+        settings: the trainer's settings; ld_alpha is ignored, because scoring stores the values of single tokens.
         lm_head_dtype: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved or hub dataset.
@@ -67,7 +67,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """Add the complete scoring command to an error that nothing was scored yet, if the block raises one."""
+    """If the block raises an error because nothing was scored yet, add the complete scoring command to its message."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:

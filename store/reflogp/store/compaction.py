@@ -28,17 +28,17 @@ from reflogp.store.shard import Shard, ShardDamageError, longest_of_each_key
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence, unfinished_files
 from reflogp.store.table import LogprobTable
 
-#: Approximate bytes of a compacted shard. Compaction needs about six times as much memory, and a row group of each shard.
+#: Approximate bytes of a compacted shard. Compaction needs about six times as much memory, plus a row group of each shard.
 SHARD_BYTES = 128 << 20
 #: A shard with fewer bytes counts as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: The append that leaves more than this many small shards compacts them. Each writer's limit is a random few higher, so that
-#: writers that share a table do not all start at once.
+#: A writer that leaves more than this many small shards compacts them. Each writer raises the limit by a small random number,
+#: so that writers that share a table do not all start at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
-#: Most shards with overlapping keys that one pass merges; it holds a row group (4 MB) of each. More are merged in stages.
+#: Maximum number of overlapping shards merged in one pass, which holds a row group (4 MB) of each. More need several stages.
 _MERGED_AT_ONCE = 128
-#: Hours that a replaced shard is kept for readers of older snapshots, and an uncommitted shard for its writer.
+#: Hours for which vacuum keeps a replaced shard (for readers of older snapshots) and an uncommitted shard (for its writer).
 RETENTION_HOURS = 168
 
 
@@ -50,7 +50,7 @@ class Compacted:
         shards_before, shards_after: number of shards of the table.
         rows: rows rewritten; 0 if there was nothing to do.
         duplicates: rows left out because a longer row has the same key.
-        won: False if another process compacted the same shards first; that merge then changed nothing.
+        won: False if another process compacted the same shards first; this process's last merge was then discarded.
         snapshot: number of the latest snapshot afterwards.
     """
 
@@ -69,7 +69,7 @@ def compact(
 
     Args:
         table: the table to compact.
-        only_small: merge only the small shards (as appends do automatically). Otherwise merge all shards, unless they are
+        only_small: merge only the small shards (as scoring does automatically). Otherwise merge all shards, unless they are
             already in order.
         shard_bytes: size of the new shards.
         progress: called with (rows written, total rows).
@@ -141,8 +141,8 @@ def _merge(
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
     """Yield all rows of some shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
-    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once: its rows beyond
-    a part wait for the next part, so a row group of each shard is held in addition to the part.
+    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once: rows of a later
+    part are kept in memory until then, so memory holds one part and up to a row group of each shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -196,13 +196,14 @@ def vacuum(
 ) -> list[str]:
     """Delete shards that compaction replaced and files that were never committed, if they are older than the retention.
 
-    Snapshots older than the oldest compaction whose replaced shards are deleted can no longer be read afterwards.
+    Snapshots that need a deleted shard, all from before the compaction that replaced it, can no longer be read afterwards.
 
     Args:
         table: the table to vacuum.
-        retention_hours: age from which files are deleted. Readers of older snapshots and writers need their files this long.
+        retention_hours: minimum age of deleted files. Must exceed the time for which a reader uses an old snapshot or a writer
+            prepares a commit.
         dry_run: delete nothing, only return what would be deleted.
-        alone: nobody else reads or writes now; allows a retention of 0.
+        alone: True promises that no other process uses the store now; allows a retention of 0.
 
     Returns:
         The deleted files.
@@ -220,7 +221,7 @@ def vacuum(
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
-            f"retention of {retention_hours} hours: below 1 hour only with --alone, while nobody else is at the store"
+            f"retention of {retention_hours} hours: below 1 hour needs --alone, while no other process uses the store"
         )
     try:
         ahead = table.committed_at() - time.time()
@@ -249,7 +250,7 @@ def _require_every_file(table: LogprobTable) -> None:
     problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
-        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted before it is mended: {repair_command(table.uri)}")
+        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted until it is repaired: {repair_command(table.uri)}")
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:

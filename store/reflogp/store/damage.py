@@ -114,10 +114,10 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 
 
 def _bring_back(table: LogprobTable) -> None:
-    """Append the rows of whole shards that no log entry names. They include the shards of log entries that are gone.
+    """Append the rows of undamaged shards that no log entry names.
 
-    The other such shards were left by crashed writers. Their rows are scores of this reference too, and keys that the table has
-    keep their values.
+    Some of these shards belong to log entries that are gone; crashed writers left the others, whose rows are scores of this
+    reference too. Keys that the table has keep their values.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}

@@ -1,7 +1,7 @@
 """Compute the sha256 of files, and open files once so that what is hashed is what is read.
 
-A digest is remembered for a file's identity: device, inode, size, modification time and change time. The change time is part of
-the identity because a program that rewrites a file in place can restore every other part.
+A digest is remembered for a file's path, inode, size, modification time and change time. The change time is included because a
+program that rewrites a file in place can restore all the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reflogp.store.files import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 
-#: progress(done, total): bytes where files are hashed; rows or files in other functions, as each documents.
+#: progress(done, total), in bytes while files are hashed. Other functions count rows or files, as their docstrings say.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20
@@ -125,7 +125,7 @@ class OpenFiles:
     A context manager, which closes the files.
 
     Args:
-        paths: existing files. All of them were at their paths at one moment, or the constructor fails.
+        paths: existing files. The constructor fails unless all of them are at their paths at the same moment.
 
     Raises:
         FileChangedError: files are replaced again and again while they are opened.

@@ -30,7 +30,7 @@ class StoreNotFoundError(UsageError):
 
 
 class StoreError(ReflogpError):
-    """The store, or the checkpoint that names one of its tables, cannot serve the call."""
+    """The store, or a model's checkpoint, cannot serve the call."""
 
 
 class StoreFormatError(StoreError):

@@ -37,7 +37,7 @@ class Imported:
         reference_id: reference of the rows.
         rows: rows in the export.
         written: rows that the store lacked, or had with fewer values.
-        snapshot: number of the first snapshot that has all of them.
+        snapshot: number of the first snapshot that has all the rows.
     """
 
     reference_id: str
@@ -75,7 +75,7 @@ def export_table(
     """
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{folder} exists and is not an empty folder; name a new one")
+        raise UsageError(f"{folder} exists and is not an empty folder; choose a new folder")
     snapshot = snapshot or table.snapshot()
     shards = [table.shard(path) for path in snapshot.rows_of]
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -98,7 +98,7 @@ def export_table(
             target.rmdir()
         partial.replace(target)
     except ShardDamageError as error:
-        raise DamagedStoreError(f"export met a damaged shard ({error}); first run: {repair_command(table.uri)}") from error
+        raise DamagedStoreError(f"a shard is damaged ({error}); before the export run: {repair_command(table.uri)}") from error
     except STORAGE_ERRORS as error:
         raise UsageError(f"the export {folder} cannot be written: {sentence(error)}") from error
     finally:
@@ -183,13 +183,13 @@ tags:
 | --- | --- | --- |
 | `key` | binary | 16 bytes that name a sequence by its token ids |
 | `prompt_len`, `completion_len` | int32 | tokens of the prompt, of the whole completion |
-| `scored_len` | int32 | how many of the completion's tokens have a value, from the front |
-| `token_logps` | list of float32 | log p(token given all before it), nats |
-| `logp_sum` | float64 | their sum |
-| `provenance` | string | JSON: how the values were made |
+| `scored_len` | int32 | how many of the completion's first tokens have a value |
+| `token_logps` | list of float32 | log p(token given all tokens before it), nats |
+| `logp_sum` | float64 | sum of `token_logps` |
+| `provenance` | string | JSON: how the values were computed |
 
     from datasets import load_dataset
     rows = load_dataset("path/to/this/folder", split="train")
 
-Into a store again: `reflogp store import STORE path/to/this/folder`. `reference.json` says what the reference model was.
+Import it into a store: `reflogp store import STORE path/to/this/folder`. `reference.json` describes the reference model.
 """

@@ -32,7 +32,7 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.replace(target)
     except OSError as error:
         if error.filename is not None and Path(error.filename) not in {target, partial, *target.parents}:
-            raise  # about another file, one that the block read
+            raise  # the error is about another file, which the block read
         raise UsageError(f"the output {target} cannot be written: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # the file, or its folder, does not exist

@@ -99,7 +99,7 @@ class Layer:
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """Merge layers into one. Empties the list meanwhile, so that the entries are not in memory twice."""
+        """Merge layers into one. Empties the list `layers`, so that the entries are not in memory twice."""
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:

@@ -66,7 +66,7 @@ class Asked:
     dropped: npt.NDArray[np.bool_]
 
     def digest(self) -> str:
-        """Return a digest of these rows in this order under these settings: equal digests need the same values."""
+        """Return a digest of the rows' keys and lengths, in order. Rows with equal digests need the same values."""
         digest = hashlib.blake2b(digest_size=16)
         for name in self.columns:
             digest.update(name.encode())
@@ -139,9 +139,9 @@ def join_logps(
     """Return the reference log-probs of tokenized rows: computes all keys first, then looks them up together.
 
     Args:
-        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids); one table, or the
-            rows in several tables, of which one at a time is held in memory.
-        lookup: source of the values: a Snapshot, or anything with its `find`.
+        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids);
+            one table, or an iterable of tables, of which only one at a time is held in memory.
+        lookup: source of the values: a Snapshot, or another object with such a `find` method.
         max_length: as in the trainer's config.
         truncation_mode: as in the trainer's config.
         ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
@@ -168,8 +168,8 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
     """Compute the keys and lengths that tokenized rows need under a trainer's settings.
 
     Args:
-        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids); one table, or the
-            rows in several tables, of which one at a time is held in memory.
+        tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids);
+            one table, or an iterable of tables, of which only one at a time is held in memory.
         max_length, truncation_mode: as in the trainer's config.
 
     Raises:
@@ -207,7 +207,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
         sums = front + ld_alpha * (sums - front)
     short = (found.lengths < every) & (every > 0)
     rows = len(asked.dropped)
-    shape = (len(columns), rows)  # both sides: reshape cannot infer a side where rows is 0
+    shape = (len(columns), rows)  # both numbers given: reshape cannot infer one of them if there are 0 rows
     missing = short.reshape(shape).any(0) & ~asked.dropped
     unusable = (~np.isfinite(sums) & ~short).reshape(shape).any(0) & ~asked.dropped
     logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(shape), strict=True)}

@@ -63,9 +63,9 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 
 
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
-    """Return Python lists or numpy arrays as an Arrow list array of the type that they have.
+    """Return Python lists or numpy arrays as an Arrow list array, without a change of their type.
 
-    The type is not given to Arrow: given int64, Arrow would round floats.
+    Arrow infers the type: if int64 were requested, Arrow would truncate floats.
     """
     try:
         array = pa.array(lists)

@@ -103,9 +103,9 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """Return the pointer to the last checkpoint, then the checkpoint files, which sum the log up to some entry.
+    """Return the path of the pointer to the last checkpoint, then the files of checkpoints, which sum up the log to an entry.
 
-    All of them can be made again from the entries.
+    All these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -120,7 +120,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            named = any(version in other for other in checkpoints(filesystem))  # list now: it is written before its pointer
+            named = any(version in other for other in checkpoints(filesystem))  # listed late: a checkpoint precedes its pointer
             return None if named else f"it names {version}, which is gone"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
@@ -128,7 +128,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
 
 
 def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
-    """Read an entry and compare its actions with its commitInfo. A missing entry has a problem too."""
+    """Read an entry and compare its actions with its commitInfo. A missing entry has the problem GONE."""
     data = storage.read_file(filesystem, entry_path(version))
     if data is None:
         return Entry(version, problem=GONE)
@@ -152,7 +152,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
     elif said:
         _compare(entry, [Written(*fields) for fields in said.get("added", [])], said.get("removed", []))
     if version == 0 and not _has_metadata(entry):
-        entry.problem = entry.problem or "it does not say protocol and schema"
+        entry.problem = entry.problem or "its protocol, schema or format number is missing or wrong"
     return entry
 
 
@@ -160,7 +160,7 @@ def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> 
     """Compare an entry's actions with its commitInfo, note a difference as a problem, and take over commitInfo's digests."""
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
-        entry.problem = entry.problem or "its actions are not what its commitInfo says"
+        entry.problem = entry.problem or "its actions differ from its commitInfo"
         entry.removed = sorted({*entry.removed, *removed})
     entry.added |= {shard.path: shard for shard in added if shard.path not in entry.removed}
 
@@ -208,7 +208,7 @@ def checked(
 ) -> Replayed:
     """Replay the log, and compare the result with the shards that delta-rs reads; see `replay`.
 
-    If all entries are whole but give other shards than delta-rs reads, the checkpoints are recorded as damaged.
+    If no entry is damaged, but the shards differ from those that delta-rs reads, the checkpoints are recorded as damaged.
 
     Args:
         filesystem, last, progress: as in `replay`.
@@ -216,7 +216,7 @@ def checked(
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
-        replayed.problems.update(dict.fromkeys(checkpoints(filesystem), "it sums up something else than the log's entries"))
+        replayed.problems.update(dict.fromkeys(checkpoints(filesystem), "it does not match the log's entries"))
     return replayed
 
 
@@ -225,8 +225,8 @@ def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now
 
     Args:
         entry: the damaged entry.
-        whole: describes the shard at a path, which should have the given digest if that is known; returns None if the shard
-            is not whole.
+        whole: function of a shard's path and its expected digest (None if unknown); returns the shard's description, or None
+            if the shard is missing or damaged.
         now: time of the repair, milliseconds since 1970.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]

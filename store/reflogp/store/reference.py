@@ -76,7 +76,7 @@ IGNORED_CONFIG_KEYS = frozenset(
     }
 )
 
-#: The same for adapter_config.json: where the adapter came from, and settings that only training reads.
+#: Entries of adapter_config.json that are not part of the id: where the adapter came from, and settings only for training.
 _ADAPTER_NOT_SEMANTIC = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version", "lora_dropout"}
 )
@@ -128,14 +128,14 @@ class Reference:
         """Parse a reference.json. Raises StoreFormatError for a newer store format, and ValueError for an invalid reference."""
         fields = json.loads(text)
         if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
-            raise ValueError("it does not say its format")
+            raise ValueError("it has no format number")
         check_format(fields["format"])
         if not re.fullmatch(r"[0-9a-f]{32}", str(fields.get("reference_id"))):
             raise ValueError("its reference_id is not 32 hex digits")
         try:
             return cls(**{**fields, "weights": tuple(fields["weights"])})
         except (KeyError, TypeError) as error:
-            raise ValueError(f"its fields are not a reference's ({error})") from error
+            raise ValueError(f"its fields do not describe a reference ({error})") from error
 
 
 def check_format(number: int) -> None:
@@ -182,7 +182,7 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return the references for a model under every dtype, and every dtype of the logits unless that is given.
+    """Return a model's references under every dtype; without `lm_head_dtype`, with logits in that dtype and in float32.
 
     Arguments and errors are those of `describe_reference`. The weights are hashed once.
     """
@@ -227,15 +227,15 @@ class OpenModel:
         named = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
         raise ContentMismatchError(
             f"{named} changed: the model there is now reference {self.reference.reference_id}, not {reference.reference_id}. "
-            "Put the old files back, or run again with the new ones (restart a service)"
+            "Put the old files back, or run again with the new files (for a service: restart it)"
         )
 
     @contextmanager
     def for_loading(self) -> Iterator[Checkpoint]:
-        """Yield a checkpoint whose paths lead to the open files, whatever the original paths lead to by then.
+        """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
         Files of the folder that the id does not depend on can be read there too. When the block ends, all files are checked for
-        changes since they were opened. So end the block only when the weights are in memory of their own.
+        changes since they were opened. So end the block only after the weights were copied into memory.
 
         Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's errors name the original paths.
         """
@@ -321,7 +321,7 @@ def _reference_of(
     compute_dtype = resolve_dtype(dtype, checkpoint.config)
     head_dtype = resolve_dtype(lm_head_dtype or compute_dtype, checkpoint.config)
     if autocast_dtype(head_dtype) and head_dtype != compute_dtype:
-        raise UsageError(f"lm_head_dtype {head_dtype!r}: an output layer computes in float32, or as the model does")
+        raise UsageError(f"lm_head_dtype {head_dtype!r}: the output layer computes in float32 or in the model's dtype")
     adapter, on_top = checkpoint.adapter, None
     if adapter is not None:
         settings = {key: value for key, value in adapter.config.items() if key not in _ADAPTER_NOT_SEMANTIC}

@@ -20,7 +20,7 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: Rows that a lookup of one key reads from a sorted shard: with 200 tokens a row, 3.4 MB of values and 120 kB of index columns.
+#: Rows of a row group, which is what a lookup of one key reads: at 200 tokens a row 3.4 MB of values, 120 kB of index columns.
 ROW_GROUP_ROWS = 4_096
 #: Rows with many tokens get smaller row groups: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
@@ -100,7 +100,7 @@ class Group:
 
 
 class Shard:
-    """One shard of a table, of which parts can be read.
+    """One shard of a table, read whole or in parts.
 
     Methods raise ShardDamageError if the file is missing or its bytes are not those that were written, and
     StoreUnavailableError if the storage does not respond.

@@ -37,7 +37,7 @@ from reflogp.store.texts import counted, short_repr
 INDEX_ROWS = 30_000_000
 #: Above this number index layers are merged, so that a lookup never searches many layers.
 _MAX_LAYERS = 8
-#: Shards read at the same time. Object stores respond slowly, but to many requests at once.
+#: Number of shards read at the same time, since object stores respond slowly but serve many requests in parallel.
 _READERS = 8
 #: Row groups of one shard that a lookup without an index holds in memory: 64 times 4,096 rows of 28 bytes are 7 MB.
 _GROUPS_AT_ONCE = 64
@@ -129,7 +129,7 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look n keys up. The methods of the result return lengths, sums and values.
+        """Look n keys up. The result gives their lengths, sums and values.
 
         Args:
             keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
@@ -149,7 +149,7 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Return the places of keys, after sorting the keys so that the search reads memory from front to back."""
+        """Return the places of keys, in their order. The search uses sorted keys, so that it reads memory front to back."""
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
         places = places_of(hi[order], lo[order])
@@ -272,7 +272,7 @@ class Snapshot:
             self.damaged[path] = str(error)
             warnings.warn(
                 f"shard {path} of reference {self.reference_id} is damaged ({error}): its {self.rows_of[path]:,} rows count as "
-                f"missing. {self.repair_command()} drops it, the next `reflogp score` fills the gap",
+                f"missing. {self.repair_command()} drops it, and the next `reflogp score` scores its rows again",
                 StoreDamageWarning,
                 stacklevel=2,
             )
@@ -315,7 +315,7 @@ class Found:
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise UsageError(f"{int(offsets[-1]):,} token values at once: ask for fewer keys at a time")
+            raise UsageError(f"{int(offsets[-1]):,} token values do not fit one Arrow array: look up fewer keys at a time")
         values, missing = np.zeros(int(offsets[-1]), np.float32), np.ones(len(lengths), bool)
         for rows, lists in self._values(np.flatnonzero(self.lengths != MISS)):
             starts, flat = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False)
@@ -354,8 +354,8 @@ class Found:
     def provenances(self, some: Int64s) -> Iterator[dict[str, Any]]:
         """Yield the provenances of the keys at the positions `some`: how their values were computed.
 
-        In no particular order, and each one at least once: rows with the same provenance are combined within a part of a shard,
-        not across parts. Misses and damaged shards have none.
+        The order is arbitrary. The same provenance can be yielded several times, because duplicates are only removed within a
+        part of a shard. Misses and rows of damaged shards yield nothing.
         """
         for _, texts in self._values(some[self.lengths[some] != MISS], "provenance"):
             yield from map(json.loads, pc.unique(texts).to_pylist())

@@ -20,7 +20,7 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: delta-rs' streams take bytes. Arrow passes bytes only from a buffered stream, and for writes that fit its buffer.
+#: delta-rs' streams accept only bytes. Arrow passes bytes only from a buffered stream, and only if a write fits its buffer.
 _WRITE_BUFFER = 1 << 20
 
 
@@ -67,7 +67,7 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
         return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
     except STORAGE_ERRORS as error:
         if "Unknown scheme" in str(error):  # delta-rs' own message lists some fifty schemes
-            raise UsageError(f"store {uri}: no storage has that scheme; use a folder, or s3://, gs://, az://") from error
+            raise UsageError(f"store {uri}: the scheme is not supported; use a folder, or s3://, gs://, az://") from error
         raise
 
 
@@ -96,7 +96,7 @@ def make_folder(uri: str) -> None:
 
 
 def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) -> None:
-    """Write a file. An interrupted write is deleted.
+    """Write a file. If the write is interrupted, the partial file is deleted.
 
     The file appears only when it is closed: delta-rs then renames the temporary file, or completes the upload.
     """

@@ -108,7 +108,7 @@ class Store:
     def table_of(self, reference: Reference) -> LogprobTable:
         """Return the table of a described reference.
 
-        As `table`, but the error also names the dtypes in which the same weights were scored.
+        Like `table`, but the error also names the dtypes in which the same weights were scored.
 
         Args:
             reference: from `describe_reference`.
@@ -164,7 +164,7 @@ class Store:
                 LogprobTable.create(uri, self._options)
                 table = LogprobTable(uri, known or reference, self._options)
             table.check_writable()
-            if known is None:  # written last: a folder with a reference.json has a table
+            if known is None:  # written last, so that every folder with a reference.json has a table
                 filesystem = storage.open_filesystem(folder, self._options)
                 storage.write_file(filesystem, REFERENCE_FILE, reference.to_json().encode())
         except storage.STORAGE_ERRORS as error:
@@ -177,7 +177,7 @@ class Store:
             if Path(self.uri).is_file():
                 raise UsageError(f"{self.uri} is a file; a store is a folder")
             if Path(self.uri, "config.json").exists():
-                raise UsageError(f"{self.uri} is a model's folder; name another one for the store")
+                raise UsageError(f"{self.uri} is a model's folder; choose another folder for the store")
             is_table = Path(self.uri, "_delta_log").exists()
         else:
             try:
@@ -209,11 +209,11 @@ class Store:
         try:
             reference = Reference.from_json(data.decode())
             if reference.reference_id != reference_id:
-                raise ValueError(f"it says {reference.reference_id}")
+                raise ValueError(f"its reference_id is {reference.reference_id}")
         except ValueError as error:
             raise DamagedStoreError(
-                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it, and scoring with that model "
-                "writes it anew"
+                f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it: the next scoring with that "
+                "model writes it again"
             ) from error
         return reference
 
@@ -234,8 +234,8 @@ def choose_reference(
         store: where the model's values are.
         model: as in describe_reference.
         dtype: a dtype of describe_reference; "auto" for the dtype in which the store holds the model.
-        otherwise: dtype where the store holds nothing of the model; None to raise then.
-        lm_head_dtype: "float32" for logits in float32. With "auto" and None, the store decides about it too.
+        otherwise: dtype to use if the store holds nothing of the model; None to raise an error instead.
+        lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", the store determines it too.
         revision, progress: as in describe_reference.
 
     Returns:
@@ -250,7 +250,7 @@ def choose_reference(
     described = describe_all_numerics(model, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
     held = store.held(described)
     if len(held) == 1:
-        return held[0], f"dtype {numerics(held[0])}: what {store.uri} holds of this model was scored in it"
+        return held[0], f"dtype {numerics(held[0])}: the dtype in which {store.uri} holds this model"
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:
@@ -266,7 +266,7 @@ def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | No
 
 
 def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageError:
-    """Return the error that a place holds a model in several dtypes."""
+    """Return the error for a model that a store or service holds in several dtypes."""
     heads = any(reference.lm_head_dtype != reference.dtype for reference in held)
     return UsageError(
         f"{place} holds {model} in {' and in '.join(numerics(reference) for reference in held)}: say which one to use "
@@ -275,7 +275,7 @@ def several_held(place: str, model: str, held: Sequence[Reference]) -> UsageErro
 
 
 def numerics(reference: Reference) -> str:
-    """Return in words what a reference computes in."""
+    """Return the dtypes of a reference in words."""
     return reference.dtype + (
         f" with logits in {reference.lm_head_dtype}" if reference.lm_head_dtype != reference.dtype else ""
     )

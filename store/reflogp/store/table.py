@@ -46,11 +46,11 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks. A row that it has in part gets the stored values first.
+    """Return the rows that the snapshot lacks. Where it has a row's first values, these replace the row's own.
 
     Returns `rows` itself if nothing changes, which shows the caller that a shard written from these rows is still valid.
 
-    Raises DamagedStoreError if the stored values of a row that continues them are damaged.
+    Raises DamagedStoreError if the stored first values of such a row are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -105,7 +105,7 @@ class Appended:
     Attributes:
         snapshot: number of the first snapshot that has all the rows.
         written: rows committed.
-        already_there: rows left out because another commit already stored their keys for enough tokens.
+        already_there: rows left out because the table, or another of the rows, has at least as many values for their key.
     """
 
     snapshot: int
@@ -114,7 +114,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """Let one thread at a time into a method of LogprobTable."""
+    """Decorate a LogprobTable method so that one thread at a time runs it."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -135,8 +135,8 @@ class LogprobTable:
 
     Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
 
-    If the newest part of the log is damaged, the table serves what the other entries say, with a StoreDamageWarning, and
-    refuses to write.
+    If delta-rs cannot read the log because of damage, the table serves the log's readable entries, with a StoreDamageWarning,
+    and refuses to write.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -233,7 +233,7 @@ class LogprobTable:
 
         Raises:
             UsageError: a value is not finite.
-            DamagedStoreError: a shard or the log is damaged; its values could be stored a second time, with other numbers.
+            DamagedStoreError: a shard or the log is damaged. A write could then store the same keys again, with other values.
             StoreUnavailableError: the shard or the commit cannot be written. Earlier commits stay.
         """
         if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
@@ -266,10 +266,10 @@ class LogprobTable:
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
-        """Commit shards in place of others: of shards that hold the same rows, or of damaged ones.
+        """Commit the shards `added` in place of the shards `removed`, which hold the same rows or are damaged.
 
-        Appends by other writers do not matter. If another process has removed one of `removed`, nothing is committed, the added
-        files are deleted, and False is returned.
+        Appends that other writers commit meanwhile do no harm. If another process has removed a shard of `removed`, nothing is
+        committed, the files of `added` are deleted, and False is returned.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """
@@ -387,8 +387,8 @@ class LogprobTable:
         except TableNotFoundError as error:
             if any(path.endswith(".parquet") for path in storage.list_files(self.filesystem)):
                 raise DamagedStoreError(
-                    f"{self.uri} has shards but no _delta_log: the folder was half deleted. Bring _delta_log back from a copy, "
-                    "or move the folder away and score anew"
+                    f"{self.uri} has shards but no _delta_log: the folder was half deleted. Restore _delta_log from a copy, "
+                    "or move the folder away and score again"
                 ) from error
             raise self._nothing_yet() from error
         except storage.STORAGE_ERRORS as error:
@@ -400,7 +400,7 @@ class LogprobTable:
             return delta
         if [field.name for field in delta.schema().fields] != SCHEMA.names:
             raise UsageError(f"{self.uri} is a Delta table that reflogp did not make; nothing was read or written")
-        self._salvaged = self._salvage(ValueError(f"its format is said to be {setting}"))
+        self._salvaged = self._salvage(ValueError(f"its {log.FORMAT_SETTING} is {setting}, not a number"))
         return None
 
     def _nothing_yet(self) -> ReferenceNotFoundError:
@@ -410,7 +410,7 @@ class LogprobTable:
 
     @property
     def _delta(self) -> DeltaTable:
-        assert self._opened is not None, "callers turn away before, when the log is damaged"
+        assert self._opened is not None, "callers check for a damaged log first"
         return self._opened
 
     def _salvage(self, error: BaseException) -> log.Replayed:
@@ -458,7 +458,7 @@ class LogprobTable:
         if self._salvaged:
             raise DamagedStoreError(
                 f"the log of reference {self.reference.reference_id} is damaged ({self._salvaged.first_problem()}); nothing is "
-                f"written until it is mended: {repair_command(self.uri)}"
+                f"written until it is repaired: {repair_command(self.uri)}"
             )
         if snapshot is not None and snapshot.damaged:
             snapshot.require_whole()
@@ -494,7 +494,7 @@ class LogprobTable:
             self._refresh()
             yield
         raise StoreUnavailableError(
-            f"the store {self.uri}: every commit for {_PATIENCE / 60:.0f} minutes lost to other writers"
+            f"the store {self.uri}: for {_PATIENCE / 60:.0f} minutes, other writers committed before every attempt"
         )
 
     def _require_there(self, written: Sequence[Written]) -> None:
@@ -502,7 +502,7 @@ class LogprobTable:
         for shard in written:
             if self.filesystem.get_file_info(shard.path).size != shard.size:
                 raise StoreUnavailableError(
-                    f"{shard.path} was deleted before its commit to {self.uri}: by a vacuum with too short a retention?"
+                    f"{shard.path} was deleted before its commit to {self.uri}: perhaps by a vacuum with too short a retention"
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:

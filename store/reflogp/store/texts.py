@@ -132,7 +132,7 @@ _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 #: A URI from its `://` on. Matching the scheme too would take quadratic time on a long word.
 _URI = re.compile(r"://([^\s\"'<>]+)")
-#: Parameters that hold a secret, in query strings without their URI.
+#: Parameters that hold a secret, for query strings that are quoted without their URI.
 _SECRET = re.compile(
     r"(?i)\b(x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig"
     r"|(?:access_|id_|auth_|sas_)?token|api_?key|client_secret|secret|password|passwd|pwd)=(?!…)[^&\s\"'<>]+"

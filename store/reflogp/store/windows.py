@@ -28,7 +28,7 @@ class TrainerSettings:
     Attributes:
         max_length: maximum tokens of prompt and completion together; None for no limit.
         truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight of a pair's longer tail; None gives all tokens the same weight.
+        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion; None is the same weight for all.
     """
 
     max_length: int | None = None
@@ -37,10 +37,10 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that scoring needs too: max_length and truncation_mode, if truncation does not keep the start.
+        """The settings that change what is scored: max_length and truncation_mode, if truncation does not keep the start.
 
-        keep_start does not affect scoring: its values are the first values of the whole sequence. Nor does ld_alpha, which is
-        applied to the stored values of single tokens.
+        keep_start does not affect scoring: its values are the first values of the whole sequence. ld_alpha does not
+        either: it is applied later, to the stored values of single tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}

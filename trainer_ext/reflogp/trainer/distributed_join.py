@@ -67,7 +67,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
     chosen = gather(on_all_ranks("choosing the reference's dtype", choose))[0]
     assert chosen is not None
     if numerics(chosen) != dtype and Rank.here().rank == 0:
-        there = f"what {source.location} has of {source.model} was scored in it, and the policy computes in {dtype}"
+        there = f"{source.location} has {source.model} in this dtype alone, but the policy computes in {dtype}"
         logger.warning("reference log-probs in %s: %s", numerics(chosen), there)
     return source.of(chosen)
 
@@ -200,6 +200,6 @@ def _require_equal(asked: Asked, name: str) -> None:
     if others:
         counts = ", ".join(f"process {number} has {rows:,}" for number, (_, rows) in enumerate(digests))
         raise UsageError(
-            f"the processes of this run have different rows in {name} (process {others[0]} is not as process 0; {counts}): "
+            f"the processes of this run have different rows in {name} (process {others[0]} differs from process 0; {counts}): "
             "give every process the same dataset in the same order"
         )

@@ -7,7 +7,7 @@ ReflogpError (reflogp.store.errors)
     ├── BroughtColumnsError      a dataset's own reference columns differ from the reference's values
     ├── ReferenceChangedError    a service no longer has the run's reference model
     ├── RankFailedError          another process of a distributed run failed
-    └── AuditError               a run does not do what its reference log-probs promise
+    └── AuditError               the audit found wrong, missing or recomputed reference values
         └── StepZeroError        the policy does not start at the joined reference
 """
 
@@ -69,7 +69,7 @@ class RankFailedError(ReferenceLogpsError):
 
 
 class AuditError(ReferenceLogpsError):
-    """A run does not do what its reference log-probs promise.
+    """The audit of a run found reference values that are wrong, missing or computed again.
 
     Attributes:
         check: which of the audit's checks found it.

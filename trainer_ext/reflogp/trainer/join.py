@@ -37,8 +37,8 @@ _BATCH_ROWS = 8192
 _NAMED_ROWS = 10
 #: Sentence for messages about missing rows that have sequences of KTO's KL term.
 _OF_KL = (
-    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always misses "
-    "those"
+    ". KTO's KL term pairs each prompt with another row's completion, by batch size and order, so a first run always lacks "
+    "values for those pairs"
 )
 #: Rows of a stream per lookup.
 _STREAM_ROWS = 256
@@ -337,7 +337,7 @@ def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.T
 
 
 #: If every row is missing, the dataset was probably tokenised differently, and scoring it would hide that.
-NONE_FOUND = "None was found: if they were scored before, compare the tokenizer and the chat template with those first. "
+NONE_FOUND = "None was found: if they were scored before, first compare the tokenizer and the chat template with that run's. "
 
 
 def some_rows(rows: npt.NDArray[np.int64]) -> str:
@@ -356,7 +356,7 @@ def _verify_brought(
     different = np.flatnonzero(~(apart <= tolerance(dtype, is_moe=False) * np.sqrt(np.maximum(tokens, 1))))
     if len(different):
         raise BroughtColumnsError(
-            f"the dataset brings its own {name}, and {len(different)} of {len(values)} rows are not the reference's (rows "
+            f"the dataset has its own {name}, and {len(different)} of {len(values)} values are not the reference's (rows "
             f"{some_rows(different)}, up to {np.nanmax(apart[different], initial=0.0):.4g} nats apart). Remove the column "
             f"(dataset.remove_columns({name!r})) to train on the reference's values",
             [int(row) for row in different],

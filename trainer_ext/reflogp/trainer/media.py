@@ -55,7 +55,7 @@ def refuse_row(row: dict[str, Any], name: str, number: int) -> None:
     if media is not None:
         raise UsageError(
             f"row {number} of the {name} dataset holds more than text ({media}): stored reference log-probs are of text alone. "
-            "Train on rows with media by TRL's own trainer"
+            "Use TRL's own trainer for rows with media"
         )
 
 

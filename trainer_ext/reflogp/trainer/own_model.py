@@ -155,9 +155,9 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 
 @contextmanager
 def _no_stand_in(trainer: Any) -> Iterator[None]:
-    """Put the policy in place of a cached trainer's stand-in for the reference model.
+    """Within the block, make TRL compute the reference with the policy instead of a cached trainer's stand-in.
 
-    TRL accepts None for a policy with its adapter off. From 0.29 to 1.1 it accepts None for nothing else.
+    For a PEFT model ref_model is None, with which TRL switches the adapter off. TRL 0.29 to 1.1 accepts None for no other.
     """
     stand_in = getattr(trainer, "ref_model", None)
     trainer.ref_model = None if is_peft_model(trainer.model) else trainer.model

@@ -71,7 +71,7 @@ class RemoteReference(NoReferenceModel):
     """A reference model that runs in a service; this object requests its log-probs.
 
     It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and only
-    one number of each row is needed. `per_token_logps` returns those.
+    one number per token is needed. `per_token_logps` returns these numbers.
 
     Args:
         source: a running service and the reference model's name, path or id.
@@ -247,7 +247,7 @@ class RemoteReference(NoReferenceModel):
             rows = [part[position].row for position in error.problems]
             raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
         except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
-            error.add_note(f"No answer in {self._deadline:.0f} seconds (the deadline). A run goes on from its last checkpoint.")
+            error.add_note(f"No answer in {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint.")
             raise
         except RequestRefusedError as error:
             if error.status == 404:

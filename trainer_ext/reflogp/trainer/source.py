@@ -1,4 +1,4 @@
-"""Describe where a trainer's reference values are: a store, a service or a file, and which reference model of it.
+"""Describe where a trainer's reference values are: a store, a service or a file, and which of its reference models.
 
 No model is loaded.
 """
@@ -37,10 +37,11 @@ class ReferenceSource:
             (….parquet).
         model: the reference model: a folder or hub id. Only its files' digests are needed, and they are cached; weights are
             never loaded. Omit it if `reference_id` or `reference` is given, or if the source is a file.
-        dtype: dtype in which it was scored, as in `--dtype`. Part of the reference id. "auto": that of `reference_id`
-            if it is given, or the one in which the location has the model. Where it has none: the dtype in which the run
-            computes, which CachedDPOTrainer and CachedKTOTrainer find from the policy and its mixed precision, and bfloat16 for
-            everything else. Where it has several, that dtype must be one of them.
+        dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" takes the dtype of
+            `reference_id` if that is given, else the dtype in which the location has the model. If the location does not have
+            the model, "auto" takes the dtype in which the run computes; if it has the model in several dtypes, the run's dtype
+            must be one of them. CachedDPOTrainer and CachedKTOTrainer find the run's dtype from the policy and its mixed
+            precision; everything else counts as bfloat16.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
         on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
@@ -130,7 +131,7 @@ class ReferenceSource:
         return of_run
 
     def of(self, reference: Reference) -> ReferenceSource:
-        """Return the source with a reference of its model that was chosen for it."""
+        """Return a copy of this source with the reference that was chosen for its model."""
         found = copy.copy(self)
         found.described, found.reference_id, found.chooses_dtype = reference, reference.reference_id, False
         return found
@@ -197,7 +198,7 @@ class ReferenceSource:
         """Return advice on how to get this reference's values in another dtype, as a sentence without its full stop."""
         if self.is_service:
             name = self.reference_name or "NAME"
-            return f'Give the service dtype = "{dtype}" for it ([references.{name}] in its settings) and score there'
+            return f'Set dtype = "{dtype}" for it in the settings of the service ([references.{name}]) and score there'
         if self.is_file:
             command = ScoreArguments(str(self.model or "MODEL"), "DATA", "STORE", dtype).command()
             return f"Score in {dtype} (`{command}`) and join again with --dtype {dtype}"

@@ -18,7 +18,7 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 def tolerance(dtype: str, is_moe: bool) -> float:
     """Return the allowed difference in nats per root token if both sides computed in `dtype`; unknown dtypes count as bfloat16.
 
-    Under autocast it is the tolerance of the products' dtype, whose rounding is most of the difference.
+    Under autocast it is the tolerance of the dtype of the matrix products, which cause most of the difference.
     """
     dense, experts = _allowed(dtype)
     return experts if is_moe else dense

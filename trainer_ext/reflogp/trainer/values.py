@@ -229,7 +229,7 @@ class ServiceValues:
                 file,
                 self.reference.name or self.reference.reference_id,
                 format="tokens",
-                title="rows that a trainer misses",
+                title="rows that a trainer lacks values for",
                 **settings.scored_apart,
             )
         self.client.watch(job.id, on_change, timeout=timeout, check=True)

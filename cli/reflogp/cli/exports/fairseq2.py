@@ -22,8 +22,8 @@ _FIELDS = ("src", "tgt_chosen", "tgt_rejected")
 def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
     """Write each row's own fields with reference_score_chosen and reference_score_rejected: sums in nats.
 
-    Raises UsageError for an output name that does not end in .jsonl, rows without the fields that fairseq2 reads, sums that end
-    before their completions, or sums of 0: fairseq2's reader takes a score of 0 for a missing one (`all(scores)` of a batch).
+    Raises UsageError for an output name that does not end in .jsonl, rows without the fields that fairseq2 reads, sums that may
+    leave out a completion's last tokens, or sums of 0, which fairseq2's reader takes for missing (`all(scores)` of a batch).
     """
     if file.suffix != ".jsonl":
         raise UsageError(f"the output {file} would be JSON lines; give it a name that ends in .jsonl, as fairseq2 expects")
@@ -32,10 +32,10 @@ def write_fairseq2(pairs: JoinedPairs, file: Path) -> Path:
         kept = (
             "a job's result keeps no column of the dataset: use `reflogp join`"
             if not pairs.own_columns
-            else "join rows with them"
+            else "join rows that have these columns"
         )
         raise UsageError(f"{pairs.file} has no column {', '.join(lacking)}, which fairseq2 reads; {kept}")
-    pairs.refuse_truncated("fairseq2", "truncates nothing (it drops what is longer)")
+    pairs.refuse_truncated("fairseq2", "truncates nothing (it drops longer sequences)")
     zero = (pairs.chosen_logps == 0) | (pairs.rejected_logps == 0)
     if zero.any():
         raise UsageError(f"{pairs.file} has sums of 0, which fairseq2 takes for missing: {named_rows(np.flatnonzero(zero))}")

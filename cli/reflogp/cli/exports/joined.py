@@ -62,7 +62,7 @@ class JoinedPairs:
                 yield from batch.to_pylist()
 
     def refuse_truncated(self, stack: str, why: str) -> None:
-        """Raise UsageError if sums may end before their completions do."""
+        """Raise UsageError if sums may leave out a completion's last tokens."""
         if self.max_length is not None:
             raise UsageError(
                 f"{self.file} was joined under max_length {self.max_length}, and {stack} {why}: join it without --max-length"
@@ -74,8 +74,8 @@ def read_pairs(file: Path) -> JoinedPairs:
 
     Raises:
         RowsWithoutValuesError: rows of the dataset have no values; the error names them.
-        UsageError: no such file, or one without values of pairs, with values that are not plain sums or not finite, or with
-            rows out of order.
+        UsageError: no such file, a file without values of pairs, values that are not plain sums or not finite, or rows out of
+            order.
     """
     try:
         opened = pq.ParquetFile(file)
@@ -89,7 +89,7 @@ def read_pairs(file: Path) -> JoinedPairs:
     except (AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         raise UsageError(f"{file} is not a Parquet file of `reflogp join` or of a job's result: {error!r}") from error
     if KTO_COLUMNS["completion_ids"] in names and _LOGPS[0] not in names:
-        raise UsageError(f"{file} has KTO rows; exports hold preference pairs: join prompt, chosen and rejected")
+        raise UsageError(f"{file} has KTO rows; exports need preference pairs: join rows with prompt, chosen and rejected")
     is_result = ROW_COLUMN not in names and "error" in names
     row_column = "row" if is_result else ROW_COLUMN
     needed = (*_LOGPS, *_TOKENS, row_column)
@@ -97,7 +97,7 @@ def read_pairs(file: Path) -> JoinedPairs:
     if lacking:
         raise UsageError(f"{file} has no {', '.join(lacking)}: write it again with this version of reflogp")
     if ld_alpha is not None:
-        raise UsageError(f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums: join it without")
+        raise UsageError(f"{file} was joined with ld_alpha {ld_alpha}, so its values are not plain sums: join without it")
     with _as_usage_error(file):
         table = opened.read([*needed, *(["error"] if is_result else [])])
     rows = table[row_column].to_numpy()

@@ -41,8 +41,8 @@ def write_megatron_bridge(pairs: JoinedPairs, folder: Path, fingerprint: Mapping
         fingerprint: the fields that the training run expects: those of `expected_scoring_metadata(config)`
             (training/dpo_train.py).
 
-    Raises UsageError for a fingerprint that lacks fields or has another number of pairs, and for sums that end before their
-    completions.
+    Raises UsageError for a fingerprint that lacks fields or has another number of pairs, and for sums that may leave out a
+    completion's last tokens.
     """
     lacking = [name for name in _REQUIRED if fingerprint.get(name) is None]
     if lacking:

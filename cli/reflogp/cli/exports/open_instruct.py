@@ -1,6 +1,6 @@
 """Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of computing it.
 
-The file is that of allenai/open-instruct, open_instruct/model_utils.py TensorCache, dpo_utils.py
+The format is that of allenai/open-instruct: open_instruct/model_utils.py, TensorCache; dpo_utils.py,
 build_reference_logprobs_cache. Its name is a hash of open-instruct's config, which is not read here.
 """
 
@@ -43,7 +43,7 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
     import torch
 
     if not _HASH.fullmatch(cache_hash):
-        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log names this run's")
+        raise UsageError(f"--hash {cache_hash}: open-instruct's hashes are 16 digits of 0-9 and a-f; its log has it")
     if pairs.max_length is not None and pairs.truncation_mode != "keep_start":
         raise UsageError(f"{pairs.file} was joined under {pairs.truncation_mode}, and open-instruct keeps a sequence's start")
     sides = {"chosen": (pairs.chosen_logps, pairs.chosen_tokens), "rejected": (pairs.rejected_logps, pairs.rejected_tokens)}

@@ -21,20 +21,20 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="ok.")
-    version: str = Field(description="Of reflogp.")
+    status: str = Field(description="ok; from /readyz: ready.")
+    version: str = Field(description="Version of reflogp.")
 
 
 def health_router(context: Context, pool: Pool) -> APIRouter:
     """Return the routes of health, readiness and metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Is it alive", response_description="It is.")
+    @router.get("/healthz", summary="Check that the process responds", response_description="It responds.")
     async def healthz() -> Health:
         """Return 200 while the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
-    @router.get("/readyz", summary="Is it ready", response_description="It is.", responses=documented(503))
+    @router.get("/readyz", summary="Check that it can serve", response_description="It can.", responses=documented(503))
     async def readyz() -> Health:
         """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
 
@@ -43,7 +43,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         try:
             await to_thread.run_sync(context.registry.list)
         except ReflogpError as error:
-            raise Problem(503, str(error), "an administrator checks the store") from error
+            raise Problem(503, str(error), "ask an administrator to check the store") from error
         await to_thread.run_sync(context.ledger.waiting)
         if (trouble := context.ledger.trouble) is not None:
             raise trouble
@@ -56,13 +56,13 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     @router.get(
         "/metrics",
         dependencies=[Depends(requires("read", context.settings.tokens))],
-        summary="Count and time",
+        summary="Show metrics",
         response_class=PlainTextResponse,
         response_description="Prometheus' text format.",
         responses=documented(401, 403),
     )
     async def metrics() -> Response:
-        """Return jobs by state, tokens and sequences by way, hits, queue, latencies, workers, the ledger, memory."""
+        """Return metrics of jobs, sequences, tokens, the queue, latencies, workers, the ledger and memory."""
         jobs = None
         with suppress(LedgerError):
             jobs = await to_thread.run_sync(context.ledger.counts)

@@ -37,7 +37,7 @@ _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
 #: Bytes of memory that a report takes while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
-_JobId = Annotated[str, Path(description="Id of a job, as its submission answered it.")]
+_JobId = Annotated[str, Path(description="Id of a job, from the response to its submission.")]
 
 
 def jobs_router(context: Context) -> APIRouter:
@@ -52,10 +52,10 @@ def jobs_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Submit a job",
         response_model=Job,
-        response_description="The job, which is queued now. `Location` names it.",
+        response_description="The queued job. The header `Location` has its path.",
         responses={
             **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
-            200: {"model": Job, "description": "The same job is known."},
+            200: {"model": Job, "description": "The job was submitted before."},
         },
         openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
     )
@@ -65,7 +65,7 @@ def jobs_router(context: Context) -> APIRouter:
         query: Annotated[JobSettings | None, Depends(_settings_of_query)],
         who: str = scorer,
         idempotency_key: Annotated[
-            str | None, Header(max_length=200, description="Names the job instead of its content.")
+            str | None, Header(max_length=200, description="Identifies the job in place of its content.")
         ] = None,
     ) -> Job:
         """Submit a job. Submitting the same job again returns the first one.
@@ -98,12 +98,12 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="List jobs",
         response_model=Jobs,
-        response_description="A page of them.",
+        response_description="A page of jobs.",
         responses=documented(401, 403, 422, 503),
     )
     async def jobs(
         request: Request,
-        state: Annotated[JobState | None, Query(description="Only these.")] = None,
+        state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
         before: Annotated[str | None, Query(max_length=64, description="A job's id: list only jobs older than it.")] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
     ) -> Response:
@@ -179,7 +179,7 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="Fetch a job's values",
         response_class=FileResponse,
-        response_description="The file.",
+        response_description="The result, a Parquet file.",
         responses={
             **documented(401, 403, 404, 409, 422, 503),
             200: {"content": {_PARQUET: {}}},
@@ -187,7 +187,7 @@ def jobs_router(context: Context) -> APIRouter:
         },
     )
     async def result(job_id: _JobId) -> Response:
-        """Return the values in dataset order, as Parquet with the columns row, keys, ref columns, error."""
+        """Return the values in dataset order, as Parquet: row; key, log-prob sum and token count per completion; error."""
         await _require_done(job_id)
         file = precompute.result(job_id)
         if not await to_thread.run_sync(file.is_file):
@@ -213,7 +213,7 @@ def jobs_router(context: Context) -> APIRouter:
     async def _require_done(job_id: str) -> None:
         state = (await precompute.get(job_id)).state
         if state != "done":
-            step = "wait until it is done" if state in UNFINISHED else "queue it again: retry"
+            step = "wait until it is done" if state in UNFINISHED else "queue it again: POST /v1/jobs/ID/retry"
             raise Problem(409, f"the job is {state}", step)
 
     return router
@@ -237,7 +237,7 @@ def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int
 def _settings_of_query(
     reference: Annotated[
         str | None,
-        Query(min_length=1, max_length=200, description="Settings of a job whose body is the dataset: as in its JSON."),
+        Query(min_length=1, max_length=200, description="If the body is the dataset: the setting as in a JSON body."),
     ] = None,
     format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
     max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,

@@ -51,20 +51,20 @@ _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 class ReferenceInfo(BaseModel):
     """A reference of the service or of its store."""
 
-    name: str | None = Field(description="Its name here; None for one that only the store knows.")
+    name: str | None = Field(description="Name in the service's settings; None if it is only in the store.")
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    model: str = Field(description="What it was called when it was described.")
-    dtype: str = Field(description="What it computes in.")
-    lm_head_dtype: str = Field(description="What its logits are computed in.")
-    snapshot: int | None = Field(description="Number of the latest snapshot; None where nothing was scored.")
+    model: str = Field(description="Name of the model's folder, or its hub id, when it was first described.")
+    dtype: str = Field(description="Dtype in which it computes.")
+    lm_head_dtype: str = Field(description="Dtype in which its logits are computed.")
+    snapshot: int | None = Field(description="Number of the latest snapshot; None if nothing has been scored.")
     sequences: int = Field(description="Rows of that snapshot.")
 
 
 class References(BaseModel):
     """All references of the service and its store."""
 
-    store: str = Field(description="Where the values are kept.")
-    references: list[ReferenceInfo] = Field(description="By name, then those that only the store knows.")
+    store: str = Field(description="URI of the store.")
+    references: list[ReferenceInfo] = Field(description="Sorted by id.")
 
 
 class LookupRequest(BaseModel):
@@ -72,7 +72,7 @@ class LookupRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
     keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
-        max_length=10_000, description="Each 32 hex digits."
+        max_length=10_000, description="Keys of 32 hex digits each."
     )
     values: bool = Field(False, description="Give token_logps too.")
 
@@ -80,11 +80,11 @@ class LookupRequest(BaseModel):
 class LookupAnswer(BaseModel):
     """One entry per key, in order; null for a key that the snapshot lacks."""
 
-    reference_id: str = Field(description="Whose values these are.")
+    reference_id: str = Field(description="Id of the reference whose values these are.")
     snapshot: int = Field(description="Number of the snapshot that was read.")
-    scored_len: list[int | None] = Field(description="Values that are stored.")
-    logp_sum: list[float | None] = Field(description="Their sum, nats.")
-    token_logps: list[list[float] | None] | None = Field(None, description="The values, where they were asked for.")
+    scored_len: list[int | None] = Field(description="Number of stored values of each key.")
+    logp_sum: list[float | None] = Field(description="Sum of a key's values, nats.")
+    token_logps: list[list[float] | None] | None = Field(None, description="Each key's values, nats; None unless asked for.")
 
 
 def lookups_router(context: Context) -> APIRouter:
@@ -96,7 +96,7 @@ def lookups_router(context: Context) -> APIRouter:
         "/v1/references",
         tags=["references"],
         summary="List references",
-        response_description="References by name, then those that only the store knows.",
+        response_description="All references, sorted by id.",
         responses=documented(401, 403, 503),
     )
     async def references() -> References:
@@ -122,7 +122,7 @@ def lookups_router(context: Context) -> APIRouter:
         """Look keys up. Raise Problem 413 if `values` is set and their values take more than `most` bytes."""
         found = snapshot.find(keys)
         if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
-            raise Problem(413, f"their values are more than {most:,} bytes", "ask for fewer keys at a time")
+            raise Problem(413, f"the values of these keys have more than {most:,} bytes", "ask for fewer keys at a time")
         missing = int((found.lengths < 0).sum())
         context.metrics.lookup_keys.labels("no").inc(missing)
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
@@ -148,7 +148,7 @@ def lookups_router(context: Context) -> APIRouter:
     async def lookup(
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id.")],
-        snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number; the latest when left out.")] = None,
+        snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number. Default: the latest.")] = None,
         values: Annotated[bool, Query(description="Give token_logps too (Arrow requests).")] = False,
     ) -> Any:
         """Look up keys in the store.

@@ -148,7 +148,7 @@ class _Pages:
         job_id = request.path_params["job_id"]
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
-            raise Problem(404, f"there is no job {job_id!r}", "the list of jobs has those that are kept")
+            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old ones are deleted")
         report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
         return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
 

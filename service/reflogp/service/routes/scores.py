@@ -45,7 +45,7 @@ class SequenceBody(BaseModel):
     """Token ids of a prompt and of the completion whose tokens get log-probs."""
 
     model_config = ConfigDict(extra="forbid")
-    prompt_ids: _TokenIds = Field(description="The model reads these first.")
+    prompt_ids: _TokenIds = Field(description="Tokens of the prompt; they get no log-probs.")
     completion_ids: _TokenIds = Field(description="Each of these gets a log-prob.")
 
 
@@ -63,9 +63,9 @@ class ScoreAnswer(BaseModel):
     """One entry per sequence, in order; the values are null where there is an error."""
 
     reference_id: str = Field(description="Whose values these are.")
-    hits: int = Field(description="Sequences that the store had.")
-    engine_seconds: float = Field(description="Computing, with what shared the packs.")
-    queue_seconds: float = Field(description="Waiting before that.")
+    hits: int = Field(description="Number of sequences whose values came from the store.")
+    engine_seconds: float = Field(description="From the start of computing, which others may share, to the last value.")
+    queue_seconds: float = Field(description="Time in the worker's queue before computing began.")
     token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
     errors: list[str | None] = Field(description="Why a sequence has no values.")
 
@@ -91,9 +91,9 @@ def scores_router(context: Context) -> APIRouter:
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id of one of the service's models.")],
         temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
-        cache_read: Annotated[bool, Query(description="Take from the store what it has (temperature 1, no mask).")] = True,
-        cache_write: Annotated[bool, Query(description="Keep in the store what is computed (temperature 1, no mask).")] = False,
-        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Nobody waits longer.")] = None,
+        cache_read: Annotated[bool, Query(description="Return stored values (at temperature 1, without a mask).")] = True,
+        cache_write: Annotated[bool, Query(description="Store computed values (at temperature 1, without a mask).")] = False,
+        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Longest wait, ms.")] = None,
     ) -> Any:
         """Return log-probs of completions, given their prompts.
 

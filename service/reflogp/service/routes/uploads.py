@@ -16,8 +16,8 @@ from reflogp.service.problems import documented
 from reflogp.service.request_memory import reservation_of
 from reflogp.service.routes.jobs import DATASET_TYPES
 
-_UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name that it was sent under.")]
-_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Ends in {SUFFIXES_IN_WORDS}.")]
+_UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
+_NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload; it ends in {SUFFIXES_IN_WORDS}.")]
 #: Content types of a file. The name says the format, so any type is accepted that a form of another site cannot send.
 _FILE_TYPES = (
     "application/octet-stream",
@@ -49,7 +49,7 @@ def uploads_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Send a dataset",
         response_model=Upload,
-        response_description="The file is there, whole.",
+        response_description="The upload, which is complete.",
         dependencies=[scorer],
         responses={
             **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
@@ -75,7 +75,7 @@ def uploads_router(context: Context) -> APIRouter:
         "/v1/uploads",
         dependencies=[reader],
         summary="List uploads",
-        response_description="All that are there.",
+        response_description="All uploads.",
         response_model=Uploads,
         responses=documented(401, 403, 503),
     )
@@ -88,7 +88,7 @@ def uploads_router(context: Context) -> APIRouter:
         "/v1/uploads/{name}",
         dependencies=[reader],
         summary="Show an upload",
-        response_description="What is known of it.",
+        response_description="Its name, size, digest and time.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def get(name: _UploadName) -> Upload:
@@ -100,7 +100,7 @@ def uploads_router(context: Context) -> APIRouter:
         status_code=204,
         dependencies=[scorer],
         summary="Delete an upload",
-        response_description="It is gone.",
+        response_description="The upload is deleted.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:

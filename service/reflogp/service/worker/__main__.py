@@ -1,7 +1,7 @@
 """Run the worker process: read frames on stdin and write frames to stdout, until the service sends `exit` or is gone.
 
-Four threads: the main thread owns the engines and takes turns, one reads frames, one runs jobs, and one commits values of
-online requests. Started as `python -m reflogp.service.worker`; logs go to stderr.
+Four threads: the main thread owns the engines and alternates between online requests and a job, one reads frames, one runs
+jobs, and one commits values of online requests. Started as `python -m reflogp.service.worker`; logs go to stderr.
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -59,7 +59,7 @@ class _Ordered:
     Attributes:
         helpers: helpers of a job; None for an order to help.
         why: reason to stop, or None.
-        asked: requests of the job's worker, for an order to help.
+        asked: for an order to help, the requests from the worker that runs the job.
     """
 
     order: JobOrder | HelpOrder
@@ -310,7 +310,7 @@ class Worker:
         return self._references[reference_id]
 
     def _admit(self, reference_id: str) -> None:
-        """Raise what is known to prevent a model from being loaded, before others are unloaded for it.
+        """Raise an error if a model certainly cannot be loaded, before others are unloaded for it.
 
         That is ContentMismatchError if its folder no longer holds the reference, and OutOfMemoryError if its device is too
         small for it.

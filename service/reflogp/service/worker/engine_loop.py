@@ -23,7 +23,8 @@ from reflogp.store import ReflogpError
 
 #: Passes that the engine may be ahead of the job's thread.
 _AHEAD = 64
-#: An engine is unloaded for another reference only if it was loaded this many seconds ago, or unused for the second number.
+#: An engine is unloaded for another reference only if it has been loaded for the first number of seconds, or unused for the
+#: second.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
 #: A request waits for others only if requests overlapped within this time: a lone caller gains nothing from waiting.
 _OVERLAP_SECONDS = 1.0
@@ -168,7 +169,9 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield a job's passes and the operations of each, computed in turns; called by a thread of the job.
+        """Yield the outcomes of each pass of a job, and the pass's floating-point operations. Called by a thread of the job.
+
+        The passes alternate with online requests.
 
         Args:
             groups: read in a thread of the engine, and must not block; an empty group means that none is available yet.
@@ -183,7 +186,7 @@ class EngineLoop:
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """Return the engine of a reference, loaded in the job's turn; use it only for calls that need no turn.
+        """Return the engine of a reference, after loading it if needed. Use it only for calls that compute no pass.
 
         Raises as `flow`.
         """
@@ -230,7 +233,9 @@ class EngineLoop:
         self._engine(reference_id)
 
     def run(self) -> None:
-        """Take turns until `close`. Raises EngineError if a pass fails, since the device may be unusable afterwards.
+        """Serve online requests and the job in turns until `close`.
+
+        Raises EngineError if a pass fails, since the device may be unusable afterwards.
 
         The job gets DeviceLostError first, so that it can commit computed values.
         """
@@ -398,7 +403,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # only a job waits for this round to end
+        engine.pass_seconds = None  # short passes serve only to let online requests in between
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

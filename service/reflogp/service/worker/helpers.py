@@ -80,7 +80,7 @@ class Helpers:
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
     def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """Send a helper a call of a method of Units; return the future of its answer."""
+        """Ask a helper to call a method of its UnitScorer; return the future result."""
         answer: Future[Any] = Future()
         worker = helper.number
         with self._lock:
@@ -136,7 +136,7 @@ class _Helper:
 
 
 def encoded(value: Any) -> Any:
-    """Return an answer of Units in a form that JSON can represent."""
+    """Return a result of UnitScorer in a form that JSON can represent."""
     if not isinstance(value, dict):
         return value
     operations = value["operations"]

@@ -1,7 +1,7 @@
 """Run one job in a worker: score the sequences of a dataset that the store lacks, then write the result and the report.
 
-The job uses the same `score_dataset` as the command line. It adds progress reports, stopping, and turns on the engine. Runs in
-the worker's job thread.
+The job uses the same `score_dataset` as the command line. It adds progress reports, stopping, and sharing the engine with
+online requests. Runs in the worker's job thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
-#: How often a job is started if its files are modified while it reads them.
+#: Maximum number of attempts at a job whose files are modified while it reads them.
 _ATTEMPTS = 3
 #: Seconds between two progress reports, and the time span over which the rate is measured.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
@@ -73,12 +73,12 @@ class JobContext:
 
 @dataclass(frozen=True)
 class JobCallbacks:
-    """What a running job calls.
+    """Callbacks of a running job.
 
     Attributes:
         report: called with (progress as in the HTTP response, whether values were committed since the last call).
         announce: called with the keys (hex) of the sequences that the device computes.
-        check: called now and then, at every step; raises JobStoppedError to stop. Values computed by then are committed.
+        check: called at every step; raises JobStoppedError to stop. Values computed by then are committed.
     """
 
     report: Callable[[dict[str, Any], bool], None]
@@ -222,7 +222,7 @@ def _attempt(
     job: JobCallbacks,
     progress: Progress,
 ) -> ScoreSummary:
-    """Run a job once, from the start to the result. Raises FileChangedError in addition."""
+    """Run a job once, from the start to the result. Raises what `run_job` raises, and FileChangedError."""
     form: Any = order.format
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
 

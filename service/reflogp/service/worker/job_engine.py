@@ -24,7 +24,7 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the loop's engine, for calls that need no turn.
+        engine: the loop's engine, for calls that compute no pass.
         reference_id: reference of the engine.
         suspects: keys (hex) of sequences one of which may kill the worker. They are scored before the rest of their group, in
             halves, each half alone.

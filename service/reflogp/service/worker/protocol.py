@@ -94,7 +94,7 @@ class JobOrder:
     Attributes:
         file: path of the dataset, a file or folder; without links.
         digest: digest of its content.
-        root: allowed root above the dataset, where others may write; None for a file in the service's own folder.
+        root: allowed root that contains the dataset, to which others may write; None for a file in the service's own folder.
         result, report: files to write.
         suspects, poison: see JobEngine.
     """

@@ -57,7 +57,7 @@ class WriteBack:
         with self._changed:
             tokens = sum(len(sequence) for sequence, _ in scored)
             if self._tokens and self._tokens + tokens > _MOST_TOKENS:
-                logger.warning("%d scored sequences are not kept: the store is slow to take those before them", len(scored))
+                logger.warning("%d scored sequences are not stored: earlier ones still wait for the store", len(scored))
                 return
             self._tokens += tokens
             self._waiting.setdefault(reference_id, (provenance, []))[1].extend(map(_copied, scored))

@@ -55,7 +55,7 @@ class ReferenceAudit(TrainerCallback):
     - `metrics`: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not
       means over all processes, and log-probs that become NaN, are only reported.
     - `schedule`: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
-      and saves that the settings ask for but that did not happen. Additional ones may happen at any time.
+      and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
     - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
       with its adapter off. Stops the run.
 
@@ -126,7 +126,7 @@ class ReferenceAudit(TrainerCallback):
         A TRL trainer is expected to start at its reference; set `trainer.policy_starts_at_reference = False` if it does not.
         """
         if self._trainer is not None:
-            raise UsageError("an audit watches one trainer; make another for the next")
+            raise UsageError("an audit watches one trainer; make another audit for another trainer")
         self._trainer = trainer
         if self.checks & {"step_zero", "spot_check"}:
             # Record the weights before adding this callback, whose on_train_begin needs them. A service's values are compared
@@ -208,9 +208,7 @@ class ReferenceAudit(TrainerCallback):
             self._found("forwards", problems)
             return
         kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL runs this pass without gradients
-        words = (
-            f"the policy made {self._forwards.policy} forward passes for one micro-batch, and {1 + kl_passes} need no reference"
-        )
+        words = f"the policy made {self._forwards.policy} forward passes for one micro-batch; training needs {1 + kl_passes}"
         as_a_reference = self._forwards.policy_without_grad > kl_passes
         self._found("forwards", problems + [words] * as_a_reference)
         if self._forwards.policy > 1 + kl_passes and not as_a_reference:
@@ -393,7 +391,7 @@ class ReferenceAudit(TrainerCallback):
 
     @property
     def _logs_reference_means(self) -> bool:
-        """Whether rewards and log-probs in the logs give the mean reference log-prob.
+        """Whether the mean reference log-prob can be computed from the logged rewards and log-probs.
 
         DPO's rewards are beta times (log-prob minus reference), whatever the loss. KTO's are means over only some of the rows.
         """

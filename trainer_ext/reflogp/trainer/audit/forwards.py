@@ -76,6 +76,6 @@ class ForwardCount:
 def _is_language_model(entry: Any) -> bool:
     """Return True for a language model.
 
-    Its type is compared, because isinstance would access more than the class of proxies and lazy modules.
+    Uses issubclass, because isinstance reads `__class__`, which may load the module behind a proxy or lazy object.
     """
     return issubclass(type(entry), PreTrainedModel) and any(True for _ in entry.parameters())

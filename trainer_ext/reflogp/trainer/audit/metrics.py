@@ -102,7 +102,7 @@ class GlobalMeans:
                 )
             elif apart(logged, joined) > _ROUNDING:
                 found.reference.append(
-                    f"rewards/{side} and logps/{side} are those of a mean reference log-prob of {logged:.6g}, and the joined "
+                    f"rewards/{side} and logps/{side} imply a mean reference log-prob of {logged:.6g}, but the joined "
                     f"column's mean over all processes is {joined:.6g}"
                 )
 

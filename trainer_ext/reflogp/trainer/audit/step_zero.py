@@ -16,7 +16,7 @@ from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
 _CAUSES = (
-    "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if that is meant);{dtype} "
+    "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if intended);{dtype} "
     "another chat template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does "
     "not make; a store whose values are not what was scored (`reflogp store verify`)"
 )
@@ -86,7 +86,7 @@ class StepZero:
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(
                 f"the reference was scored in {self.reference_dtype} and the policy computes in {wanted}{explained(wanted)}: "
-                f"at step 0 they differ by up to {self.max_difference:.4g} nats that are not training. "
+                f"at step 0 they differ by up to {self.max_difference:.4g} nats, before any training. "
                 f"{self.advice}, or pass step_zero_tolerance= to accept the difference",
                 check,
             )

@@ -32,10 +32,10 @@ class RemoteReferenceMixin(_AnyTrainer):
     """Mixin to put before a TRL online trainer: its reference log-probs come from a service.
 
     The request is sent while the policy's own forward pass runs on the same tokens. Its response is awaited at the point where
-    the reference model would have run. Takes the trainer's own arguments, and
+    the reference model would have run. Takes the trainer's own arguments, and in addition:
 
     Args:
-        reference: the service, and which reference model of it.
+        reference: the service, and which of its reference models.
         reference_deadline: maximum seconds to wait for the values of one batch; a slow or restarting service pauses the step
             for that time.
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch's values are

@@ -38,7 +38,7 @@ class RunAudit:
 
     A run is stopped only for its reference values; everything else is logged as a warning and written to the report.
 
-    forwards: the policy makes one forward pass per micro-batch, and the reference's part of a step makes none, with any model.
+    forwards: the policy makes one forward pass per micro-batch, and no model makes one in the reference's part of a step.
         Stops the run if there are more.
     step_zero: before the first step, the policy's log-probs of the first batch equal the stored ones, within rounding. Stops
         the run. A policy whose own log-probs are not finite is only reported.

@@ -83,8 +83,8 @@ class CachedReference:
             return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:
-            log-probs, float32 (2B, L - 1) on the input's device: at t, in nats, that of token t + 1; 0 before a row's
-            completion and in its padding, which the trainer masks. And an output without an aux_loss.
+            log-probs, float32 (2B, L - 1), in nats, on the input's device: entry t is that of token t + 1; 0 before a row's
+            completion and in its padding, which the trainer masks. And an empty output, which has no aux_loss.
 
         Raises MissingLogpsError for a row that is in none of the datasets.
         """
@@ -112,6 +112,6 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' is for TRL's trainers; with OpenRLHF use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
-        raise UsageError("to score what is missing here, give a store and model=; a service scores with on_miss='score'")
+        raise UsageError("to score missing rows in this run, give a store and model=; for a service use on_miss='score'")
     if run_command and source.snapshot is not None:
         raise UsageError(f"what is scored now will not be in snapshot {source.snapshot}: leave the snapshot out")

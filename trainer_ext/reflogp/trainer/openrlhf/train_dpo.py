@@ -66,7 +66,7 @@ class Launch:
 
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
         if self._source is None:
-            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models in another way than reflogp knows (0.11)")
+            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models in another way than 0.11, which reflogp supports")
         return CachedReferenceDPOTrainer(
             *args,
             reference=self._source,
@@ -101,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
     add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
     add("--reflogp.model", dest="model", help="the reference model; default: --ref.model_name_or_path, else the policy's")
-    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help="what it is scored in; default: --ds.param_dtype")
+    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help="dtype of the reference; default: --ds.param_dtype")
     add("--reflogp.reference", dest="reference", metavar="NAME", help="a service's name for the reference, instead of a model")
-    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="its id, instead of a model")
+    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id, instead of a model")
     add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="default: the latest")
     add(
         "--reflogp.on_miss",
@@ -119,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
     )
-    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="of that comparison")
-    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="what the audit does")
+    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="for the first batch")
+    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="on wrong values")
     return parser
 
 

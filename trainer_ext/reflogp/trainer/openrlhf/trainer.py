@@ -21,7 +21,7 @@ from reflogp.trainer.source import ReferenceSource
 class CachedReferenceDPOTrainer(DPOTrainer):
     """OpenRLHF's DPOTrainer whose reference log-probs come from a store or a service.
 
-    Takes the arguments of DPOTrainer, with ref_model=None, and
+    Takes the arguments of DPOTrainer, with ref_model=None, and in addition:
 
     Args:
         reference: where the reference log-probs are.
