@@ -1,9 +1,9 @@
-"""How far stored values are from TRL's own reference where TRL's defaults meet float32 weights: bfloat16 autocast.
+"""Measure how far stored values are from TRL's own reference under TRL's defaults: float32 weights, bfloat16 autocast.
 
-TRL loads a model that is given by name in float32 and sets bf16=True, so accelerate runs the policy and the reference under
-torch.autocast. Scores the same pairs with TRL's own `_precompute_ref_logps` under its defaults and with the engine in each
-dtype, and compares the sums of completions. TRL at another batch size is in the table too: what TRL's reference differs from
-itself by, which no stored value can be below by more than chance.
+By default TRL loads a model, given by name, in float32 and sets bf16=True, so accelerate runs the policy and the reference
+under torch.autocast. The benchmark scores the same pairs with TRL's own `_precompute_ref_logps` under its defaults and with the
+engine in each dtype, and compares the sums of completions. The table also has TRL at another batch size: stored values cannot
+be expected to differ less from TRL's reference than that reference differs from itself.
 
     python benchmarks/autocast.py [--data FILE:PAIRS] [--shape 20M] [--out benchmarks/results]
 """
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def save_model(folder: Path, tokenizer: Any, shape: str) -> None:
-    """A Llama with random weights in float32, and its tokenizer."""
+    """Save a Llama with random weights in float32, and its tokenizer."""
     hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -86,14 +86,14 @@ def save_model(folder: Path, tokenizer: Any, shape: str) -> None:
 
 
 def trl_trainer(model: Path, rows: list[dict[str, Any]], tokenizer: Any, output_dir: Path) -> DPOTrainer:
-    """TRL's trainer with its defaults: float32 weights, a reference model of its own, bf16=True."""
+    """Return TRL's trainer with its defaults: float32 weights, its own reference model, bf16=True."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     args = DPOConfig(output_dir=str(output_dir), report_to=[], use_cpu=not torch.cuda.is_available())
     return DPOTrainer(policy, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
 def as_trained_on(trainer: DPOTrainer) -> list[Sequence]:
-    """The trainer's rows as its collator cuts them, chosen and rejected in turn."""
+    """Return the trainer's sequences as its collator truncates them, chosen and rejected in turn."""
     longest = trainer.args.max_length
     return [
         Sequence(row["prompt_ids"], row[side][: longest - len(row["prompt_ids"])])
@@ -103,7 +103,7 @@ def as_trained_on(trainer: DPOTrainer) -> list[Sequence]:
 
 
 def trl_sums(trainer: DPOTrainer, batch: int) -> Any:
-    """TRL's reference log-probs of its rows, chosen and rejected in turn."""
+    """Return TRL's reference log-probs, summed over each completion, chosen and rejected in turn."""
     trainer._precompute_model_hash = f"{trainer.args.output_dir} {batch}"  # its cache has never seen it
     found = trainer._precompute_ref_logps(trainer.train_dataset, "train", batch)
     return np.array([found["ref_chosen_logps"], found["ref_rejected_logps"]], np.float64).T.flatten()

@@ -1,4 +1,4 @@
-"""A Ray worker with a clocked engine; in a module of its own, so that the worker's process can import it. See pipeline.py."""
+"""Define a Ray worker with pipeline.py's simulated engine, in its own module, so that the worker's process can import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reflogp.scoring.on_ray.workers import NodeWorker
 
 
 class ClockedWorker(NodeWorker):
-    """Loads the clock in the place of a model."""
+    """A NodeWorker that loads the simulated engine instead of a model."""
 
     def prepare(self) -> dict[str, Any]:
         self._choice = _Clock()  # type: ignore[assignment]

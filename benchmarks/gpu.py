@@ -1,15 +1,15 @@
-"""Scoring speed on one GPU, in one command: ours against padded transformers forwards and vLLM, at 0.5B, 1.5B and 7B.
+"""Measure scoring speed on one GPU: reflogp against padded transformers forwards and vLLM, at 0.5B, 1.5B and 7B.
 
     python benchmarks/gpu.py [--shapes 0.5B 1.5B 7B] [--minutes 9] [--rounds 3] [--out benchmarks/results]
-    python benchmarks/gpu.py --device cpu --shapes tiny    # all of it in a minute, to try it
+    python benchmarks/gpu.py --device cpu --shapes tiny    # a trial of the whole benchmark in a minute
 
-Needs torch >= 2.11 and transformers >= 5.16, no network and no files: random weights drawn on the device, random tokens in the
-lengths of UltraFeedback. Sides take turns in one run. The JSON is written after every run of a side, so an early end loses
-nothing; a side that is not installed, fails, or comes when the time is up is in it with the reason.
+Needs torch >= 2.11 and transformers >= 5.16, no network and no files: weights are random, drawn on the device, and tokens are
+random in the lengths of UltraFeedback. Sides take turns in one run. The JSON file is written after every run of a side, so an
+early end loses nothing. For a side that is not installed, fails or comes too late, the file has the reason.
 
-What it says of a side: seconds of each run and tokens of the data a second (medians; both sequences of a pair whole, nothing
-shared, nothing padded), the steady state without the first and the last pass, utilization (operations that were computed, over
-what a matrix product reaches in the same run), peak memory, and the error against float32 forwards in nats per token.
+Results of a side: seconds of each run; tokens of the data per second (medians; both sequences of a pair count whole, without
+sharing and padding); the steady rate without the first and the last pass; utilization (computed operations per second, divided
+by the rate of a matrix product in the same run); peak memory; and the error against float32 forwards, in nats per token.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LIBRARIES = ("trl", "vllm", "flash-attn", "cut-cross-entropy", "liger-kernel", "
 
 @dataclass
 class Plan:
-    """A side to measure: what makes it by a deadline, the pairs that it scores, and why it is left out (None: it is not)."""
+    """A side to measure: a function from a deadline to the side, the pairs that it scores, and why it is skipped, if it is."""
 
     name: str
     make: Callable[[float], Any]
@@ -82,7 +82,7 @@ class Plan:
 
 
 class Report:
-    """The JSON file: written anew whenever something was measured."""
+    """The JSON file of results, rewritten after every measurement."""
 
     def __init__(self, file: Path, minutes: float) -> None:
         self.results: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class Report:
         part.replace(self._file)
 
     def said(self, shape: str, name: str, entry: dict[str, Any]) -> None:
-        """Write what is known of a side, and print a line."""
+        """Write the file, and print one line about a side."""
         self.write()
         text = next((f"{word}: {entry[word]}" for word in ("skipped", "failed") if word in entry), None)
         if text is None:
@@ -170,7 +170,7 @@ def chosen_device(name: str) -> torch.device:
 def measure_shape(
     shape: str, found: dict[str, Any], device: torch.device, options: argparse.Namespace, report: Report, end: float
 ) -> Any:
-    """Measure everything that shares one set of weights; returns the model's config."""
+    """Measure all sides that share one set of weights; return the model's config."""
     longest = MOST_OF_TIME * (end - time.perf_counter())
     forget_unused_memory()
     torch.compiler.reset()  # what was compiled for another shape would count towards the limit of recompilations
@@ -223,7 +223,7 @@ def measure_shape(
 
 
 def plans(model: Any, pairs: Pairs, device: torch.device) -> list[Plan]:
-    """The sides, those that matter most first."""
+    """Return the sides, the most important first."""
     attention = "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
     some, trial = (pairs.spread(max(4, len(pairs.rows) // step)) for step in (PADDED_STEP, TRIAL_STEP))
     found = [Plan(OURS, lambda _: Packed(model), pairs)]
@@ -243,7 +243,7 @@ def with_kernel(model: Any, kernel: str, deadline: float) -> Packed:
 
 
 def best_padded(model: Any, trial: Pairs, attention: str, whole_logits: bool, deadline: float) -> Padded:
-    """The padded side at the batch size that scores some pairs fastest; its `about` says what each reached."""
+    """Return the padded side with the fastest batch size for the trial pairs; its `about` has the rate of each batch size."""
     rates: dict[int, float] = {}
     failed: dict[int, str] = {}
     for batch in BATCHES:
@@ -269,10 +269,10 @@ def best_padded(model: Any, trial: Pairs, attention: str, whole_logits: bool, de
 def first_run(
     plan: Plan, entry: dict[str, Any], few: list[Sequence], exact: list[np.ndarray], longest: float, end: float
 ) -> Any:
-    """Make a side, take its error, run it once; None where it cannot be measured, and `entry` says why.
+    """Make a side, measure its error, and run it once. Return None if it cannot be measured; `entry` then has the reason.
 
     Args:
-        longest: seconds that the run may take.
+        longest: maximum seconds of preparing, and of the run.
         end: time.perf_counter() when the shape's time is up.
     """
     start = time.perf_counter()
@@ -306,7 +306,7 @@ def first_run(
 
 
 def measured_run(side: Any, pairs: Pairs, entry: dict[str, Any], deadline: float) -> None:
-    """Run a side once more."""
+    """Run a side, and add the run to its entry."""
     forget_unused_memory()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -319,7 +319,7 @@ def measured_run(side: Any, pairs: Pairs, entry: dict[str, Any], deadline: float
 
 
 def passes_of(run: Run) -> dict[str, Any]:
-    """Seconds of each pass, and the rate between the first and the last."""
+    """Return the seconds of each pass, and the rate without the first and the last pass."""
     seconds = [took for took, _ in run.passes]
     steady = run.passes[1:-1]
     return {
@@ -331,7 +331,7 @@ def passes_of(run: Run) -> dict[str, Any]:
 
 
 def summarize(entry: dict[str, Any], rate: float) -> None:
-    """Medians over a side's runs."""
+    """Set the medians over a side's runs, its utilization and its peak memory."""
     entry["seconds"] = statistics.median(run["seconds"] for run in entry["runs"])
     entry["tokens_per_second"] = statistics.median(run["tokens"] / run["seconds"] for run in entry["runs"])
     entry["utilization"] = entry["operations"] / entry["seconds"] / rate if entry["operations"] else None
@@ -341,7 +341,7 @@ def summarize(entry: dict[str, Any], rate: float) -> None:
 def measure_head(
     shape: str, model: Any, found: dict[str, Any], device: torch.device, report: Report, end: float, repeats: int = 5
 ) -> None:
-    """Milliseconds of log p(target) of some rows of last hidden states: ours, and kernel libraries where they are installed."""
+    """Measure the milliseconds of log p(target) for rows of last hidden states: reflogp, and installed kernel libraries."""
     rows, (vocabulary, hidden) = HEAD_ROWS[device.type], model.lm_head.weight.shape
     states = torch.randn(rows, hidden, device=device).to(torch.bfloat16)
     targets, at = torch.randint(vocabulary, (rows,), device=device), torch.arange(rows, device=device)
@@ -396,7 +396,7 @@ def measure_head(
 
 
 def measure_vllm(shape: str, config: Any, found: dict[str, Any], options: argparse.Namespace, report: Report) -> None:
-    """vLLM in a process of its own, with random weights of its own, after everything else has left the device."""
+    """Measure vLLM in a separate process, with its own random weights, after all other sides have left the device."""
     python = VLLM_PYTHON if VLLM_PYTHON.is_file() else Path(sys.executable)
     there = VLLM_PYTHON.is_file() or importlib.util.find_spec("vllm") is not None
     entry: dict[str, Any] = {}
@@ -430,7 +430,7 @@ def measure_vllm(shape: str, config: Any, found: dict[str, Any], options: argpar
 
 
 def shortened(sequence: Sequence) -> Sequence:
-    """The sequence's end, of ERROR_TOKENS tokens at most, and a prompt of at least one."""
+    """Return the end of the prompt (at least one token) and the start of the completion, ERROR_TOKENS tokens at most."""
     completion = list(sequence.completion_ids)[: ERROR_TOKENS - 1]
     return Sequence(list(sequence.prompt_ids)[len(completion) - ERROR_TOKENS :], completion)
 

@@ -1,7 +1,7 @@
-"""What gpu.py compares on one device: our engine with each attention kernel, padded transformers forwards, vLLM.
+"""Define sides that gpu.py compares on one device: reflogp's engine with each attention kernel, padded transformers forwards.
 
-Every side computes with the same weights, which are in memory once: each has a model object of its own around them. Needs torch
-and transformers, and of this repository the engine alone.
+They share one copy of the weights in memory; each side has its own model object around them. Needs torch, transformers and
+reflogp's engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Run:
 
     Attributes:
         seconds: from the first sequence to the last value on the host.
-        tokens: of the data: both sequences of a pair whole, nothing shared and nothing padded.
-        operations: that were computed, two per multiply-add; padding counts, what was shared counts once. 0 where not known.
+        tokens: tokens of the data: both sequences of a pair count whole, without sharing and padding.
+        operations: computed operations, two per multiply-add; padding counts, shared tokens count once. 0 if unknown.
         passes: (seconds, tokens of the data) of each pass or batch.
-        complete: False where time was up before the last pair.
+        complete: False if the time was up before the last pair.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Run:
 
 
 class Work:
-    """Operations of a Qwen2 forward, counted from its config."""
+    """A counter of the operations of a Qwen2 forward, from the model's config."""
 
     def __init__(self, config: Any) -> None:
         head = config.hidden_size // config.num_attention_heads
@@ -54,12 +54,12 @@ class Work:
         self._per_prediction = 2.0 * config.hidden_size * config.vocab_size
 
     def __call__(self, tokens: int, scores: float, predictions: int) -> float:
-        """Operations of a pass.
+        """Return the operations of a pass.
 
         Args:
-            tokens: that go through the layers.
-            scores: of attention, one for each query and key that it may see.
-            predictions: positions whose logits are computed.
+            tokens: number of tokens that go through the layers.
+            scores: number of attention scores, one for each query and each key that it may see.
+            predictions: number of positions whose logits are computed.
         """
         return self._per_token * tokens + self._per_score * scores + self._per_prediction * predictions
 
@@ -70,14 +70,14 @@ class Work:
 
 
 def now(device: torch.device) -> float:
-    """The time, after the device has finished."""
+    """Wait until the device has finished; return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def around_same_weights(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """Another model object, with the same tensors; with parameters of its own in `dtype` where one is given."""
+    """Return another model object with the same tensors, or, if `dtype` is given, with its own parameters in that dtype."""
     tensors = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
         cast = parameter if dtype is None else torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
@@ -87,7 +87,7 @@ def around_same_weights(model: Any, dtype: torch.dtype | None = None) -> Any:
 
 @torch.inference_mode()
 def exact_values(model: Any, sequences: list[Sequence]) -> list[np.ndarray]:
-    """log-probs of completion tokens by one unpadded float32 forward a sequence, without any of reflogp's code."""
+    """Return the completions' log-probs from one unpadded float32 forward per sequence, without reflogp's code."""
     model = around_same_weights(model, torch.float32)
     device = next(model.parameters()).device
     found = []
@@ -144,14 +144,14 @@ class Packed:
 
 
 class Padded:
-    """What one writes by hand, as TRL computes it: batches padded on the right, in the data's order, in the model's dtype.
+    """A hand-written loop that computes as TRL does: batches padded on the right, in the data's order, in the model's dtype.
 
     Args:
         model: the weights.
-        batch: sequences of a batch.
+        batch: number of sequences per batch.
         attention: transformers' name of an attention implementation.
-        whole_logits: take log_softmax of the logits that the model gives, all positions, in its dtype. Otherwise the head runs
-            on completion tokens alone, some rows at a time, log_softmax in float32, as TRL's fused head since 1.16.
+        whole_logits: True to take log_softmax of the model's logits at all positions, in the model's dtype. Otherwise the head
+            runs on completion tokens only, some rows at a time, with log_softmax in float32, as TRL's fused head since 1.16.
     """
 
     def __init__(self, model: Any, batch: int, attention: str, whole_logits: bool) -> None:
@@ -190,7 +190,7 @@ class Padded:
 
     @torch.inference_mode()
     def _forward(self, batch: list[Sequence]) -> torch.Tensor:
-        """log-probs of the completions' tokens, one sequence after another, float32."""
+        """Return the log-probs of the completions' tokens, one sequence after another, float32."""
         rows = [torch.from_numpy(sequence.ids()) for sequence in batch]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self._device)

@@ -1,7 +1,7 @@
-"""What requests take of a service's memory and of its worker's, beside the bounds that are stated: `make bench`.
+"""Measure the peak memory of a service and its worker under heavy requests, compared with the stated bounds: `make bench`.
 
-Every route is sent its heaviest requests (tests/service/heavy_requests.py) at the largest body that the default settings allow,
-four at a time; printed is how far the peaks of both processes are beyond what they held at rest.
+Every route gets its heaviest requests (tests/service/heavy_requests.py), with the largest body that the default settings allow,
+four at a time. The peaks of both processes are reported, with their memory at rest and the bounds.
 
     python benchmarks/memory.py [--requests 1000] [--only POST/v1/score …] [--seconds 0] [--out benchmarks/results]
 """
@@ -100,7 +100,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_route(service: Any, worker: int, method: str, cases: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Peaks over all cases of a route, and the case that took most of the service."""
+    """Send a route's cases; return the peaks over all cases, and the case with the highest peak of the service."""
     each = max(4, -(-options.requests // len(cases)))
     peaks, sent, start = [], 0, time.perf_counter()
     statuses: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""A service's memory over many small jobs: resident bytes of the service and of its worker, every so many jobs.
+"""Measure a service's memory over many small jobs: resident MiB of the service and of its workers after every --every jobs.
 
     python benchmarks/memory_of_jobs.py [--jobs 2000] [--rows 5] [--every 100]
 
-Prints one JSON object a line. Every job has rows of its own, so that all are computed and committed.
+Prints one JSON object per line. Every job has different rows, so that all are computed and committed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_jobs(client: httpx.Client, numbers: range, rows: int) -> None:
-    """Submit jobs, follow each to its end, and fetch what it left, as callers do."""
+    """Submit jobs, follow each to its end, and fetch its report, result and pages, as callers do."""
     for job in [submit(client, number, rows) for number in numbers]:
         with client.stream("GET", f"/v1/jobs/{job}/events") as events:
             assert any(line == "event: end" for line in events.iter_lines())

@@ -1,10 +1,10 @@
-"""Online trainers with the reference model in a service, beside TRL's with one of its own: seconds of a step, in one run.
+"""Compare the step time of online trainers whose reference model is in a service with TRL's, which load their own.
 
     python benchmarks/online.py [--shape tiny] [--steps 12] [--rounds 3] [--out benchmarks/results]
 
-Each side trains in a process of its own, in turns, on the shipped prompts: float32, random weights, the same seeds. On a CPU
-the trainer and the service get one thread each, so that a reference pass and a request cost the same arithmetic. A step is the
-median over all but the first. `hidden` is the share of the requests' time in which the trainer did something else.
+Each side trains in its own process, in turns, on the shipped prompts: float32, random weights, the same seeds. On a CPU the
+trainer and the service get one thread each, so that a reference pass computes at the same speed in both. `step_seconds` is the
+median over all steps but the first. `hidden` is the share of the requests' time in which the trainer did something else.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(side: str, trainer: str, url: str, folder: Path, options: argparse.N
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One run; in a process of its own."""
+    """Train one side; runs in its own process."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Preference pairs as token ids, and pairs of random tokens in UltraFeedback's lengths. Needs no text and no tokenizer."""
+"""Define preference pairs as token ids, and draw pairs of random tokens with UltraFeedback's lengths. Needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Pairs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of both sequences of every pair, nothing shared and nothing padded."""
+        """Number of tokens of both sequences of every pair; the prompt counts twice."""
         return sum(2 * len(p) + len(c) + len(r) for p, c, r in self.rows)
 
     def sequences(self) -> list[Sequence]:
         return [Sequence(p, side) for p, c, r in self.rows for side in (c, r)]
 
     def spread(self, count: int) -> Pairs:
-        """`count` rows at even distances, so that their lengths are those of the whole."""
+        """Return `count` evenly spaced rows, whose lengths are distributed like those of all rows."""
         step = max(1, len(self.rows) // count)
         return Pairs(self.name, self.rows[::step][:count])
 
 
 def drawn_pairs(tokens: int, vocab_size: int, seed: int = 0) -> Pairs:
-    """Pairs of random tokens with UltraFeedback's lengths, until there are `tokens` of them; both sides share the prompt."""
+    """Draw pairs of random tokens with UltraFeedback's lengths until they have `tokens` tokens; both sides share the prompt."""
     random = np.random.default_rng(seed)
     rows, left = [], tokens
     while left > 0:
@@ -57,5 +57,5 @@ def _length(share: float, percentiles: tuple[int, ...]) -> int:
 
 
 def _share_below(number: float) -> float:
-    """Share of a standard normal distribution below `number`."""
+    """Return the share of a standard normal distribution below `number`."""
     return 0.5 * (1 + erf(number / 2**0.5))

@@ -1,14 +1,14 @@
-"""How long a device waits for the host, measured with a device that is a clock.
+"""Measure how long a device waits for the host, with a simulated device that only waits.
 
     python benchmarks/pipeline.py [--seconds 1.5 0.15] [--pairs 6000] [--sides score job ray] [--online] [--json]
 
-The engine is the torch engine, with its packing and its preparing ahead, but a pass is not computed: it takes the device so
-many seconds for 65,536 tokens, asynchronously, as on a GPU (1.5 s is about a model of 7B parameters on one H100, 0.15 s one of
-0.5B). Everything else is real: reading, tokenising, keys, lookups, shards, commits. A side's `idle_share` is the part of the
-time between the first pass's start and the last one's end in which the device had nothing to do.
+The engine is the torch engine, with its packing and its preparation of the next pass, but passes are not computed. The device
+takes --seconds for 65,536 tokens, asynchronously, as a GPU would (1.5 s is about a model of 7B parameters on one H100, 0.15 s a
+model of 0.5B). Everything else is real: reading, tokenising, keys, lookups, shards, commits. A side's `idle_share` is the share
+of the time from the start of the first pass to the end of the last pass in which the device had no pass.
 
-With --online, requests of 16 sequences of 200 tokens are asked one after the other while the job runs, with pauses of 0.2 s:
-seconds until the answer.
+With --online, requests of 16 sequences of 200 tokens are sent one after the other while the job runs, with pauses of 0.2 s, and
+the seconds until each response are measured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LOG, SECONDS = "REFLOGP_CLOCKED_LOG", "REFLOGP_CLOCKED_SECONDS"
 
 
 class ClockedEngine(TorchEngine):
-    """The torch engine on a device that computes nothing, and takes its time for it."""
+    """The torch engine on a simulated device that computes nothing and waits as long as a pass would take."""
 
     def __init__(self, model: str, seconds: float, log: Path) -> None:
         super().__init__(model, "float32", "cpu", PASS_TOKENS, compile_layers=False)
@@ -74,7 +74,7 @@ class ClockedEngine(TorchEngine):
 
 
 class _Mark:
-    """A moment of the clocked device, as device.Mark."""
+    """A moment of the simulated device; has the methods of device.Mark."""
 
     def __init__(self, moment: float) -> None:
         self.moment = moment
@@ -90,12 +90,12 @@ class _Mark:
 
 
 def clocked(model: str) -> ClockedEngine:
-    """The engine; what else it needs comes from the environment, which reaches workers."""
+    """Return the engine. Its seconds and its log come from environment variables, which workers inherit."""
     return ClockedEngine(model, float(os.environ[SECONDS]), Path(os.environ[LOG]))
 
 
 class World:
-    """A model's folder (of a tokenizer and a tiny model), a dataset of distinct pairs, and an empty store for each run."""
+    """A model's folder (a tokenizer and a tiny model), a dataset of distinct pairs, and a new store for each run."""
 
     def __init__(self, folder: Path, file: Path, pairs: int) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ class World:
 
 
 def _numbered(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """A row whose prompt no other row's begins like."""
+    """Return the row with its number at the start of the prompt, so that no two prompts share a prefix."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return {**row, "prompt": f"{number}: {prompt}"}
@@ -131,14 +131,14 @@ def _save_model(folder: Path) -> None:
 
 
 def score(world: World, online: bool) -> dict[str, Any]:
-    """What `reflogp score` does."""
+    """Score as `reflogp score` does."""
     return asdict(
         score_dataset(world.dataset(), world.store(), world.reference, LocalScorer(lambda: clocked(str(world.model))))
     )
 
 
 def job(world: World, online: bool) -> dict[str, Any]:
-    """What a service's worker does with a job, in this process; with `online`, beside requests."""
+    """Run a job as a service's worker does, but in this process; with `online`, send online requests meanwhile."""
     store = world.store()
     state = Path(tempfile.mkdtemp(dir=world.folder))
     limits = (ReadBounds(sys.maxsize, sys.maxsize, sys.maxsize), RowLimits())
@@ -218,7 +218,7 @@ def _order(world: World, state: Path, reference_id: str) -> JobOrder:
 
 
 def ray(world: World, online: bool) -> dict[str, Any]:
-    """What `reflogp score --ray` does with one worker."""
+    """Score as `reflogp score --ray` does with one worker."""
     from clocked_worker import ClockedWorker
     from ray.cluster_utils import Cluster
 
@@ -246,7 +246,7 @@ SIDES = {"score": score, "job": job, "ray": ray}
 
 
 def idle_share(log: Path) -> dict[str, float]:
-    """What the device did, from its log."""
+    """Return the number of passes, their tokens, the seconds and the idle share, from the device's log."""
     passes = sorted(tuple(map(float, line.split())) for line in log.read_text().splitlines())
     whole = passes[-1][1] - passes[0][0]
     busy = sum(end - begin for begin, end, _ in passes)

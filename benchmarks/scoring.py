@@ -1,7 +1,7 @@
-"""Scoring speed on this machine, every side in one run: `make bench`.
+"""Measure the scoring speed of every side on this machine, in one run: `make bench`.
 
-Rates are in tokens of the data (both sequences of a pair whole, nothing shared and nothing padded) a second, so that sides may
-run on samples of different size. Rounds alternate between the sides; the table shows medians.
+Rates are tokens of the data per second (both sequences of a pair count whole, without sharing and padding), so sides can be
+compared although slow sides run on a sample. Each round runs every side once; the table shows medians.
 
     python benchmarks/scoring.py [--data FILE:ROWS …] [--shape 0.1B] [--rounds 3] [--trl-rows 12] [--out benchmarks/results]
 """

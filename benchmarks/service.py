@@ -1,8 +1,8 @@
-"""The service's speed on this machine, each side beside what it is compared with, in one run: `make bench`.
+"""Measure the service's speed on this machine, next to what it is compared with, in one run: `make bench`.
 
-A job over HTTP beside `reflogp score`; a second job that hits everything; lookups; online requests, their time beyond the
-engine's; eight callers beside one offline stream of packs; online requests while a job runs; idle connections and a long line
-of jobs.
+Steps: a job over HTTP and `reflogp score`; a job with only cache hits; lookups; the time of online requests in addition to the
+engine's time; eight callers and one offline stream of packs; online requests while a job runs; idle connections and a long
+queue of jobs.
 
     python benchmarks/service.py [--data FILE] [--rows N] [--shape tiny] [--rounds 3] [--out benchmarks/results]
 """
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def serving(folder: Path, model: Path, *more: str) -> Iterator[Service]:
-    """A service with a store and state of its own, ready to work."""
+    """Run a service with its own store and state; yield it when its worker is ready."""
     place = Path(tempfile.mkdtemp(dir=folder))
     with running("--store", place / "store", "--state", place / "state", "--model", f"ref={model}", *more) as service:
         service.worker_ready()
@@ -96,7 +96,7 @@ def seconds_of(job: Job) -> float:
 
 
 def job_beside_command(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """A job's rate over `reflogp score`'s, tokens a second from beginning to end; sides alternate."""
+    """Compare a job's tokens per second, from its start to its end, with those of `reflogp score`; the sides alternate."""
     command, job, engine_command, engine_job = [], [], [], []
     for _ in range(rounds):
         store = tempfile.mkdtemp(dir=folder)
@@ -117,7 +117,7 @@ def job_beside_command(folder: Path, model: Path, data: Path, rounds: int) -> di
 
 
 def all_hits(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Sequences a second of a job whose sequences are all stored, from its beginning to its end."""
+    """Measure the sequences per second of a job whose sequences are all stored, from its start to its end."""
     with serving(folder, model) as service, Client(service.url) as client:
         client.watch(client.submit(data, "ref").id)
         rates = []
@@ -129,7 +129,7 @@ def all_hits(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, An
 
 
 def lookups(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Keys a second of /v1/lookup on loopback, 100,000 keys at a time, and with token values."""
+    """Measure the keys per second of lookups on loopback: 100,000 random keys, which the store lacks, without token values."""
     with serving(folder, model) as service, Client(service.url) as client:
         client.watch(client.submit(data, "ref").id)
         keys = [bytes(row) for row in np.random.default_rng(0).integers(0, 256, (100_000, 16), np.uint8)]
@@ -148,7 +148,7 @@ def request(seed: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def timed(client: Client, count: int, first: int) -> tuple[list[float], list[float]]:
-    """(seconds beyond engine time, seconds in all) of requests one after the other."""
+    """Send requests one after the other; return their seconds in addition to the engine's, and their total seconds."""
     beyond, whole = [], []
     for number in range(count):
         asked = request(first + number)
@@ -164,7 +164,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def online(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Time beyond the engine's of one caller's requests."""
+    """Measure the time of one caller's requests in addition to the engine's time."""
     with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
         timed(client, 20, 0)
         beyond, _ = timed(client, 100 * rounds, 1000)
@@ -172,7 +172,7 @@ def online(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]
 
 
 def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Tokens a second of eight callers over those of one offline stream of packs of the same sequences."""
+    """Compare the tokens per second of eight callers with those of one offline stream of packs of the same sequences."""
     each = 12
     asked = [request(5000 + n) for n in range(8 * each)]
     sequences = [Sequence(p, c) for prompts, completions in asked for p, c in zip(prompts, completions, strict=True)]
@@ -204,7 +204,7 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
 
 
 def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
-    """What the first packs of a job over this data take, on an idle machine."""
+    """Return the seconds of the first packs of this data, without the very first, on an idle machine."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     pairs = tokenize(data.name, rows, load_tokenizer(str(model)))
     passes, took = TorchEngine(str(model), "bfloat16").passes(pairs.sequences()), []
@@ -217,7 +217,7 @@ def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
 
 
 def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """How much later online requests are answered while a job runs, beside what one of its packs takes."""
+    """Measure how much longer online requests take while a job runs, and how long one of the job's packs takes."""
     with serving(folder, model, "--pin", "ref") as service, Client(service.url) as client:
         timed(client, 10, 0)
         _, alone = timed(client, 30 * rounds, 20_000)
@@ -244,7 +244,7 @@ def online_beside_job(folder: Path, model: Path, data: Path, rounds: int) -> dic
 
 
 def memory(folder: Path, model: Path, data: Path, rounds: int) -> dict[str, Any]:
-    """Memory of the service's own process with 500 idle connections, a slow reader, and 10,000 jobs in line."""
+    """Measure the memory of the service's own process with 500 idle connections, a slow reader and 10,000 queued jobs."""
     with serving(folder, model) as service, httpx.Client(base_url=service.url) as http:
         watched = psutil.Process(service.process.pid)
         first = watched.memory_info().rss

@@ -1,4 +1,4 @@
-"""Models with random weights in the shapes of Qwen2's sizes. Needs torch and transformers alone."""
+"""Make models with random weights in the shapes of Qwen2's sizes. Needs only torch and transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {
 
 
 def random_model(shape: str, vocab_size: int, device: str) -> Any:
-    """A Qwen2 of this shape in bfloat16, its weights drawn on the device itself."""
+    """Return a Qwen2 of this shape in bfloat16, with random weights drawn on the device."""
     hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
     config = Qwen2Config(
         vocab_size=vocab_size,

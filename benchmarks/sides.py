@@ -1,6 +1,6 @@
-"""What scoring.py compares: our engines, TRL's own precomputation, a plain padded transformers loop.
+"""Define the sides that scoring.py compares: reflogp's engines, TRL's own precomputation, a plain padded transformers loop.
 
-Every side gets the same model folder and the same pairs, and answers with its seconds.
+Every side gets the same model folder, scores pairs, and returns the seconds that it took.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reflogp.store import describe_reference
 
 
 def read_pairs(file: Path, count: int) -> list[dict[str, Any]]:
-    """The first `count` rows of a JSON lines file, compressed or not."""
+    """Return the first `count` rows of a JSON lines file, gzipped or not."""
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     return [json.loads(line) for line in text.splitlines()[:count]]
 
@@ -41,28 +41,28 @@ def tokenize(name: str, rows: list[dict[str, Any]], tokenizer: Any) -> Pairs:
 
 
 def make_tokenizer(rows: list[dict[str, Any]], vocab_size: int = 32_000) -> Any:
-    """A tokenizer of the benchmark's own texts."""
+    """Train a tokenizer on the benchmark's own texts."""
     sides = (row[name] for row in rows for name in ("prompt", "chosen", "rejected"))
     texts = [m["content"] for side in sides for m in (side if isinstance(side, list) else [{"content": side}])]
     return train_tokenizer(texts, vocab_size)
 
 
 def make_model(folder: Path, shape: str, vocab_size: int = 32_000) -> int:
-    """A Qwen2 of this shape with random weights in bfloat16, as a checkpoint; returns its number of parameters."""
+    """Write the checkpoint of a Qwen2 of this shape, random weights in bfloat16; return its number of parameters."""
     model = random_model(shape, vocab_size, "cpu")
     model.save_pretrained(folder)
     return int(model.num_parameters())
 
 
 def synchronized(device: str) -> float:
-    """The time, after the device has finished."""
+    """Wait until the device has finished; return the time."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def quiet() -> None:
-    """No progress bars and notices between the measurements."""
+    """Turn off progress bars and notices."""
     import os
 
     from datasets import disable_progress_bars
@@ -88,7 +88,7 @@ class Ours:
 
 
 class OursWithVllm:
-    """reflogp's vLLM engine in its own environment, its prefix cache on."""
+    """reflogp's vLLM engine in its own environment, with the prefix cache enabled."""
 
     name = "reflogp, vllm engine"
 
@@ -114,7 +114,7 @@ class OursWithServer:
 
 
 def _drained(engine: Engine, pairs: Pairs) -> float:
-    """Seconds in which an engine gives all values."""
+    """Return the seconds in which an engine computes all values."""
     start = time.perf_counter()
     bad = [outcome for _, outcome in engine.stream(pairs.sequences()) if isinstance(outcome, str)]
     if bad:
@@ -123,7 +123,7 @@ def _drained(engine: Engine, pairs: Pairs) -> float:
 
 
 class Trl:
-    """TRL's DPOTrainer, its own `_precompute_ref_logps` on tokenised rows."""
+    """TRL's DPOTrainer: its own `_precompute_ref_logps`, called on tokenised rows."""
 
     def __init__(self, model: Path, tokenizer: Any, device: str, batch: int) -> None:
         from datasets import Dataset
@@ -163,7 +163,7 @@ class Trl:
 
 
 class Padded:
-    """What one writes by hand: padded batches of 8 sequences, logits, log_softmax, gather."""
+    """A hand-written loop: padded batches of 8 sequences, logits, log_softmax, gather."""
 
     name = "transformers, padded, batch 8"
 

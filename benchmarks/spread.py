@@ -1,6 +1,6 @@
-"""How far the engines' values are from a plain float32 forward and from each other: the table of docs/engines.md.
+"""Measure how far the engines' values are from a plain float32 forward and from each other: the table of docs/engines.md.
 
-Runs where vLLM's environment is (`make setup-vllm`): every engine scores the same pairs in float32 and in bfloat16.
+Needs vLLM's environment (`make setup-vllm`). Every engine scores the same pairs in float32 and in bfloat16.
 
     python benchmarks/spread.py [--pairs 300] [--shape 0.1B] [--out benchmarks/results]
 """
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def plain_values(model: str, pairs: Pairs) -> list[Any]:
-    """Each sequence alone, unpadded, in float32."""
+    """Return the values of a plain float32 forward of each sequence alone, unpadded."""
     forward = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     return [np.array(plain_token_logps(forward, s.prompt_ids, s.completion_ids)) for s in pairs.sequences()]
 
 
 def spread(model: str, dtype: str, pairs: Pairs, plain: list[Any]) -> list[dict[str, Any]]:
-    """One row for each engine; all of one dtype."""
+    """Score with every engine in one dtype; return one row of the table for each."""
     reference = describe_reference(model, dtype)
     vllm = str(VLLM_PYTHON)
     choices = {
@@ -83,7 +83,7 @@ def spread(model: str, dtype: str, pairs: Pairs, plain: list[Any]) -> list[dict[
 
 
 def scored(engine: Any, pairs: Pairs) -> tuple[list[Any], float]:
-    """(values, tokens of the data a second in the second of two runs)."""
+    """Score twice; return (values, tokens of the data per second of the second run)."""
     engine.score(pairs.sequences())
     start = time.perf_counter()
     values = engine.score(pairs.sequences())

@@ -1,10 +1,10 @@
-"""The store at size, in one run: append, open, look up, compact, join; and a warm start of TRL's own cache beside the join.
+"""Measure a large store: append, open, look up, compact, join; compare the join with a warm start from TRL's own cache.
 
     python benchmarks/store.py [--rows 1000000 10000000] [--pairs 1000000] [--folder DIR] [--out benchmarks/results]
 
-Rows have 16 to 400 tokens, evenly spread (mean 208). Pairs have prompts and two completions of such lengths; their sequences
-are among the rows, the rest are rows of random keys. Every measurement runs in a process of its own, whose peak memory is
-reported with it: all of it, and what is not file pages. Needs about 1 GB of disk per million rows, twice that while
+Rows have 16 to 400 tokens, uniformly distributed (mean 208). Pairs have a prompt and two completions of such lengths. The rows
+include the pairs' sequences; all other rows have random keys. Every measurement runs in its own process. It reports the peak of
+the process's memory, and its memory without file pages at the end. Needs about 1 GB of disk per million rows, twice that while
 compacting, and 2.5 GB per million pairs.
 """
 
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
 
 
 def step(results: dict[str, Any], name: str, phase: str, folder: Path, count: int) -> None:
-    """Run one measurement in a process of its own and show it."""
+    """Run one measurement in its own process, store its result, and print it."""
     command = [sys.executable, __file__, "--phase", phase, "--folder", str(folder), "--count", str(count)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     results[name] = json.loads(done.stdout.splitlines()[-1])
@@ -87,7 +87,7 @@ def step(results: dict[str, Any], name: str, phase: str, folder: Path, count: in
 
 
 def measured(work: Callable[[], Any], rounds: int = 1, **more: Any) -> dict[str, Any]:
-    """Median seconds of `work`, the peak of this process's memory in MB, and `more`."""
+    """Return the median seconds of `work`, this process's peak and anonymous memory in MB, and `more`."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -99,7 +99,7 @@ def measured(work: Callable[[], Any], rounds: int = 1, **more: Any) -> dict[str,
 
 
 def make_pairs(folder: Path, count: int) -> dict[str, Any]:
-    """Tokenised pairs as one Arrow file, as `datasets` keeps them."""
+    """Write tokenised pairs into one Arrow file, as `datasets` stores them."""
 
     def work() -> None:
         random = np.random.default_rng(0)
@@ -126,14 +126,14 @@ def lists_of(random: np.random.Generator, lengths: np.ndarray, kind: pa.DataType
 
 
 def sequences_of_pairs(folder: Path, rows: int) -> Iterator[tuple[pa.Array, np.ndarray]]:
-    """(keys, completion lengths) of the pairs' sequences, until `rows` are given."""
+    """Yield (keys, completion lengths) of the pairs' sequences, up to `rows` sequences."""
     for batch in pair_batches(folder, rows // 2):
         for side in ("chosen_ids", "rejected_ids"):
             yield sequence_keys(batch["prompt_ids"], batch[side]), batch[side].value_lengths().to_numpy()
 
 
 def append(folder: Path, rows: int) -> dict[str, Any]:
-    """Append rows to a new table, 100,000 a commit; the time of making them up is not counted."""
+    """Append rows to a new table, 100,000 per commit; the time to generate them is not counted."""
     random = np.random.default_rng(1)
     table = Store(folder / "store").create_table(REFERENCE)
     seconds, done = 0.0, 0
@@ -167,13 +167,13 @@ def open_table(folder: Path, **more: Any) -> LogprobTable:
 
 
 def open_store(folder: Path, rows: int) -> dict[str, Any]:
-    """From the URI to the first answer, the index in memory."""
+    """Measure the time from the URI to the first lookup, which reads the index into memory."""
     few = random_keys(folder, rows, 10)
     return measured(lambda: open_table(folder).snapshot().stored_lengths(few), ROUNDS)
 
 
 def random_keys(folder: Path, rows: int, count: int) -> pa.Array:
-    """Keys that the table has, evenly spread over it, in random order."""
+    """Return keys of the table, from all of its shards, in random order."""
     snapshot, random = open_table(folder).snapshot(), np.random.default_rng(2)
     share = min(1.0, 1.1 * count / rows)
     picked = []
@@ -185,7 +185,7 @@ def random_keys(folder: Path, rows: int, count: int) -> pa.Array:
 
 
 def look_up(folder: Path, rows: int) -> dict[str, Any]:
-    """A million keys in a snapshot whose index is in memory; `open_seconds` is that of reading it."""
+    """Look up a million keys in a snapshot whose index is in memory; `open_seconds` is the time to read the index."""
     keys = random_keys(folder, rows, LOOKUPS)
     snapshot = open_table(folder).snapshot()
     opened = measured(lambda: snapshot.stored_lengths(keys[:10]))
@@ -193,14 +193,14 @@ def look_up(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def look_up_without_index(folder: Path, rows: int) -> dict[str, Any]:
-    """The same from the files, nothing kept in memory."""
+    """Look up a million keys in the files, with no index in memory."""
     keys = random_keys(folder, rows, LOOKUPS)
     snapshot = open_table(folder, index_rows=0).snapshot()
     return measured(lambda: hits(snapshot, keys), ROUNDS, keys=len(keys))
 
 
 def look_up_few(folder: Path, rows: int) -> dict[str, Any]:
-    """64 keys from the files, as an online request would ask."""
+    """Look up 64 keys in the files, as many as an online request may have."""
     keys = random_keys(folder, rows, 64)
     snapshot = open_table(folder, index_rows=0).snapshot()
     hits(snapshot, keys[:1])
@@ -214,14 +214,14 @@ def hits(snapshot: Any, keys: pa.Array) -> None:
 
 
 def compact_all(folder: Path, rows: int) -> dict[str, Any]:
-    """The whole table into sorted shards."""
+    """Compact the whole table into sorted shards."""
     table, outcome = open_table(folder), []
     result = measured(lambda: outcome.append(compact(table)))
     return result | {"shards": outcome[0].shards_after, "rows_per_second": round(outcome[0].rows / result["seconds"])}
 
 
 def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, Any]:
-    """Tokens to columns: as many of the pairs as the table has both sequences of, from a memory-mapped file."""
+    """Join the pairs whose two sequences the table has: from token ids in a memory-mapped file to columns."""
     count = min(sum(len(batch) for batch in pair_batches(folder)), rows // 2)
 
     def work() -> None:
@@ -233,12 +233,12 @@ def join(folder: Path, rows: int, max_length: int | None = None) -> dict[str, An
 
 
 def join_truncated(folder: Path, rows: int) -> dict[str, Any]:
-    """The same under a max_length, which needs token values."""
+    """Join under a max_length, which needs token values."""
     return join(folder, rows, max_length=300)
 
 
 def pair_batches(folder: Path, count: int | None = None) -> Iterator[pa.RecordBatch]:
-    """Batches of the pairs, until there are `count`."""
+    """Yield batches of pairs, up to `count` pairs; None for all."""
     with pa.memory_map(str(folder / "pairs.arrow")) as source:
         for batch in pa.ipc.open_stream(source):
             if count is not None:
@@ -248,7 +248,7 @@ def pair_batches(folder: Path, count: int | None = None) -> Iterator[pa.RecordBa
 
 
 def join_for_a_trainer(folder: Path, rows: int) -> dict[str, Any]:
-    """The same through `join_reference_logps`, in a process with torch and TRL: a `datasets.Dataset` in and out."""
+    """Join by `join_reference_logps`, in a process with torch and TRL; input and output are `datasets.Dataset`."""
     from datasets import Dataset
 
     from reflogp.trainer import ReferenceSource, join_reference_logps
@@ -264,7 +264,7 @@ def join_for_a_trainer(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def trl_warm_start(folder: Path, count: int) -> dict[str, Any]:
-    """What TRL 1.16 does where its cache file is there: load the reference model, hash it, read the two columns."""
+    """Measure what TRL 1.16 does if its cache file exists: load the reference model, hash it, read the two columns."""
     import torch
     from datasets import Dataset, concatenate_datasets
     from datasets.fingerprint import Hasher

@@ -1,12 +1,13 @@
-"""The trainer extension in one run: a warm start beside TRL's own with its cache warm, and memory without a reference model.
+"""Measure the trainer extension: warm start compared with TRL's from its own cache, and memory without a reference model.
 
     python benchmarks/trainer.py [--rows 61000] [--shape 0.5B] [--rounds 3] [--data FILE] [--out benchmarks/results]
 
-Warm start: seconds from the trainer's construction to its first training step, both sides in processes of their own, in turns;
-the tokenised dataset is in `datasets`' cache for both. Rows are the data's, repeated with a number in the prompt. What stands
-in the store and in TRL's cache is made up, since only reading it is measured. The policy has random weights, in bfloat16.
+Warm start: seconds from the trainer's construction to its first training step. Each side runs in its own process, in turns, and
+finds the tokenised dataset in the cache of `datasets`. The data's rows are repeated, with a number in the prompt. Values in the
+store and in TRL's cache are made up, because only reading is measured. The policy has random weights, in bfloat16.
 
-Memory: peak of each of two processes (DDP, gloo, float32, AdamW) that train 2 steps, ours and TRL's with a reference model.
+Memory: peak of each of two processes (DDP, gloo, float32, AdamW) that train 2 steps: with reflogp's trainer, and with TRL's
+trainer and a reference model.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def measure(side: str, folder: Path) -> dict[str, Any]:
 
 
 def start(side: str, folder: Path) -> dict[str, Any]:
-    """One start; in a process of its own."""
+    """Start one side's trainer, or prepare the data; runs in its own process."""
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,14 +149,14 @@ def start(side: str, folder: Path) -> dict[str, Any]:
 
 
 def zeros(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
-    """Instead of TRL's reference pass: what fills its cache costs nothing, since only reading it is measured."""
+    """Replace TRL's reference pass by zeros: its cache is filled at no cost, because only reading the cache is measured."""
     import torch
 
     return (torch.zeros(len(batch["input_ids"]) // 2),) * 2
 
 
 def prepare(folder: Path, policy: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokenise as the trainer does, which `datasets` remembers, and fill the store with made-up values for what it misses."""
+    """Tokenise as the trainer does, so that `datasets` caches it, and store made-up values for all missing sequences."""
     from reflogp.trainer import CachedDPOTrainer, MissingLogpsError, ReferenceSource
 
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, for the benchmarks: token ids in, seconds out."""
+"""Run vLLM in its own process, for the benchmarks: token ids in, seconds out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Vllm:
     """vLLM with prompt_logprobs=0, one process for all its runs.
 
     Args:
-        model: its folder.
-        python: an interpreter that has vLLM; by default the one of `make setup-vllm`.
-        random_weights: the folder holds a config alone.
+        model: folder of the model.
+        python: an interpreter that has vLLM; by default the interpreter that `make setup-vllm` installs.
+        random_weights: use random weights, because the folder has only a config.
     """
 
     name = "vLLM, prompt_logprobs=0"

@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: reads lists of token ids, one JSON line a run, and answers with the seconds that vLLM took."""
+"""Run vLLM in its own environment: read lists of token ids, one JSON line per run, and print the seconds that vLLM took."""
 
 import json
 import os

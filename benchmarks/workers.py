@@ -1,7 +1,7 @@
-"""Scoring with several workers, in processes of this machine and on Ray, against one worker: `make bench`.
+"""Compare several workers, in processes of this machine and on Ray, with one worker: `make bench`.
 
-All sides score the same pairs into a new store each time and are rated by their scoring seconds, models loaded
-before. A worker is one process with one thread (with GPUs: one GPU). Rounds alternate.
+Each side scores the same pairs into a new store in every round. Rates are tokens per scoring second, which excludes loading
+models. A worker is one process with one thread (with GPUs: one GPU). Each round runs every side once.
 
     python benchmarks/workers.py [--shape 20M] [--rows 300] [--rounds 3] [--workers 2] [--no-ray] [--out benchmarks/results]
 """
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
 
 
 def score(model: Path, data: Path, store: Path, flags: list[str]) -> dict[str, Any]:
-    """The summary of one run of the command line."""
+    """Run `reflogp score` in a process; return its summary."""
     command = [*_REFLOGP, "score", *flags, str(model), str(data), "--store", str(store), "--dtype", "float32", "--json"]
     done = subprocess.run(command, env={**os.environ, **_ONE_THREAD}, capture_output=True, text=True)
     if done.returncode:

@@ -481,9 +481,9 @@ ARROW_BOMBS = {
     _indices_beyond_the_dictionary: "cannot be read as arrow",
     _rows_of_nothing: "when decoded",
     _structs_of_nothing: "when decoded",
-    _unions: "is not read",
-    _runs: "is not read",
-    _views_of_one_list: "is not read",
+    _unions: "is not supported",
+    _runs: "is not supported",
+    _views_of_one_list: "is not supported",
 }
 
 

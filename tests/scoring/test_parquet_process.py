@@ -100,7 +100,7 @@ def test_a_reader_that_does_not_end_is_an_error(parquet, monkeypatch):
     in_child(monkeypatch, loop)
     assert "more than 0.3 s of processor time" in refusal(parquet)
     in_child(monkeypatch, lambda: time.sleep(1000))
-    assert "stood still for 1.8 s" in refusal(parquet)
+    assert "made no progress for 1.8 s" in refusal(parquet)
 
 
 def test_it_stops_when_told_to_while_the_reader_hangs(parquet, monkeypatch):

@@ -82,7 +82,7 @@ def test_a_tokenizer_that_stands_still(tokenizer):
     sleepy.__class__ = Sleepy
     with RowTokenizer(sleepy, "preference", RowLimits(seconds=0.5)) as rows:
         first, second = rows.tokenize([pair("sleep"), pair()])
-    assert "stood still" in str(first[0]) and not isinstance(second[0], RowError)
+    assert "made no progress" in str(first[0]) and not isinstance(second[0], RowError)
 
 
 def test_children_end_with_a_parent_that_is_killed(tokenizer, tmp_path):

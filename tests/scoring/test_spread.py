@@ -193,8 +193,8 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["tpu"], 8, (), "use all, auto, cpu"),
         (["cuda:8"], 8, (), "there are 8 GPUs here; use cuda:0 to cuda:7"),
         (["cuda:0"], 0, (), "there are 0 GPUs here"),
-        (["all"], 3, (4, True), "3 GPUs make no groups of 4"),
-        (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs make no groups of 2"),
+        (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
+        (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
         (["cuda", "cuda"], 8, (1, True), "needs them by number"),
         (["cpu", "cpu"], 0, (1, True), "needs them by number"),
     ):

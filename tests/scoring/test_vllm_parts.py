@@ -6,12 +6,16 @@ tests/vllm has the same against a real vLLM.
 import base64
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
@@ -158,7 +162,7 @@ def test_the_sequence_that_ends_vllm_is_found_and_the_others_have_their_values(r
     transport = Fragile(str(reference_folder), lambda s: s.ids().tolist() == sequences[poison].ids().tolist())
     engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
     found = dict(engine.stream(sequences))
-    assert "ended 2 times while it scored this alone" in found.pop(poison)
+    assert "ended 2 times while it scored this sequence alone" in found.pop(poison)
     assert len(found) == 59
     expected = TorchEngine(str(reference_folder), "float32", compile_layers=False).score(sequences)
     assert all(np.abs(found[at] - expected[at]).max() <= 1e-5 for at in found)
@@ -232,3 +236,16 @@ def test_rotary_embeddings_that_vllm_fixes_once(reference_folder, tmp_path, rope
 def test_a_services_settings_fit_the_engine(tmp_path, reference, complaint):
     with pytest.raises(UsageError, match=complaint):
         read_settings(store=str(tmp_path), references={"sft": {"model": "/m", **reference}})
+
+
+@pytest.mark.parametrize("lacks", ["vllm", "reflogp"])
+def test_an_environment_without_vllm_or_reflogp_is_named(lacks, reference_folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    python = Path(sys.executable)
+    if lacks == "reflogp":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+        python = tmp_path / "bare" / "bin" / "python"
+    with pytest.raises(UsageError, match=r"lacks vLLM or reflogp.*--vllm-python or in REFLOGP_VLLM_PYTHON"):
+        EngineChoice("vllm", vllm_python=str(python)).make(
+            str(reference_folder), describe_reference(str(reference_folder), "float32")
+        )

@@ -173,16 +173,6 @@ def test_options_that_change_values_are_refused(model):
         load(model, vllm_options={"kv_cache_dtype": "fp8"})
 
 
-def test_an_environment_without_vllm_is_named(model, monkeypatch):
-    import sys
-
-    from reflogp.scoring.engines import EngineChoice
-    from reflogp.store import describe_reference
-
-    with pytest.raises(UsageError, match="--vllm-python or in REFLOGP_VLLM_PYTHON"):
-        EngineChoice("vllm", vllm_python=sys.executable).make(model, describe_reference(model, "float32"))
-
-
 def test_what_stops_vllm_at_the_start_is_said(model):
     with pytest.raises(EngineError, match="vLLM cannot load the model"):
         load(model, vllm_options={"max_num_batched_tokens": -5})

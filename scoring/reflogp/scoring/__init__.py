@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from reflogp.scoring.engines import EngineChoice
     from reflogp.scoring.torch_engine import Sequence, TorchEngine
 
-#: Where a public name is defined: a service's process imports this package, and does without torch.
+#: Public name -> module. Modules are imported on first access, so that a service's process need not load torch.
 _MODULES = {
     "EngineChoice": "reflogp.scoring.engines",
     "Sequence": "reflogp.scoring.torch_engine",
@@ -24,7 +24,7 @@ __all__ = ["EngineChoice", "Sequence", "TorchEngine", "join", "report", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a name is defined in when it is first asked for."""
+    """Import the module that defines a public name, on first access."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -27,7 +27,7 @@ from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference
 from reflogp.store.windows import TrainerSettings, check_truncation
 
-#: Row numbers that a message names.
+#: Maximum number of rows that a message names.
 _NAMED_ROWS = 10
 
 
@@ -45,8 +45,8 @@ def score(
 ) -> Any:
     """Score the sequences of a dataset that the store lacks.
 
-    Rows that cannot be used are left out and printed; what is computed is committed every 30 seconds, so that an interrupted
-    call goes on where it stopped.
+    Rows that cannot be used are left out and printed. Computed values are committed every 30 seconds, so that after an
+    interruption the same call continues where it stopped.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
@@ -54,17 +54,17 @@ def score(
             `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
         store: where the values go: a folder, s3://…, gs://…, az://…, or an open Store.
         dtype: what the model computes in: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast". Part of
-            the reference id. "auto": the one in which the store holds the model; where it holds none, bfloat16, or float32
+            the reference id. "auto": the dtype in which the store holds the model; if it holds none, bfloat16, or float32
             without a GPU.
         max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
         tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id. Give an object for a
             tokenizer that runs code of its own.
-        engine: what computes; None for torch on a GPU, or on the CPU where there is none.
+        engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
         progress: show a progress bar; None shows it in terminals and notebooks.
 
     Returns:
-        A ScoreSummary; of a DatasetDict one for each split, by name.
+        A ScoreSummary; for a DatasetDict, a dict with one for each split.
 
     Raises:
         UsageError: a model, a dataset or settings that cannot be used; or the store holds the model in several dtypes.
@@ -147,8 +147,8 @@ def join(
         joined while it is read, in one process; errors about rows are raised then.
 
     Raises:
-        NotScoredError: rows have no values, or cannot be used; names them.
-        ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
+        NotScoredError: rows have no values, or cannot be used; the message names them.
+        ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
         UsageError: see score.
 
     Examples:
@@ -212,11 +212,11 @@ def report(
         progress: see score.
 
     Returns:
-        A ReportSummary: what the report found; `findings` is what its page says first.
+        A ReportSummary: what the report found; `findings` are the sentences at the top of its page.
 
     Raises:
-        UsageError: settings or a dataset that cannot be used, or a folder that holds something else.
-        ReferenceNotFoundError, StoreNotFoundError: nothing of this model was ever scored into the store.
+        UsageError: settings or a dataset that cannot be used, or an output folder with other content than a report.
+        ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
 
     Examples:
         >>> from reflogp.scoring import report
@@ -228,7 +228,7 @@ def report(
         )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
-        raise UsageError(f"a report is of one dataset: give one of the splits {', '.join(dataset)}")
+        raise UsageError(f"a report covers one dataset: give one of the splits {', '.join(dataset)}")
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
@@ -244,7 +244,7 @@ def report(
 
 
 class _BadRows(ProgressCallbacks):
-    """Remember why rows cannot be used.
+    """Callbacks that remember why rows cannot be used.
 
     Args:
         problems: row number -> problem, of the first rows.
@@ -274,7 +274,7 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
 
 
 def _say(reason: str) -> None:
-    """Print how a dtype was chosen, if it was."""
+    """Print how the dtype was chosen; print nothing if the caller gave it."""
     if reason:
         tqdm.write(reason, file=sys.stderr)
 

@@ -19,7 +19,7 @@ from reflogp.store import ContentMismatchError, FileChangedError, Reference, Usa
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
 
-#: Attempts to load a model whose files' times change while they are read; after the last one that is an error.
+#: Attempts to load a model whose files' times change while they are read; then FileChangedError is raised.
 _LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
@@ -32,7 +32,7 @@ class Engine(Protocol):
         """Return index -> why this engine cannot score that sequence."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; yield (number, outcome) of each pass's sequences, numbered from 0 through all groups.
+        """Score groups as they arrive; yield (number, outcome) of each pass's sequences, numbered from 0 across all groups.
 
         An empty group means that no group is available at the moment. The passes in flight then finish, and after them an empty
         list is yielded.
@@ -88,7 +88,7 @@ class EngineChoice:
     """The name and settings of an engine that is not loaded yet. All are plain values, so they can be sent to workers as JSON.
 
     Attributes:
-        name: what computes: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running
+        name: the engine: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running
             `vllm serve`.
         device: torch: "auto", "cpu", "cuda", "cuda:1", … Also the device on which `check_claim` loads the local weights.
         token_budget: torch: tokens of one pass, or "auto".
@@ -97,8 +97,8 @@ class EngineChoice:
         tensor_parallel: vllm: number of GPUs that one model is spread over.
         vllm_options: vllm: further arguments; names from vllm_engine.options.ALLOWED.
         url: remote: URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: remote: the server's name for the model; None for its only one.
-        concurrency: remote: most requests at the same time.
+        served_model: remote: the server's name for the model; None if it serves one model only.
+        concurrency: remote: maximum number of requests at the same time.
         patience_seconds: remote: seconds that the server may be unreachable or busy.
         check_claim: remote: compare the server's values with those of the local weights before scoring.
 
@@ -131,8 +131,8 @@ class EngineChoice:
     def default_dtype(self) -> str:
         """Return the dtype for a model that was never scored: "bfloat16", but "float32" where this engine has no GPU.
 
-        A CPU is slower in bfloat16 unless it has products for it, and small models on CPUs are trained in float32. vLLM, whose
-        environment is its own, and a remote engine's server are taken to have a GPU.
+        A CPU without bfloat16 instructions is slower in bfloat16, and small models on CPUs are trained in float32. vLLM, which
+        has its own environment, and a remote engine's server are assumed to have a GPU.
         """
         import torch
 

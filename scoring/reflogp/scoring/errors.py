@@ -1,14 +1,14 @@
 """Errors of scoring; all are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
-├── DatasetError             a dataset cannot be opened or has columns that fit no shape
+├── DatasetError             a dataset cannot be opened or has columns that fit no format
 ├── TokenizerError           a tokenizer lacks what the data needs
 ├── NotScoredError           rows of a dataset have no values to join
 ├── OtherEngineError         a store has values of another engine than the one required
 └── EngineError              the engine cannot load a model or score with it
-    ├── OutOfMemoryError     the device's memory does not hold the model or a pass
+    ├── OutOfMemoryError     the device's memory is too small for the model or a pass
     ├── WorkerGoneError      one of a run's workers is gone
-    └── InvalidSequencesError   some sequences cannot be scored; the others were
+    └── InvalidSequencesError   some sequences cannot be scored; the others were scored
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.store.errors import ReflogpError, UsageError
 
 
 class DatasetError(UsageError):
-    """A dataset cannot be opened, or its columns fit no known shape."""
+    """A dataset cannot be opened, or its columns fit no known format."""
 
 
 class TokenizerError(ReflogpError):
@@ -39,7 +39,7 @@ class NotScoredError(ReflogpError):
 
 
 class OtherEngineError(ReflogpError):
-    """A store has values of another engine than the only one that is allowed."""
+    """A store has values of another engine than the one that `strict_engine` allows."""
 
 
 class EngineError(ReflogpError):

@@ -38,9 +38,9 @@ class JoinSummary:
         rows: rows read.
         written: rows with reference log-probs in the output.
         missing: rows left out because the snapshot lacks their values.
-        missing_row_numbers: numbers of the first hundred of them, from 0.
+        missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
         bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read.
-        bad_row_numbers: numbers of the first hundred of them, from 0.
+        bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: rows that TRL drops (the prompt alone fills max_length).
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
         reference_id: reference of the values, 32 hex digits.
@@ -97,7 +97,7 @@ def join_dataset(
     and written.
 
     Args:
-        dataset: one that keeps no token ids, because the output has the rows' own columns.
+        dataset: the dataset. It must not keep token ids, because kept rows lack the columns that the output needs.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
@@ -144,7 +144,7 @@ def join_dataset(
 
 
 def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
-    """Return what a Parquet file says about its values: their reference, snapshot and settings, as JSON values."""
+    """Return the metadata for a Parquet file of values: their reference, snapshot and settings, as JSON values."""
     numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
     return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
 
@@ -338,7 +338,7 @@ class _Stream:
 
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:  # each would read its share of the inner stream, and number it from 0
-            raise UsageError(f"a joined stream is read by one worker, and num_workers is {worker.num_workers}: use 0 or 1")
+            raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):
             yield from rows_of(window)
 
@@ -346,7 +346,7 @@ class _Stream:
         return self
 
     def __reduce__(self) -> Any:
-        # `datasets` names a generator by a digest of its pickle, and an open store has none. Each join is a stream of its own.
+        # `datasets` names a generator by a digest of its pickle. An open store cannot be pickled, so each join gets a new id.
         return _unpickled, (uuid.uuid4().hex,)
 
 

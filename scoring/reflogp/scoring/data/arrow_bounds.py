@@ -72,7 +72,7 @@ def _message_bytes(message: pa.ipc.Message) -> tuple[int, bool]:
     if message.type == "schema":
         return 0, False
     if not of_dictionary and message.type != "record batch":
-        raise DatasetError(f"an Arrow message of type {message.type} is not read")
+        raise DatasetError(f"an Arrow message of type {message.type} is not supported")
     data, body = message.metadata.to_pybytes(), message.body
     try:
         batch = table_at(data, place(data, 0), _HEADER)

@@ -5,7 +5,7 @@ at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. Al
 Python objects.
 
 Parquet files are decoded in a child process (`parquet_process`), which may take twice `group_bytes` and 64 MiB.
-Its parent holds one message of up to 32 MiB, or of one row; of up to `group_bytes` for columns of dictionaries and views.
+Its parent holds one message at a time: up to 32 MiB or one row, or up to `group_bytes` for columns of dictionaries and views.
 
 Some costs are not bounded here, so a memory limit on the process is the backstop:
 - Python objects: JSON and lists take up to about thirty times the bytes of their text, a string up to four times.
@@ -33,7 +33,7 @@ from reflogp.scoring.errors import DatasetError
 #: Maximum number of rows that are decoded at once.
 BATCH_ROWS = 1024
 _CHUNK = 1 << 20
-#: Bytes that are counted for a reference, and for a list or struct, in addition to its content.
+#: Bytes that are counted for each value, and for each list or struct, in addition to its content.
 VALUE_BYTES, _NESTED_BYTES = 8, 64
 
 
@@ -42,7 +42,7 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row; a longer row is a bad row, or an error if the format cannot be read on after it.
+        row_bytes: maximum size of a row; a longer row is a bad row, or an error if the format cannot be read any further.
         dataset_bytes: maximum size of all files of a dataset together.
         group_bytes: maximum size of data that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -116,8 +116,8 @@ def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray
 class RecordLines(Iterator[str]):
     """Lines of a CSV file for `csv.reader`, which takes several lines for a record with quoted line ends.
 
-    Call `next_record` after each record. The characters that the reader takes for one record are limited to `row_bytes`;
-    `__next__` raises DatasetError beyond.
+    Call `next_record` after each record. A record may have at most `row_bytes` characters; `__next__` raises
+    DatasetError for a longer one.
     """
 
     def __init__(self, reader: io.BufferedReader, row_bytes: int, file: Path) -> None:
@@ -165,7 +165,7 @@ class _Counted(io.RawIOBase):
 
 def group_too_large(file: Path, size: int, bounds: ReadBounds) -> DatasetError:
     return DatasetError(
-        f"{file} must be read in groups of {size:,} bytes, more than {bounds.group_bytes:,}; write smaller ones"
+        f"{file} must be read in groups of {size:,} bytes, more than {bounds.group_bytes:,}; write smaller groups"
     )
 
 
@@ -211,7 +211,7 @@ def _decoded_bytes(array: pa.Array) -> int:
         return _NESTED_BYTES * (count + last - first) + sum(map(_decoded_bytes, inside))
     if pa.types.is_struct(kind):
         return _NESTED_BYTES * count + sum(_decoded_bytes(field) for field in array.flatten())
-    raise DatasetError(f"a column of type {kind} is not read")
+    raise DatasetError(f"a column of type {kind} is not supported")
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -1,7 +1,7 @@
 """Open dataset files below a root once, and hash and read the same open files.
 
-Every part of a path is opened relative to the folder before it, and links are followed by hand. So somebody who may write below
-the root cannot lead a reader out of it at any moment. Content is read through the open files. It is compared with its digest
+Every part of a path is opened relative to the folder before it, and links are followed by hand. So a user who may write below
+the root can never lead a reader out of the root. Content is read through the open files. It is compared with its digest
 before reading, and the files' identities are compared after reading. A copy would be as safe, but it costs the dataset's size
 on the disk and the time to write it. Hashing while reading is not possible for formats with random access, like Parquet.
 """
@@ -221,7 +221,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
             if stat.S_ISLNK(mode):
                 links += 1
                 if links > _MOST_LINKS:
-                    raise PathError("unusable", "the path has too many links", "name the file that they lead to")
+                    raise PathError("unusable", "the path has too many links", "give the path of the file that they lead to")
                 if target.is_absolute():
                     if not target.is_relative_to(root):
                         raise _outside()
@@ -234,7 +234,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
                 if pending:
                     raise _missing()
                 text = "the path is neither a file nor a folder"
-                raise PathError("unusable", text, "name a dataset file or a folder of such files")
+                raise PathError("unusable", text, "give the path of a dataset file or of a folder of such files")
         return Found(opened.pop(), root.joinpath(*names))
     finally:
         for descriptor in opened:
@@ -249,7 +249,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:
-            raise PathError("unusable", "the file is of no known type", f"files end in {SUFFIXES_IN_WORDS}")
+            raise PathError("unusable", "the file's type is unknown", f"files end in {SUFFIXES_IN_WORDS}")
         yield found.path.name, _open_file(Found(os.dup(found.descriptor), found.path))
         return
     seen, entries = {found.path}, 0
@@ -295,7 +295,7 @@ def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
     if name.startswith(".") and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         return None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-        raise PathError("unusable", "the folder holds something that is neither file nor folder", "remove it")
+        raise PathError("unusable", "the folder contains something that is neither a file nor a folder", "remove it")
     return _walk(root, folder, (name,))
 
 
@@ -312,7 +312,7 @@ def _outside() -> PathError:
 
 
 def _missing() -> PathError:
-    return PathError("missing", "there is no such file or folder that can be read", "check the path")
+    return PathError("missing", "no such file or folder, or it cannot be read", "check the path")
 
 
 def _allow_many_files() -> None:

@@ -1,7 +1,7 @@
 """Forked child processes with limits on memory and time, which their parent can kill at any moment.
 
 A child inherits what its parent has in memory, so it starts in milliseconds. It closes every inherited file except a socket to
-its parent, standard error, and the files that it is given. On Linux its memory is limited (RLIMIT_AS), and the kernel kills it
+its parent, standard error, and the files in `files`. On Linux its memory is limited (RLIMIT_AS), and the kernel kills it
 first when the machine's memory is exhausted. It leaves no core dump.
 """
 
@@ -25,9 +25,9 @@ from reflogp.store.texts import shortened
 
 #: Longest wait for a child between two calls of the caller's `check`.
 POLL_SECONDS = 0.1
-#: A child that uses no processor time for this many times its deadline is given up (it may wait for a lock or a network).
+#: A child that uses no processor time for this many times its time limit is killed (it may wait for a lock or a network).
 STILL = 6
-#: File descriptor of a child's socket; the files that it is given follow.
+#: File descriptor of a child's socket; the descriptors of `files` follow.
 SOCKET = 3
 #: Exit status of a child that raised MemoryError.
 OUT_OF_MEMORY = 3
@@ -63,11 +63,11 @@ class ConfinedProcess:
             theirs.close()
 
     def stir(self) -> None:
-        """Start to measure anew how long the child stands still."""
+        """Restart the measurement of how long the child makes no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if for `seconds` it has not used the processor and `progress` was the same.
+        """Kill the child if for `seconds` it has used no processor time and `progress` has not changed.
 
         Time in which this process did not run (a suspended machine) does not count.
         """

@@ -14,7 +14,7 @@ from reflogp.scoring.data.bounds import BATCH_ROWS
 from reflogp.scoring.data.read import RowSource, rows_of_dataset
 from reflogp.store import UsageError
 
-#: What a dataset without a name of its own is called in messages.
+#: Name of a dataset in memory, for messages.
 _NAME = "the dataset"
 
 
@@ -55,7 +55,7 @@ def open_dataset(dataset: Any) -> RowSource:
 
 
 def kind_of(dataset: Any) -> str | None:
-    """Return which library's class an object is of, without importing libraries that are not installed."""
+    """Return "library.Class" for a known kind of dataset, else None, without importing libraries that are not installed."""
     known = {
         "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
         "pandas": ("DataFrame",),
@@ -82,7 +82,7 @@ def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as Python has it: None for NaN and NA, lists for arrays."""
+    """Return a cell as a plain Python value: None for NaN and NA, lists for arrays."""
     if isinstance(value, np.ndarray):
         return [_plain(entry) for entry in value.tolist()]
     if isinstance(value, list):
@@ -98,7 +98,7 @@ class _ObjectRows(RowSource):
     """Rows that are in memory, or come from a stream.
 
     Args:
-        rows: begins at the first row each time.
+        rows: returns an iterator over the rows from the first one.
         count: number of rows; 0 where it is not known.
     """
 

@@ -5,8 +5,8 @@ with pyarrow and sends its record batches as an Arrow stream. A child that runs 
 processor time makes its file unreadable; its parent continues.
 
 The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before it reads it, and validates
-every batch. It does trust a child to send buffers that are not compressed, and to end. A child that a file has taken over could
-break that, and has its parent's memory and its user's rights.
+every batch. It does trust a child to send uncompressed buffers, and to end. A child that a malicious file has taken over could
+violate this trust, and has its parent's memory and its user's rights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from reflogp.store.texts import shortened
 BATCH_SECONDS = 60.0
 #: Bytes that a child may take in addition to twice `group_bytes` (a page and what is decoded of it).
 _MEMORY = 64 << 20
-#: Bytes of a message beside the batch's own: its metadata and padding.
+#: Maximum bytes of a message in addition to the batch's own: metadata and padding.
 _MESSAGE = 16 << 20
 #: A batch is sent in pieces of this size, or of one row, unless its columns cannot be sent in pieces.
 _PIECE = 32 << 20
@@ -42,7 +42,7 @@ _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
 #: The file's path in the child.
 _FILE = f"/dev/fd/{SOCKET + 1}"
-#: Exit statuses of a child that has left a message: for a file beyond the bounds, and for one that pyarrow cannot read.
+#: Exit statuses of a child that has left a message: for a file beyond the bounds, and for a file that pyarrow cannot read.
 _REFUSED, _UNREADABLE = 4, 5
 #: Length of the message, number of rows.
 _RESULT = struct.Struct("<Qq")
@@ -63,8 +63,8 @@ class _Plan:
     skip: int = 0
 
 
-#: Ways to read a file, each tried if the one before takes too much memory: a dictionary can repeat a long string in
-#: every row, and in every element of a list.
+#: Ways to read a file; each is tried if the previous one takes too much memory. Decoded, a dictionary can repeat a long string
+#: in every row, and in every element of a list.
 _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
@@ -181,12 +181,12 @@ class _Reader(ConfinedProcess):
             text = shortened(self._result[_RESULT.size :][:length].decode("utf-8", "replace"))
             raise DatasetError(text) if status == _REFUSED else pa.ArrowInvalid(text)
         if self.still:
-            raise DatasetError(f"{self._file}: reading it stood still for {STILL * BATCH_SECONDS:g} s")
+            raise DatasetError(f"{self._file}: reading it made no progress for {STILL * BATCH_SECONDS:g} s")
         if status == -signal.SIGPROF:
             raise DatasetError(f"{self._file}: reading a batch took more than {BATCH_SECONDS:g} s of processor time")
         if status == OUT_OF_MEMORY:
             raise _MemoryExceededError(
-                f"{self._file} cannot be read in {self._memory:,} bytes of memory; write smaller groups of rows"
+                f"{self._file} cannot be read in {self._memory:,} bytes of memory; write it with smaller row groups"
             )
         if status:
             name = signal.strsignal(-status) if status < 0 else f"status {status}"
@@ -237,7 +237,7 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 
 
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    """Yield a batch in pieces of at most `size` bytes or one row; whole, if every piece would hold the values of all rows."""
+    """Yield a batch in pieces of at most `size` bytes or one row; whole if every piece would contain the values of all rows."""
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
     shared = any(kind in str(field.type) for field in batch.schema for kind in ("dictionary", "view"))
     if whole or batch.num_rows <= 1 or shared:
@@ -260,17 +260,17 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
     opened = pq.ParquetFile(_FILE, **options)
     metadata = opened.metadata
     if not 0 < metadata.num_columns <= _MOST_COLUMNS:
-        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; from 1 to {_MOST_COLUMNS:,} are read")
+        raise DatasetError(f"{file} has {metadata.num_columns:,} columns; 1 to {_MOST_COLUMNS:,} are supported")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
     if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
-        raise DatasetError(f"{file} is damaged: its row groups have not the rows that it claims")
+        raise DatasetError(f"{file} is damaged: the rows of its row groups do not add up to its number of rows")
     largest = max((group.total_byte_size for group in groups), default=0)
     claimed = sum(max(group.total_byte_size, 0) for group in groups)
     if largest > bounds.group_bytes:
         raise group_too_large(file, largest, bounds)
     if max(claimed, VALUE_BYTES * rows) > bounds.dataset_bytes:
-        raise DatasetError(f"{file} claims {rows:,} rows of {claimed:,} bytes, more than is read; split it")
+        raise DatasetError(f"{file} claims {rows:,} rows of {claimed:,} bytes, which is more than is allowed; split it")
     if not encoded:
         return opened
     leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]
@@ -297,4 +297,4 @@ def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.Rec
                 yield batch.slice(skip)
             skip = max(0, skip - batch.num_rows)
         if rows:
-            raise DatasetError(f"{file} is damaged: a row group has not the rows that it claims")
+            raise DatasetError(f"{file} is damaged: a row group has fewer or more rows than it claims")

@@ -1,4 +1,4 @@
-"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from a `datasets` folder, or from a hub dataset.
+"""Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from a dataset saved by `datasets`, or from the hub.
 
 A row that cannot be read is an item of its own in the stream, with its number and an error message, so that one bad line never
 hides the good ones. The limits on memory and on decoded bytes are in `bounds`.
@@ -78,8 +78,8 @@ class RowSource:
     Args:
         data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, or a hub name.
         split: the split of a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, longer data is refused, files that a saved dataset
-            names outside its folder are refused too, and hub names are not accepted.
+        bounds: limits for untrusted data; None for no limits. With limits, longer data is refused, a saved dataset that
+            names files outside its folder is refused too, and hub names are not accepted.
         check: called at every step of reading; may raise to stop.
 
     Raises:
@@ -159,10 +159,10 @@ class RowSource:
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        It comes from metadata, except for text and Arrow files, whose rows are all read once.
+        The schema comes from metadata, except for text and Arrow files, whose rows are all read once.
 
         Args:
-            usable: returns True for the rows that count; a row that is left out anyway must not decide the type of a column.
+            usable: returns True for rows that affect the schema; a row that will be left out must not decide a column's type.
 
         Raises:
             DatasetError: the rows give one column types that cannot be combined.
@@ -294,7 +294,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
 
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError for a file outside its folder."""
+    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError for a file outside of the folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
@@ -313,13 +313,13 @@ def _state(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} cannot be read") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(name, []), list) for name in ("splits", "_data_files")):
-        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} does not describe one")
+        raise DatasetError(f"{file.parent} is not a saved dataset: {file.name} has the wrong content")
     return state
 
 
 def _plain_name(name: object, folder: Path) -> str:
     if not isinstance(name, str) or not name or name.startswith(".") or any(ch in name for ch in "/\\\0"):
-        raise DatasetError(f"the saved dataset {folder} names a file that is not its own: {name!r}")
+        raise DatasetError(f"the saved dataset {folder} names an invalid file or split: {name!r}")
     return name
 
 
@@ -364,7 +364,7 @@ def _surrogate_problem(value: Any) -> str | None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "it has half of a surrogate pair (such as \\ud800), which no tokenizer and no file takes"
+        return "it has half of a surrogate pair (such as \\ud800), which no tokenizer or file can hold"
     except RecursionError:
         return "it is nested too deeply"
     return None
@@ -424,7 +424,7 @@ def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
         for cells in rows:
             size = records.next_record()
             if len(cells) != len(header):
-                yield None, f"{len(cells)} columns where the header has {len(header)}", 0
+                yield None, f"it has {len(cells)} columns, and the header has {len(header)}", 0
             else:
                 yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
 

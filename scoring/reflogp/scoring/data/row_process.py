@@ -2,7 +2,7 @@
 
 A chat template is a program and a row is its input. The two may run for ever or build a string of terabytes, and neither
 Python nor a tokenizer can be interrupted in the middle of one operation. So rows are rendered and encoded in forked children of
-this process, which inherit the loaded tokenizer. Each row has a deadline of processor time, which the kernel enforces
+this process, which inherit the loaded tokenizer. Each row has a limit of processor time, which the kernel enforces
 (ITIMER_PROF), and on Linux a limit of memory (RLIMIT_AS). A row that ends its child is a bad row; a new child continues with
 the other rows. A callback of the caller runs many times a second and can stop the work.
 
@@ -37,7 +37,7 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one row, in seconds.
 ROW_SECONDS = 10.0
-#: Timed-out rows that end a pass over a dataset: the cause is then the template or the whole dataset, not single rows.
+#: A pass over a dataset fails after this many timed-out rows: the cause is then the template or the dataset, not single rows.
 SLOW_ROWS = 20
 #: Bytes that a child may take in addition to the memory that it inherits; half of the machine's memory if that is less.
 _MEMORY = 8 << 30
@@ -115,7 +115,7 @@ class RowTokenizer:
 
         Raises:
             TokenizerError: the tokenizer lacks something that the rows need.
-            DatasetError: SLOW_ROWS rows reached their deadline.
+            DatasetError: SLOW_ROWS rows reached their time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
         waiting = deque(self._chunks(rows, found))
@@ -213,7 +213,7 @@ class RowTokenizer:
 
     def _why(self, status: int, still: bool) -> str:
         if still:
-            return f"tokenising it stood still for {STILL * self._limits.seconds:g} s"
+            return f"tokenising it made no progress for {STILL * self._limits.seconds:g} s"
         if status == -signal.SIGPROF:
             return f"tokenising it took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
@@ -342,7 +342,7 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 
 def _work(tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap) -> None:
     """Answer chunks until the parent closes the socket."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; several children run instead
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; children run in parallel instead
     with os.fdopen(SOCKET, "rb", closefd=False) as reader:
         while (texts := _read_chunk(reader)) is not None:
             _send(*_answer(texts, tokenizer, form, limits, place))

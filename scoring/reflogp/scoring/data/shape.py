@@ -161,7 +161,7 @@ def require_text(columns: dict[str, Any]) -> None:
     """Raise RowError for a row with images, video or audio: scored as text, it would get the values of a different input."""
     media = media_of(columns)
     if media is not None:
-        raise RowError(f"it holds more than text ({media}), and only text is scored; remove what is not text, or the row")
+        raise RowError(f"it holds more than text ({media}), and only text is scored; remove the other content, or the row")
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
@@ -190,7 +190,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
     if refused:
         raise RowError(
             f"chat_template_kwargs has {', '.join(refused)}, which would change how a row is rendered or encoded; only "
-            "variables of the model's own chat template may stand there"
+            "variables of the model's own chat template are allowed"
         )
     return {"tools": tools, **extra}
 

@@ -40,8 +40,8 @@ class TokenizedDataset:
         load: returns the tokenizer; called once, when something must be tokenised.
         form: the dataset's format; None detects it.
         kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
-            Name it by `cache_name`, so that it cannot be another dataset's. The rows' original columns are not kept. Nothing is
-            kept when a row reached a limit of time or memory, because the row may be usable under another limit.
+            Name it by `cache_name`, so that it cannot belong to another dataset. The rows' original columns are not kept.
+            Nothing is kept when a row reached a limit of time or memory, because the row may be usable under another limit.
         unchanged: called after each pass over `source`, before its tokens are kept; raises if the content that was read may
             differ from the content that `kept` is named after.
         limits: limits for tokenising a row; None for the defaults.

@@ -65,12 +65,12 @@ def places(
     if names in (["cpu"], ["auto"], ["cuda"]):  # the engine's own default
         return [Place(names[0], names[0])]
     if others := [name for name in names if not name.startswith("cuda:")]:
-        raise UsageError(f"device {others[0]}: an engine that chooses its GPUs itself needs them by number, as cuda:0,cuda:1")
+        raise UsageError(f"device {others[0]}: an engine that chooses its GPUs itself needs them by number: cuda:0,cuda:1")
     groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
     if "all" in devices and len(groups) > 1:  # leave out GPUs that fill no group
         groups = [group for group in groups if len(group) == gpus_each]
     if len(groups[-1]) < gpus_each:
-        raise UsageError(f"{len(names)} GPUs make no groups of {gpus_each}: give a multiple of that many")
+        raise UsageError(f"{len(names)} GPUs cannot be split into groups of {gpus_each}: give a multiple of {gpus_each} GPUs")
     return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
 
 
@@ -84,8 +84,8 @@ def gpus_in_a_child() -> int:
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
     counted = asked.stdout.split()
     if asked.returncode or not counted or not counted[-1].isdigit():
-        said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UsageError(f"the GPUs of this machine could not be counted ({said}): name them, as cuda:0,cuda:1, or cpu")
+        said = (asked.stderr.strip().splitlines() or ["no error message"])[-1]
+        raise UsageError(f"the GPUs of this machine could not be counted ({said}): name them, such as cuda:0,cuda:1 or cpu")
     return int(counted[-1])
 
 

@@ -3,8 +3,8 @@
 A process may use the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd units
 and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
 
-glibc and Arrow keep freed memory for later, in an arena for each of some dozen threads. Over many small jobs the arenas grow
-although nothing is in use.
+glibc and Arrow keep freed memory for reuse, in one arena for each of a few dozen threads. Over many small jobs the arenas grow
+although the process uses nothing of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still take: the machine's, or what a control group's limit leaves.
+    """Return the bytes that this process may still take: the machine's free memory, or what a cgroup's limit leaves of it.
 
     The page cache counts as free, because the kernel drops it when memory is needed.
 

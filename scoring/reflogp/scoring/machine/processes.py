@@ -45,4 +45,4 @@ def exit_reason(status: int, log: str) -> str:
     if status < 0:
         name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
         return f"killed by {name}" + (" (out of memory, perhaps)" if -status == signal.SIGKILL else "")
-    return f"it ended with status {status}; its last words are in {log}"
+    return f"it ended with status {status}; its last messages are in {log}"

@@ -44,7 +44,7 @@ def connect(address: str | None) -> bool:
             socket.create_connection((named[1], int(named[2])), _CONNECT_SECONDS).close()
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        hint = "`ray start --head` begins one; where it asks for a token, set RAY_AUTH_MODE=token"
+        hint = "`ray start --head` starts one; if the cluster requires a token, set RAY_AUTH_MODE=token"
         raise UsageError(f"no Ray cluster at {where}: {_first_line(error)} ({hint})") from error
     return True
 
@@ -118,7 +118,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def probe(folder: Path) -> Iterator[str]:
-    """Write a file into the folder for the block; give its path. Raises EngineError if it cannot be written."""
+    """Write a file into the folder while the block runs; yield its path. Raises EngineError if the file cannot be written."""
     file = folder / f"probe-{uuid.uuid4()}"
     try:
         file.write_bytes(b"reflogp")

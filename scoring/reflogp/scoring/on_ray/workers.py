@@ -111,12 +111,12 @@ class ClusterWorkers:
         self._without_since = self._without_since or now
         waited = now - self._without_since
         asked = ", ".join(f"{count:g} {name[4:-1].upper()}" for name, count in self._resources.items() if count)
-        what = f"no worker could begin: each asks for {asked}, and the Ray cluster has {describe_cluster()}"
+        what = f"no worker could start: each asks for {asked}, and the Ray cluster has {describe_cluster()}"
         if waited > self._place_seconds:
-            raise EngineError(f"{what}, for {waited:.0f} s now")
+            raise EngineError(f"{what}; gave up after {waited:.0f} s")
         if waited > _SAID_SECONDS and not self._said:
             self._said = True
-            warnings.warn(f"{what}; waiting {self._place_seconds:.0f} s for nodes", stacklevel=2)
+            warnings.warn(f"{what}; waiting up to {self._place_seconds:.0f} s for nodes", stacklevel=2)
 
 
 class _RayWorker:

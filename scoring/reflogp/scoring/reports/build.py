@@ -44,9 +44,9 @@ class ReportSummary:
         examples: tokenised examples: one per row, or two where pairs are unpaired for KTO.
         with_values: examples with log-probs.
         missing: examples that the snapshot has no log-probs for.
-        missing_row_numbers: rows of the first hundred of them, from 0.
+        missing_row_numbers: row numbers of the first hundred missing examples, counted from 0.
         bad_rows: rows that cannot be used.
-        bad_row_numbers: numbers of the first hundred of them, from 0.
+        bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: examples that TRL drops under max_length.
         coverage: with_values / (with_values + missing + bad_rows).
         accuracy: share of pairs whose chosen sum is above the rejected sum; None for KTO and when no pair has values.

@@ -96,15 +96,15 @@ def check_folder(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
-        raise UsageError(f"the output {folder} is a file; a report is a folder")
+        raise UsageError(f"the output {folder} is a file, but a report is a folder")
     names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}  # left by a killed report
     is_report = _is_report(folder / PAGE_NAME)
     other = sorted(names - {*PNG_NAMES, PAGE_NAME} if is_report else names)
     if not other:
         return
     raise UsageError(
-        f"the folder {folder} holds {other[0]}, which is not a report's; nothing was changed. Give an empty folder, or an "
-        "earlier report's"
+        f"the folder {folder} holds {other[0]}, which is not part of a report; nothing was changed. Give an empty folder, or "
+        "the folder of an earlier report"
     )
 
 

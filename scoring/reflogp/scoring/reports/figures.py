@@ -193,7 +193,7 @@ class PairPreference:
         ties: pairs with equal sums, which do not count as right.
         shorter_higher: among pairs of unequal lengths and sums, the share whose shorter side has the higher sum; None without
             such pairs.
-        chosen_longer: share of these pairs whose chosen has more tokens.
+        chosen_longer: share of the pairs with values whose chosen has more tokens.
         median_longer: median of chosen's tokens minus rejected's.
     """
 
@@ -260,7 +260,7 @@ def pair_preference(collected: Collected) -> PairPreference | None:
 
 def label_preference(collected: Collected) -> LabelPreference:
     """Measure the preference over a dataset with labels."""
-    assert collected.labels is not None, "the caller asks of KTO examples"
+    assert collected.labels is not None, "only KTO examples have labels"
     labels = collected.labels
     good = collected.usable & (labels != NO_LABEL)
     [side] = collected.sides.values()

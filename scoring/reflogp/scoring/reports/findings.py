@@ -22,7 +22,7 @@ from reflogp.store.texts import percent
 #: a judgement.
 Kind = Literal["mend", "look", "good", "fact"]
 
-#: Thresholds of shares. From the first three on, a finding is worth a look; accuracies below _SWAPPED suggest swapped columns.
+#: Thresholds of shares. A share at or above the first three is worth a look; accuracies below _SWAPPED suggest swapped columns.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
 #: TRL's KTOTrainer recommends desirable_weight · desirable / undesirable between 1 and 1.33 (trl/trainer/kto_trainer.py).
 _KTO_RANGE = (1.0, 1.33)
@@ -46,15 +46,15 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
     """
     found = []
     if repair:
-        found.append(Finding("mend", "The store is damaged, and what is damaged counts as missing. Repair it first.", repair))
+        found.append(Finding("mend", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The numbers below are of the others." if coverage.with_values else "So only what needs no values is below."
-        found.append(Finding("mend", f"{of} {rest} Score what is missing:", score))
+        rest = "The numbers below are for the others." if coverage.with_values else "Below are numbers that need no values."
+        found.append(Finding("mend", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped under max_length" if coverage.dropped else ""
         text = (
-            f"No value is missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} theirs"
+            f"No value is missing: {_of(coverage.with_values, coverage.examples, 'row')} {_have(coverage.with_values)} values"
         )
         found.append(Finding("good", f"{text}{dropped}."))
     if coverage.bad_rows:
@@ -63,7 +63,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
             Finding(
                 "mend",
                 f"{_of(coverage.bad_rows, coverage.rows, 'row')} cannot be used. The first is row {row:,}: {problem}. Mend or "
-                "remove them; all are listed under Coverage.",
+                "remove them; up to a hundred are listed under Coverage.",
             )
         )
     if coverage.bare:
@@ -88,11 +88,11 @@ def value_findings(collected: Collected, vocabulary: int) -> list[Finding]:
         return [
             Finding(
                 "mend",
-                f"{said}. That is worse than guessing evenly among the vocabulary's {vocabulary:,} tokens ({_nats(even)}): "
-                "check that this is the model that was meant, with its own chat template.",
+                f"{said}. That is worse than uniform guessing among the vocabulary's {vocabulary:,} tokens ({_nats(even)}): "
+                "check that this is the intended model, with its own chat template.",
             )
         ]
-    return [Finding("fact", f"{said}; guessing evenly among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
+    return [Finding("fact", f"{said}; uniform guessing among the vocabulary's {vocabulary:,} tokens would give {_nats(even)}.")]
 
 
 def pair_findings(preference: PairPreference | None, collected: Collected) -> list[Finding]:
@@ -109,7 +109,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             found.append(Finding("mend", f"{text}Both are far below one half: check that chosen and rejected are not swapped."))
         else:
             text += (
-                "50% is chance. DPO measures from the reference, so this is where training starts and not a mark for the data."
+                "50% is chance. This is where DPO training starts (it compares with the reference), not a grade of the data."
             )
             found.append(Finding("fact", text))
         if preference.shorter_higher is not None:
@@ -118,7 +118,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
                 Finding(
                     "fact",
                     f"The shorter completion has the higher sum in {shorter} of the pairs with unequal lengths: the "
-                    "nearer to 100%, the more do the sums tell lengths.",
+                    "nearer to 100%, the more the sums depend on lengths.",
                 )
             )
         longer = preference.chosen_longer
@@ -127,7 +127,7 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
         if longer >= _MUCH_LONGER:
             found.append(
                 Finding(
-                    "look", f"{said}. Length alone tells much of the preference: watch the length of what the policy writes."
+                    "look", f"{said}. Length alone predicts much of the preference: watch the length of the policy's texts."
                 )
             )
         else:
@@ -150,7 +150,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
     found = []
     if preference.without:
         found.append(
-            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs one on each.")
+            Finding("mend", f"{preference.without:,} rows have no label that is true or false. KTO needs a label for each row.")
         )
     desirable, undesirable = preference.desirable, preference.undesirable
     said = f"{desirable:,} completions are desirable, {undesirable:,} are not."
@@ -160,16 +160,16 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
             found.append(Finding("good", f"{said} Weights of 1 are within the range that TRL's KTOTrainer recommends."))
         else:
             found.append(
-                Finding("look", f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} for that.")
+                Finding("look", f"{said} TRL's KTOTrainer recommends a desirable_weight from {low:.2f} to {high:.2f} for this.")
             )
     elif desirable or undesirable:
-        found.append(Finding("mend", f"{said} KTO compares the two kinds, and one is not there."))
+        found.append(Finding("mend", f"{said} KTO compares the two kinds, and one kind is missing."))
     if preference.desirable_higher is not None:
         found.append(
             Finding(
                 "fact",
                 f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
-                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; one half would be no relation.",
+                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; 50% would be no relation.",
             )
         )
     return found
@@ -193,7 +193,7 @@ def truncation_findings(at: Cut, asked: bool, enough: int, noun: str) -> list[Fi
         parts.append(f"{_of(at.touched, at.examples, noun)} {'is' if at.touched == 1 else 'are'} cut")
     if at.dropped:
         dropped = f"{_of(at.dropped, at.examples, noun)} {'is' if at.dropped == 1 else 'are'} dropped"
-        parts.append(f"{dropped} because the prompt alone fills it")
+        parts.append(f"{dropped} because the prompt alone fills max_length")
     text = f"At {which} {' and '.join(parts)}; {percent(lost, at.tokens)} of the completion tokens are lost. "
     if at.same:
         text += f"Of the cut pairs {at.same:,} {'has' if at.same == 1 else 'have'} no difference left. "
@@ -217,7 +217,7 @@ def duplicate_findings(duplicates: Duplicates, examples: int, noun: str) -> list
         kind = "with chosen and rejected swapped" if noun == "pair" else "with the opposite label"
         found.append(
             Finding(
-                "mend", f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep one side."
+                "mend", f"{_of(duplicates.contrary, examples, noun)} also {_occur(duplicates.contrary)} {kind}. Keep only one."
             )
         )
     if duplicates.exact:
@@ -239,7 +239,7 @@ def outlier_findings(kinds: list[OutlierKind], with_values: int) -> list[Finding
     if not kinds:
         return [Finding("good", "No row stands out by the rules under Outliers.")]
     said = ", ".join(f"{kind.count:,} by “{kind.name}”" for kind in kinds)
-    return [Finding("look", f"Rows that stand out: {said}. The farthest of each are under Outliers.")]
+    return [Finding("look", f"Rows that stand out: {said}. The most extreme of each kind are listed under Outliers.")]
 
 
 def verdict(findings: list[Finding]) -> str:

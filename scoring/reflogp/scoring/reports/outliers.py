@@ -124,7 +124,7 @@ def find_outliers(collected: Collected, shown: int) -> list[OutlierKind]:
 def _kind(
     name: str, rule: str, unit: str, good: npt.NDArray[np.int64], beyond: Floats, values: Floats, shown: int
 ) -> OutlierKind:
-    """Return the outliers of a rule: the examples with `beyond` above 0, which are the more extreme the larger it is."""
+    """Return the outliers of a rule: the examples with `beyond` above 0; a larger `beyond` is more extreme."""
     places = np.flatnonzero(beyond > 0)
     order = np.argsort(-beyond[places], kind="stable")
     worst = [(int(good[at]), float(values[at])) for at in places[order][:shown]]

@@ -72,7 +72,7 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def visible(text: str) -> str:
-    """Return a text with signs for controls and unusual spaces; a text of spaces only becomes dots."""
+    """Return a text with signs for controls and unusual spaces; a text that has only spaces becomes dots."""
     if text and not text.strip(" "):
         return "·" * len(text)
     return "".join(_visible_character(character) for character in text)

@@ -27,8 +27,8 @@ HASHES = 64
 NEAR = 0.8
 #: Maximum number of examples that are sketched, with 256 bytes each.
 MOST_SKETCHED = 1_000_000
-#: Number of adjacent places of a sketch that must agree for two examples to be compared. One of the 16 groups of places agrees
-#: with probability 0.41 at a similarity of 0.8.
+#: Number of adjacent places of a sketch that must agree for two examples to be compared. At a similarity of 0.8,
+#: each of the 16 groups of places agrees with probability 0.41.
 _BAND = 4
 _COMPARED_AT_ONCE = 1 << 14
 _NO_TOKEN = 0xFFFFFFFF
@@ -188,7 +188,7 @@ def shared_starts(left: pa.LargeListArray, right: pa.LargeListArray) -> npt.NDAr
 
 
 def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: float) -> npt.NDArray[np.float32]:
-    """Return the `similarity` of left[i] and right[i], float32 (n,); 0 for one below `at_least`."""
+    """Return the `similarity` of left[i] and right[i], float32 (n,); 0 for a pair below `at_least`."""
     left_at, right_at = left.offsets.to_numpy(), right.offsets.to_numpy()
     lengths = np.diff(left_at), np.diff(right_at)
     most = 2 * np.minimum(*lengths) / np.maximum(lengths[0] + lengths[1], 1)

@@ -30,12 +30,12 @@ class ProgressCallbacks:
         """Report a commit; `snapshot` is the number of the new snapshot."""
 
 
-#: Rows whose problem is printed; the rest is counted.
+#: Maximum number of bad rows that are printed; further bad rows are only counted.
 _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Move a bar, which counts sequences, and collect the rows that were left out.
+    """Callbacks that move a progress bar, which counts sequences, and collect the rows that were left out.
 
     Args:
         bar: the bar.

@@ -20,7 +20,7 @@ class LocalScorer:
     """A Scorer with one engine. A ScoringPipeline computes and commits in threads of its own.
 
     Args:
-        make_engine: called for the first misses, in the caller's thread. A run with cache hits only loads no model.
+        make_engine: called for the first misses, in the caller's thread. A run with only cache hits loads no model.
         commit_sequences, commit_seconds: a commit is made when either is reached.
 
     Attributes:

@@ -46,7 +46,8 @@ class Work:
     Attributes:
         seconds: seconds in which an engine computed.
         operations: operations of the scored sequences.
-        peak: operations per second of all devices together; None if nothing was computed or an engine cannot measure it.
+        peak: matrix product rate of all devices together, operations per second; None if nothing was computed or an engine
+            cannot measure it.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that computed at the same time.
     """

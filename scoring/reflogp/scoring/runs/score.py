@@ -1,4 +1,4 @@
-"""Score a dataset: read rows, tokenize, look their keys up in the store, and hand the misses to a scorer.
+"""Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and hand misses to a scorer.
 
 The scorer computes the values and commits them.
 """
@@ -42,7 +42,7 @@ class ScoreSummary:
     Attributes:
         rows: rows read.
         bad_rows: rows without values after the run.
-        bad_row_numbers: numbers of the first hundred of them, from 0.
+        bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
         empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
         sequences: sequences of usable rows.
@@ -129,7 +129,7 @@ def score_dataset(
         dataset: the tokenized dataset.
         store: store of the values.
         reference: the model that the scorer computes with.
-        scorer: computes and commits; it gets no sequences if the store lacks none.
+        scorer: computes and commits; it gets no sequences if the store already has all of them.
         settings: max_length and truncation_mode: score no token past position max_length (keep_start), or only the last
             max_length tokens (keep_end); ld_alpha is ignored. None scores whole sequences.
         watcher: callbacks for progress and bad rows.
@@ -149,7 +149,7 @@ def score_dataset(
     started = time.monotonic()
     table = store.create_table(reference)
     before = table.snapshot()
-    before.require_whole()  # values of a damaged shard could be stored a second time, with a difference
+    before.require_whole()  # values of a damaged shard could be stored again, slightly different
     summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
     run = _Run(table, before, scorer, summary, watcher, strict_engine)
     scorer.open(table)
@@ -266,7 +266,7 @@ class _Run:
             hit_now = hit_before
             if self._now is not self._before:
                 hit_now = self._now.stored_lengths(keys) >= view.needed
-            usable = np.flatnonzero(~dropped & (view.needed > 0))  # without empty completions; the row's other one is scored
+            usable = np.flatnonzero(~dropped & (view.needed > 0))  # without empty completions
             if self._strict_engine is not None:
                 _refuse_other_engines(stored, usable[hit_before[usable]], self._strict_engine)
             self._summary.sequences += len(usable)
@@ -378,6 +378,6 @@ def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: 
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(
-            f"the store has values of this dataset that {', '.join(sorted(others))} made, and --strict-engine wants those of "
-            f"{engine} only: give a store of its own, or leave --strict-engine out (engines differ by rounding)"
+            f"the store has values of this dataset that {', '.join(sorted(others))} computed, and --strict-engine allows only "
+            f"values of {engine}: use another store, or omit --strict-engine (engines differ by rounding)"
         )

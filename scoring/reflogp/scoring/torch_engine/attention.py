@@ -28,7 +28,7 @@ from reflogp.scoring.torch_engine.packing import Pack
 
 NAME = "reflogp_packed"
 
-#: Attention scores that `_scores_by_hand` holds at once, in float32 numbers: 2**26 are 256 MiB.
+#: Maximum number of attention scores that `_scores_by_hand` holds at once: 2**26 float32 numbers are 256 MiB.
 _MAX_SCORES = 1 << 26
 #: Number of queries, and of keys, in one FlexAttention block: torch's default.
 _FLEX_BLOCK = 128
@@ -63,7 +63,7 @@ class PackLayout:
         refused: names of kernels that no layer may use, because they failed for this model.
 
     Attributes:
-        token_ids, positions: of the pack, int64 (tokens,).
+        token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
         parents, targets: places of the tokens that predict, and the token ids that they predict, int64 (predictions,).
         spans: (start, stop, shared) of each branch.
         layers_seen, windows_seen: calls of packed attention so far, and how many of them had a sliding window.
@@ -157,7 +157,7 @@ class PackLayout:
             tokens, blocks = len(self._pack), -(-len(self._pack) // _FLEX_BLOCK)
             last = np.zeros(tokens, np.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
-                last[path] = stop  # later branches come later, so the last writer is right
+                last[path] = stop  # stops ascend: the last branch through a token sets its end
             [ends], positions = to_device([last], self.device), self.positions
             width = None if window is None else _scalar(window, self.device)
 
@@ -253,9 +253,9 @@ def packed_attention(
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
-        raise UnsupportedAttentionError("packed attention outside of a pack")
+        raise UnsupportedAttentionError("packed attention was called outside of a pack")
     if kwargs.get("position_bias") is not None or attention_mask is not None or kwargs.get("is_causal") is False:
-        raise UnsupportedAttentionError("the layer brings a mask or a position bias of its own")
+        raise UnsupportedAttentionError("the layer has its own mask or position bias, or is not causal")
     if getattr(module, "is_causal", True) is False or query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise UnsupportedAttentionError("the layer is not causal self-attention")
     layout.layers_seen += 1
@@ -269,7 +269,7 @@ def packed_attention(
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
-        layout.declined[cpu_blocks.__name__] = problem  # a refused kernel has no problem here; its reason is known already
+        layout.declined[cpu_blocks.__name__] = problem  # None if cpu_blocks was refused: the self-check has the reason
     try:
         # Under autocast `_scores_by_hand` rounds as the model's own attention does.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
@@ -326,7 +326,7 @@ def _cpu_blocks_problem(call: Call) -> str | None:
 
 
 def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Compute all branches in one call, in bfloat16 on a CPU that multiplies bfloat16 (cpu_attention.py)."""
+    """Compute all branches in one call, in bfloat16, on a CPU with bfloat16 instructions (cpu_attention.py)."""
     spans, paths = layout.tree()
     return cpu_attention.attend(call.query[0], call.key[0], call.value[0], spans, paths, call.scale, call.window)[None]
 
@@ -361,7 +361,8 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call torch's own variable-length attention (torch.nn.attention.varlen): causal, aligned at each branch's last token.
+    """Call torch's own variable-length attention (torch.nn.attention.varlen) with a causal mask, aligned at each
+    branch's last token.
 
     torch 2.11 has no `enable_gqa`: its kernel accepts grouped heads without it. Later versions need it for grouped heads.
     """
@@ -372,7 +373,7 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlashAttention 2's variable-length kernel, which has soft caps (from 2.1 it aligns causality at the last token)."""
+    """Call FlashAttention 2's variable-length kernel, which has soft caps (since 2.1 its mask is aligned at the last token)."""
     return _by_flash(_flash_varlen(), layout, call)
 
 
@@ -404,7 +405,7 @@ def _by_varlen(
     """
     takes = _parameters(attend)
     if lacking := [name for name in needed if name not in takes]:
-        raise UnsupportedAttentionError(f"the installed version takes no {', '.join(lacking)}")
+        raise UnsupportedAttentionError(f"the installed version has no argument {', '.join(lacking)}")
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
     value = F.pad(call.value, (0, call.query.shape[-1] - size))  # latent attention: values are narrower than keys
@@ -435,13 +436,13 @@ def flex(layout: PackLayout, call: Call) -> torch.Tensor:
         block_mask=layout.block_mask(call.window),
         scale=call.scale,
         enable_gqa=call.key.shape[1] != query.shape[1],
-        # torch would use another kernel for packs below 128 tokens, which does not support dynamic shapes (pytorch#147756).
+        # For packs below 128 tokens torch would use another kernel, which does not support dynamic shapes (pytorch#147756).
         kernel_options={"BACKEND": "TRITON"} if query.device.type == "cuda" else None,
         return_aux=None if call.sinks is None else AuxRequest(lse=True),
     )
     if call.sinks is None:
         out: torch.Tensor = found
-    else:  # one more term in the denominator
+    else:  # a sink is one more term in the softmax's denominator
         plain, aux = found
         out = plain * torch.sigmoid(aux.lse - call.sinks.float()[None, :, None])[..., None].to(plain.dtype)
     return out.transpose(1, 2)
@@ -504,7 +505,7 @@ def _varlen_problem(call: Call) -> str | None:
     if call.query.dtype not in (torch.bfloat16, torch.float16):
         return "only for bfloat16 and float16"
     if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
-        return f"head size {size}, and {call.value.shape[-1]} of values"
+        return f"unsupported head sizes: {size} of keys, {call.value.shape[-1]} of values"
     return "the layer has sinks" if call.sinks is not None else None
 
 

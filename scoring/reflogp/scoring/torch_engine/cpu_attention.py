@@ -1,7 +1,7 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-On such CPUs torch's own kernel reaches a tenth of the rate of the matrix products around it, so it takes a third to two thirds
-of a pass.
+On CPUs with bfloat16 instructions torch's own kernel reaches a tenth of the rate of the matrix products around it, so it takes
+a third to two thirds of the time of a pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def problem(size: int, value_size: int) -> str | None:
     The first call on a machine builds the kernel (10 s).
     """
     if size % 2:
-        return f"heads of {size} numbers are not pairs"
+        return f"head size {size} is odd, and the kernel computes pairs"
     unusable = _loading_problem()
     if unusable is not None:
         return unusable
     try:
         difference = _difference_from_torch(size, value_size)
-    except RuntimeError as error:  # oneDNN is configured to use fewer units than the CPU has
+    except RuntimeError as error:  # oneDNN is configured to use fewer instructions than the CPU has
         return f"it does not run: {str(error).splitlines()[0]}"
     return None if difference <= _TOLERANCE else f"it differs from torch's kernel by {difference:.2g}"
 
@@ -76,7 +76,7 @@ def attend(
 @cache
 def _loading_problem() -> str | None:
     if not hasattr(torch.cpu, "get_capabilities"):
-        return f"torch {torch.__version__} does not say what this CPU can do"
+        return f"torch {torch.__version__} does not report this CPU's instructions"
     if not torch.cpu.get_capabilities().get("avx512_bf16"):
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
@@ -87,7 +87,7 @@ def _loading_problem() -> str | None:
         if not hasattr(torch.ops.reflogp, "attend"):  # registering it twice would end the process
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
-        return f"{compiler} does not build it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
+        return f"{compiler} cannot compile it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
     except Exception as error:  # folders, locks and loaders fail in many ways; torch's own kernel runs instead
         return f"it cannot be built or loaded: {error.__cause__ or error}"
     return None

@@ -91,8 +91,8 @@ def run_in_own_thread(function: Callable[[], Result]) -> Result:
 
     libgomp keeps a group of threads for each thread that ever computed in parallel, until that thread ends. If all groups
     together have more threads than the process has cores, they sleep between two operations instead of waiting actively
-    (GOMP_SPINCOUNT in libgomp's manual): a model that was loaded in one thread and computed in another ran at 0.65 of its rate
-    on two cores. If the caller is interrupted, the call goes on in its thread.
+    (GOMP_SPINCOUNT in libgomp's manual): on two cores, a model that was loaded in one thread and computed in another ran at
+    0.65 of its normal speed. If the caller is interrupted, the call goes on in its thread.
     """
     outcome: Future[Result] = Future()
 

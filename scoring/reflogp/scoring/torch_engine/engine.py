@@ -1,7 +1,7 @@
 """Score token sequences with a frozen model on one device.
 
-The engine sets the size of passes, overlaps preparation, device and results, and recovers when memory runs out. It works on
-token ids only: no text, no keys, no store.
+The engine chooses the size of each pass, overlaps preparing, computing and copying of results, and recovers when memory runs
+out. It works on token ids only: no text, no keys, no store.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class TorchEngine:
     slower path whose values agree, with a warning (`self_check`).
 
     Args:
-        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. The folder of a hub id's
-            revision is `resolve_model(model, revision)`. Or a model in memory (load.in_memory), whose own dtype and device are
-            used instead of the arguments.
-        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the one in config.json. "bfloat16-autocast" and
+        model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. For a revision
+            of a hub id pass `resolve_model(model, revision)`. Or a model in memory (load.in_memory), whose own dtype and device
+            are used instead of the arguments.
+        dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
         token_budget: maximum number of tokens of one pass; "auto" computes it from the free memory. When memory runs out, the
@@ -101,7 +101,7 @@ class TorchEngine:
         self.device = self._loaded.device
         own_head = self._loaded.dtype_name
         if lm_head_dtype not in (None, "float32", own_head):
-            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it to the model's {own_head}")
+            raise EngineError(f"lm_head_dtype {lm_head_dtype!r}: use float32, or leave it out for the model's {own_head}")
         self._flops = ForwardFlops(self._loaded.model)
         self._operations = Operations()
         if compile_layers is None:
@@ -109,7 +109,7 @@ class TorchEngine:
         self.pass_seconds: float | None = None
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
-        with memory_errors(self.device, "the model was tried"), on_device(self.device):
+        with memory_errors(self.device, "the self-check ran"), on_device(self.device):
             self._head = Head(self._loaded.model, lm_head_dtype == "float32", self._loaded.autocast)
             self.self_check: SelfCheck = check(self._head, self._loaded, compile_layers, refused_kernels)
             if token_budget == "auto":
@@ -128,7 +128,7 @@ class TorchEngine:
         Args:
             sequences: prompts and completions as token ids. A prompt holds at least one token, because the first token of a
                 completion has no log-prob without a token before it. It begins with the BOS token if the model has one.
-            temperature: divisor of the logits (RLOO and GRPO compare at their sampling temperature).
+            temperature: divisor of the logits (RLOO and GRPO compute log-probs at their sampling temperature).
 
         Raises:
             InvalidSequencesError: some sequences cannot be scored; its `results` hold the values of the others.
@@ -179,7 +179,7 @@ class TorchEngine:
         host while the next pass runs. Between two items the engine may be used for something else.
 
         Args:
-            groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of some
+            groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of a few
                 thousand sequences share prefixes and fill passes well. The iterator runs in a thread of this engine and must
                 not block: an empty group means that no group is available at the moment. The pass in flight then finishes, and
                 after it an empty list is yielded.
@@ -187,8 +187,8 @@ class TorchEngine:
             before: called with the numbers of each pass's sequences before the pass is launched.
 
         Yields:
-            (number, outcome) of a pass's sequences, numbered from 0 through all groups. The outcome is token_logps, or a text
-            that says why there are no values: one sequence alone does not fit the memory, or its values are not finite.
+            (number, outcome) of a pass's sequences, numbered from 0 across all groups. The outcome is token_logps, or a text
+            that says why there are no values: the sequence alone does not fit the memory, or its values are not finite.
 
         Raises:
             EngineError: a pass failed. The values of earlier passes were yielded.
@@ -251,9 +251,9 @@ class TorchEngine:
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the rate of a product of random matrices in the model's dtype on this device; None if memory is too short.
+        """Return the operations per second of a product of random matrices in the model's dtype; None if memory is too short.
 
-        The rate is measured once for a device and dtype.
+        The rate is measured once for each device and dtype.
         """
         try:
             with on_device(self.device):
@@ -290,7 +290,7 @@ class TorchEngine:
         try:
             landed = flying.land()
         except RuntimeError as error:  # CUDA reports errors of the running pass here
-            raise EngineError(f"the pass did not end: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"the pass failed on the device: {str(error).splitlines()[0]}") from error
         self._operations += flying.unit.operations
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
             self._tokens_per_second = flying.tokens_per_second()
@@ -373,7 +373,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
-        # Here, after the handler, the error's traceback no longer holds the tensors of the failed pass.
+        # Only after the handler: inside, the error's traceback would still hold the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None

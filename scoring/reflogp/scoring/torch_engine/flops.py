@@ -1,6 +1,6 @@
 """Count the operations of a pass and measure the rate of a device, for model FLOPs utilization.
 
-Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the operations per second that values depend on, divided
+Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the rate of operations that values depend on, divided
 by the rate of the device. Here the rate is measured with a large matrix product, not read from a data sheet.
 """
 
@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.sequences import Operations, Sequence
 Int64s = npt.NDArray[np.int64]
 
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-#: Products of one size that are not timed, while kernels are chosen and clocks rise, and products that are timed.
+#: Number of untimed products of one size, while kernels are chosen and clocks rise, and number of timed products after them.
 _WARM_UP, _REPEATS = 2, 12
 #: Seconds that the products of one size may take: a CPU without units for a dtype needs minutes for the larger size.
 _PATIENCE = 2.0
@@ -116,7 +116,7 @@ def _attention_layers(config: Any) -> list[tuple[int, Callable[[Int64s], Int64s]
 
 
 def _pairs(count: Any) -> Any:
-    """Return how many pairs of a token and a token up to it, itself included, the first `count` tokens have."""
+    """Return the number of query-key pairs of the first `count` tokens if each sees itself and all earlier tokens."""
     return count * (count + 1) // 2
 
 

@@ -84,7 +84,7 @@ class Prepared:
         self._background.shutdown(cancel_futures=True)
 
     def take(self, flying: InFlight | None) -> Unit | None:
-        """Return the next unit, and wait until it is made.
+        """Wait until the next unit is made, and return it.
 
         Returns None if the pass in flight has landed and no unit is ready, or if no pass is in flight and there is nothing to
         prepare at the moment.

@@ -46,8 +46,8 @@ class Head:
 
     A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
     computed in float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token
-    removes it. Any other head runs through the model's own forward, which gets the hidden states, so no architecture needs code
-    here.
+    removes it. For any other head the model's own forward is called on the given hidden states, so no architecture needs
+    code here.
 
     Under autocast the rounded logit is kept: such values are compared with values of a run whose logits are rounded the same
     way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
@@ -162,7 +162,7 @@ class Head:
         """
         weight = self._weight
         if hasattr(self._output, "base_layer") or (self._bias is not None and self._bias.shape != weight.shape[:1]):
-            return None  # the weight of a head with an adapter is its base layer's; the adapter adds to the product
+            return None  # a head with an adapter has its base layer's weight, and the adapter adds to the product
         generator = torch.Generator(weight.device).manual_seed(0)
         hidden = torch.randn(4, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
         with autocasting(weight.device, None):
@@ -202,9 +202,9 @@ def _product(hidden: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | N
 
 
 def _is_widened(hidden: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if one product can read both sides in 16 bits, and sum and return in float32 (torch >= 2.8, CUDA only).
+    """Return True if a product can take 16-bit operands, and accumulate and return float32 (torch >= 2.8, CUDA only).
 
-    Products of two 16-bit numbers are exact in float32, so the result equals that of float32 factors, at the rate of 16 bits.
+    Products of two 16-bit numbers are exact in float32, so the result equals that of float32 operands, at 16-bit speed.
     """
     narrow = hidden.dtype == factors.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     return narrow and dtype == torch.float32 and hidden.device.type == "cuda"

@@ -174,7 +174,7 @@ def require_device(checkpoint: Checkpoint, dtype: str, device: str, trust_remote
 
 
 def in_memory(model: Any) -> LoadedModel:
-    """Make a transformers causal language model that is already in memory ready to score.
+    """Prepare a transformers causal language model that is already in memory for scoring.
 
     The model is put in evaluation mode, and its parameters no longer require gradients. All of its parameters must be on one
     device and in one dtype.
@@ -234,7 +234,7 @@ class _Weight:
 
 @contextmanager
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, _Weight]]:
-    """Give all tensors of a checkpoint's files by name; they can be read only inside the block."""
+    """Yield all tensors of a checkpoint's files by name; they can be read only inside the block."""
     with ExitStack() as stack:
         found: dict[str, _Weight] = {}
         for path in checkpoint.weight_files:

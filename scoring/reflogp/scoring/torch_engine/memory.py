@@ -105,7 +105,7 @@ def require_room(
         dtype: dtype that the model computes in, a name of `reference.Dtype`.
         device: device of the model.
         parameters: number of parameters of the model, or None if unknown; files may hold more than is loaded.
-        alone: compare with all of the device's memory, as if nothing else used it, and not with what is free now.
+        alone: compare with all of the device's memory, as if nothing else used it, and not with the memory that is free now.
 
     The message says how much memory is needed and free, and which command would work, if any.
     """
@@ -117,16 +117,16 @@ def require_room(
     if not is_quantized(checkpoint) and _weights_dtype(dtype) == torch.float32:
         half = needed_bytes(checkpoint, config, "bfloat16", device, parameters)
         if sum(half) <= free:
-            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values are another reference's)")
+            ways.append(f"--dtype bfloat16 (it needs {_gib(sum(half))}; its values belong to another reference)")
     if device.type == "cuda" and (way := _spread(checkpoint, config, dtype, device, free, parameters)):
         ways.append(way)
     if not alone and weights + pass_bytes <= _total_bytes(device):
-        ways.append("end what else uses this memory")
+        ways.append("end the other processes that use this memory")
     raise OutOfMemoryError(
         f"{checkpoint.folder} does not fit the memory of {device} in {dtype}: it needs {_gib(weights + pass_bytes)} "
         f"({_gib(weights)} of weights, {_gib(pass_bytes)} for a pass), and "
         f"{_gib(free)} {'is all it has' if alone else 'are free'}. "
-        + (f"What works: {', or '.join(ways)}" if ways else "Take a machine with more memory")
+        + (f"What works: {', or '.join(ways)}" if ways else "Use a machine with more memory")
     )
 
 
@@ -184,7 +184,7 @@ def _spread(
             return (
                 "--engine vllm --tensor-parallel "
                 + str(count)
-                + (f" --dtype {plain} (its values are another reference's)" if plain != dtype else "")
+                + (f" --dtype {plain} (its values belong to another reference)" if plain != dtype else "")
                 + wanting
             )
         count *= 2
@@ -225,7 +225,7 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
 
     Args:
         device: the device that the block uses.
-        doing: words that follow "while" in the message, such as "the model was tried".
+        doing: words that follow "while" in the message, such as "the self-check ran".
     """
     try:
         yield

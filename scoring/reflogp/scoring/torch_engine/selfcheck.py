@@ -64,7 +64,7 @@ def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collec
         compile_layers: if the path is packed, also try compiled layers, and warn if they fail or disagree.
         refused: attention kernels that may not be used.
 
-    Out-of-memory errors are raised: for so few tokens no other path needs less memory.
+    Out-of-memory errors are raised, because for so few tokens no other path needs less memory.
     """
     with loaded.computing():
         return _check(head, loaded, compile_layers, list(refused))
@@ -89,7 +89,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
                 refused.append(error.kernel)
                 continue
             rejected["packed"] = str(error)
-        except Exception as error:  # an architecture can refuse in any way; each means "not this path"
+        except Exception as error:  # models fail in many ways; any error means that the path does not work
             if is_out_of_memory(error):
                 raise
             rejected["packed"] = _first_line(error)
@@ -97,7 +97,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
             doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # retry with the simplest kernel, to tell a wrong kernel from a wrong model
+            if problem is not None and doubted:  # retry with the simplest kernel: is it the kernel or the model?
                 rejected |= dict.fromkeys(doubted, problem)
                 refused.extend(sorted(doubted))
                 continue
@@ -120,7 +120,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected["padded"] = problem
     if found[0] != "packed":
         warnings.warn(
-            f"{type(model).__name__} is scored on the {found[0]} path, which is slower: packed {rejected['packed']}",
+            f"{type(model).__name__} is scored on the {found[0]} path, which is slower (packed: {rejected['packed']})",
             stacklevel=2,
         )
     is_compiled = False
@@ -204,8 +204,8 @@ def _windowed_layers(config: Any) -> int:
     """Return how many layers see less than the whole context, according to the config.
 
     The check compares this with the layers that pass a window to packed attention. A layer that has its window only in its
-    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. Chunks
-    (Llama 4) never reach the attention function.
+    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. The chunk
+    size (Llama 4) is never passed to the attention function.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -243,7 +243,7 @@ def _packed(
     if layout.layers_seen != layers:
         raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
-        raise ValueError(f"{windows} layers have windows or chunks, and {layout.windows_seen} say so to the attention function")
+        raise ValueError(f"{windows} layers have windows or chunks, but {layout.windows_seen} pass a window to attention")
     values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
     return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout

@@ -32,7 +32,7 @@ _END_SECONDS = 15.0
 #: Seconds to wait for the last lines of the log after the process has ended.
 _LISTEN_SECONDS = 5.0
 
-#: Number of vLLM's steps in a pass, at most.
+#: Maximum number of vLLM's steps in a pass.
 _STEPS = 4
 
 
@@ -66,7 +66,7 @@ class VllmProcess:
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens of one pass: a few of vLLM's steps, but no more than fit its cache with the passes in flight."""
+        """Number of tokens of one pass: those of a few vLLM steps, but few enough that all passes in flight fit its cache."""
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
     @property
@@ -80,7 +80,7 @@ class VllmProcess:
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask."""
         if self._running is None:
-            raise EngineError("vLLM was ended")
+            raise EngineError("the engine was closed")
         return self._running.ask(requests, salt)
 
     def provenance(self) -> dict[str, Any]:
@@ -93,14 +93,14 @@ class VllmProcess:
         if self._running is not None and not self._running.ended():
             return False
         if self._is_closed:
-            raise EngineError("vLLM was ended")
+            raise EngineError("the engine was closed")
         self._end()
         with contextlib.ExitStack() as undo:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
                 undo.callback(running.close)
             if self._is_closed:  # closed while vLLM was loading
-                raise EngineError("vLLM was ended")
+                raise EngineError("the engine was closed")
             undo.pop_all()
         self._running = running
         self._about = running.about
@@ -223,10 +223,10 @@ def _listen(stream: Any, words: deque[str]) -> None:
 
 
 def _error_of_start(python: str, reason: str, words: list[str]) -> UsageError | EngineError:
-    if any(f"No module named '{name}'" in line for line in words for name in ("vllm", "reflogp.service")):
+    if any(f"No module named '{name}'" in line for line in words for name in ("vllm", "reflogp", "reflogp.scoring")):
         return UsageError(
-            f"{python} has no vLLM beside reflogp: install both in an environment of their own (pip install "
-            "'reflogp[vllm]') and name its Python with --vllm-python or in REFLOGP_VLLM_PYTHON"
+            f"{python} lacks vLLM or reflogp: install both in a separate environment (pip install "
+            "'reflogp[vllm]') and give its Python with --vllm-python or in REFLOGP_VLLM_PYTHON"
         )
     # vLLM's child processes print their error before their parent reports that they ended.
     causes = [line.split("] ")[-1].strip() for line in words if "Error: " in line and "initialization failed" not in line]

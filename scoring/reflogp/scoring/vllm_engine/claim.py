@@ -19,8 +19,8 @@ from reflogp.scoring.vllm_engine.engine import VllmEngine
 from reflogp.store import Reference
 from reflogp.store.checkpoint import Checkpoint
 
-#: (prompt, completion) lengths of the sequences. The last is longer than 512 tokens, up to which a server with speculative
-#: decoding can give wrong values (github.com/vllm-project/vllm/issues/53488).
+#: (prompt, completion) lengths of the sequences. Three are shorter than 512 tokens, and one is longer: with
+#: speculative decoding, values of prompts of up to 512 tokens can be wrong (github.com/vllm-project/vllm/issues/53488).
 _LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
 
 
@@ -32,7 +32,7 @@ def check_claim(
     Args:
         engine: engine of the server.
         model: checkpoint with the reference's weights.
-        reference: the reference that the server shall have.
+        reference: the reference that the server should serve.
         device: device for the local weights.
         trust_remote_code: run modelling code from the checkpoint.
 

@@ -36,7 +36,7 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
 
     vLLM reuses whole blocks. A hit of a sequence with P prompt tokens must cover at most P - 1 tokens, because token P - 1
     (counted from 0) predicts the first completion token. In the order of `sharing_order` the longest prefix that a sequence has
-    in common with any other sequence is the one with a neighbour. A hit is at most that length, rounded down to whole blocks.
+    in common with any other sequence is shared with a neighbour. A hit is at most that length, rounded down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -64,7 +64,7 @@ _WINDOW = 8_192
 PASSES = 2
 #: A sequence is given up after vLLM has ended this many times while it scored that sequence alone.
 _STRIKES = 2
-#: Ends of vLLM without a value in between that are allowed in addition to those of a search by halving.
+#: How often vLLM may end without a value in between, in addition to the ends that a search by halving causes.
 _DEATHS = 6
 
 
@@ -85,7 +85,7 @@ class Transport(Protocol):
 
     @property
     def block_size(self) -> int | None:
-        """Number of tokens of a block of that cache; None if vLLM itself reports which values it did not compute."""
+        """Number of tokens of a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests now; yield responses as they arrive. Requests with the same salt share a cache.
@@ -96,7 +96,7 @@ class Transport(Protocol):
         """
 
     def revive(self) -> bool:
-        """Start vLLM again if it has ended; return True if it had. Raises EngineError if it cannot be started."""
+        """Start vLLM again if it has ended; return True if it was started. Raises EngineError if it cannot be started."""
 
     def provenance(self) -> dict[str, Any]:
         """Return vLLM's version and settings, and the method of its requests."""
@@ -121,7 +121,7 @@ class VllmEngine:
         pass_seconds: has no effect, because vLLM itself interleaves the requests of several passes.
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was started again.
-        vocab_size: rows of the model's vocabulary.
+        vocab_size: number of tokens of the model's vocabulary.
         claim: provenance of a server's weights, which cannot be read; see vllm_engine.claim. Empty for a local process.
     """
 
@@ -162,8 +162,8 @@ class VllmEngine:
         `before` is called with the indices of each pass.
 
         Raises:
-            EngineError: the temperature is not 1, the only one at which vLLM computes log-probs of given tokens; or vLLM cannot
-                be started again.
+            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at no other), or vLLM cannot be
+                started again.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -248,7 +248,7 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # halving needs fewer to find the sequence that ends vLLM
+                if deaths > _DEATHS + len(sequences).bit_length():  # halving finds the bad sequence after fewer
                     raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
@@ -258,7 +258,7 @@ class VllmEngine:
                     line.extendleft(_Pass(part, salt) for part in reversed(parts))
                     suspects.update(lost)
                     continue
-                landed = [(lost[0], f"vLLM ended {_STRIKES} times while it scored this alone")]
+                landed = [(lost[0], f"vLLM ended {_STRIKES} times while it scored this sequence alone")]
             else:
                 self.retries += flying.popleft().retries
                 deaths = 0

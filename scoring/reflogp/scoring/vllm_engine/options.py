@@ -15,7 +15,7 @@ from reflogp.scoring.errors import EngineError
 from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter
 
-#: Arguments that a user may set: they change how vLLM uses the machine. Other arguments change the values.
+#: Arguments that a user may set: they change how vLLM uses the machine. Other arguments could change the values.
 ALLOWED = frozenset(
     {
         "attention_backend",
@@ -95,7 +95,7 @@ def vllm_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "dtype": reference.dtype,
-        "max_model_len": -1,  # vLLM takes the longest that the model allows and the cache has room for
+        "max_model_len": -1,  # the longest sequence that the model allows and the cache has room for
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "tensor_parallel_size": tensor_parallel,
@@ -107,7 +107,7 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the modules: with an adapter-ready head vLLM takes a row of the prompt for a row of a request, adapted or not.
+        # Name the modules: if the head can have an adapter, vLLM confuses a prompt's rows with requests, even without one.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     return Loading(options | chosen, folder)
@@ -121,7 +121,7 @@ def _rope_options(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kinds = {entry.get("rope_type") or entry.get("type") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
     if "dynamic" in kinds:
-        raise EngineError("vLLM computes 'dynamic' rotary embeddings otherwise than transformers: use --engine torch")
+        raise EngineError("vLLM computes 'dynamic' rotary embeddings differently from transformers: use --engine torch")
     if "longrope" in kinds:
         original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
         return {"max_model_len": int(original)} if original else {}

@@ -1,7 +1,7 @@
 """Run vLLM in a process: read requests from stdin and write log-probs to stdout, until stdin ends.
 
-The process runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where reflogp is installed without
-its extras. The caller decides which requests may read the cache.
+The process runs in vLLM's environment as `python -m reflogp.scoring.vllm_engine.process`, where no other extra of
+reflogp is needed. The caller decides which requests may read the cache.
 
     caller -> process   configure, then score (+ REQUESTS)
     process -> caller   ready, answers (+ ANSWERS), dying
@@ -26,7 +26,7 @@ from reflogp.store.schema import stream_bytes
 #: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
 _WAITING = 2
 #: Share of the cache that the requests in flight may need together. If the cache were full, vLLM would preempt a request and
-#: begin it again, and the second beginning could read what the first one left in the cache.
+#: restart it, and the restarted request could read blocks that it left in the cache itself.
 _ROOM = 0.9
 #: Lengths of the sequences that are scored at the start in one batch: some problems occur only with several sequences.
 _PROBES = (4, 40, 9)
@@ -50,7 +50,7 @@ class Scorer:
         device: name of the device.
         block_size: number of tokens of a block of the cache.
         room: number of cache blocks that the requests in flight may need together.
-        max_model_len: vLLM's limit of the tokens of a sequence, its sampled token included.
+        max_model_len: maximum number of tokens of a sequence in vLLM, the sampled token included.
         reads_cache: True if vLLM's prefix cache is enabled.
         batched_tokens: maximum number of tokens of one of vLLM's steps.
     """

@@ -84,7 +84,7 @@ _SAID_SECONDS = 3.0
 #: Status codes that are retried: too many requests, or a proxy or server that restarts. A server that is ending sends 500.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: Tokens of the passes in flight for each request that may be in flight.
+#: All passes in flight together have this many tokens for each request that may be in flight.
 _TOKENS_EACH = 1024
 
 
@@ -235,8 +235,8 @@ class VllmServer:
                 raise EngineError("the engine was closed")
             if now - since > self._place.patience_seconds:
                 raise EngineError(
-                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); what was scored is kept: run "
-                    "the same command again when it is back, or wait longer with --patience"
+                    f"{self._place.url} has not answered for {now - since:.0f} s ({problem}); scored values are kept: run "
+                    "the same command again when the server is back, or wait longer with --patience"
                 )
             pause = min(2 * pause, _LONGEST_PAUSE)
 

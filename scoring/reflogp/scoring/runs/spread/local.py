@@ -133,7 +133,7 @@ class _LocalWorker:
                 with self._lock:
                     answer = self._asked.pop(number)
                 settle(answer, value, error)
-        except Exception as error:  # the pipe has ended, or a message is unreadable, and so are those after it
+        except Exception as error:  # the pipe has ended, or cannot be read after a broken message
             if not isinstance(error, EOFError | OSError):
                 self._process.kill()
         self._process.join()

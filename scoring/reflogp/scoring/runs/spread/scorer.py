@@ -26,8 +26,8 @@ from reflogp.store import LogprobTable, ReflogpError, UsageError
 
 #: Workers in a row that may die before any is ready; after that no further worker is started.
 _FAILED_STARTS = 3
-#: After this many failures in a row with nothing scored in between, the rows are not the cause: workers that lost their device,
-#: and sequences that killed two workers each.
+#: After this many failures in a row, with nothing scored in between, the cause is not the rows. _LOSSES: ready workers whose
+#: engine raised an error (the device may be lost). _KILLERS: sequences that killed two workers each.
 _LOSSES, _KILLERS = 3, 3
 #: Seconds to wait for workers in one turn; the second is used while an engine of this process computes too.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
@@ -49,13 +49,13 @@ class Worker(Protocol):
         """Load the engine and return its provenance; see ScoringWorker.prepare."""
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
-        """Score and commit a unit; see Units.score."""
+        """Score and commit a unit; see UnitScorer.score."""
 
     def peak(self) -> Future[float | None]:
         """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
 
     def stop(self) -> Future[None]:
-        """Compute no further pass and commit computed values; see Units.stop."""
+        """Compute no further pass and commit computed values; see UnitScorer.stop."""
 
     def end(self) -> None:
         """End the worker at once; values that it has not committed are lost."""
@@ -65,7 +65,7 @@ class Workers(Protocol):
     """A source of workers.
 
     Attributes:
-        count: number of workers that the run has or shall have.
+        count: number of workers that the run has, or will have when all are started.
         may_come: True if there are workers, or may be later.
     """
 
@@ -79,7 +79,7 @@ class Workers(Protocol):
         """Start further workers and return them; `have` workers exist already."""
 
     def look(self, is_any_placed: bool) -> None:
-        """Check on the source; called in each turn of the run. Raises EngineError if no worker can be had."""
+        """Check on the source; called in each turn of the run. Raises EngineError if no worker can be started."""
 
 
 @dataclass(eq=False)
@@ -87,9 +87,9 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: the first requests: its place, then to prepare.
+        asked: response to its first requests: `place`, then `prepare`.
         name: its place in words; empty until it is placed.
-        flying: units that it was sent, and the results to come.
+        flying: units that it was sent, each with the future of its result; the oldest first.
     """
 
     worker: Worker
@@ -162,7 +162,7 @@ class ParallelScorer:
         return len(self._queue) < self._unit_size() * self._engines()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """See Scorer.score; returns when the queue holds less than the workers take next."""
+        """See Scorer.score; returns when the queue holds less than one unit for each engine."""
         fresh = [miss for miss in misses if miss.key not in self._killers]
         for miss in misses:
             if miss.key in self._killers:
@@ -322,7 +322,7 @@ class ParallelScorer:
         except Exception as error:
             is_first = not member.is_ready and not self._work.workers
             if is_first or not isinstance(error, EngineError):
-                raise _named(member.name or "the place it was given", error) from error
+                raise _named(member.name or "a new worker", error) from error
             self._losses += member.is_ready  # the device may be unusable now
             self._gone(member, str(error), True, callbacks)
             if self._losses >= _LOSSES:
@@ -381,15 +381,15 @@ class ParallelScorer:
         self._killers_in_a_row += 1
         if self._killers_in_a_row >= _KILLERS:
             self._give_up(
-                f"{self._killers_in_a_row} sequences in a row killed two workers each, so it is the model or the device and "
-                f"not the rows: {reason}"
+                f"{self._killers_in_a_row} sequences in a row killed two workers each, so the cause is the model or the "
+                f"device, not the rows: {reason}"
             )
 
     def _give_up(self, why: str) -> None:
         """Send no more units to workers and continue with the own engine; raise EngineError if there is none."""
         if self._own is None:
             raise EngineError(why)
-        warnings.warn(f"{why}; the job goes on without help", stacklevel=2)
+        warnings.warn(f"{why}; the run continues without workers", stacklevel=2)
         self._alone = True
 
     def _note_busy(self) -> None:
@@ -407,7 +407,7 @@ class ParallelScorer:
             self._busy_since = None
 
     def _presence(self, member: _Member) -> float:
-        """Return how many seconds of the time between the first and the last unit a worker was ready."""
+        """Return for how many seconds between the first and the last unit a worker was ready."""
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:

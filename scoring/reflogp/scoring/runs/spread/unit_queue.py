@@ -95,7 +95,7 @@ class UnitQueue:
         self._again.appendleft(unit)
 
     def died_at(self, unit: Unit) -> Miss | None:
-        """Queue a unit at which a worker died again, before all others, in halves.
+        """Split a unit at which a worker died into halves, and queue them again, before all others.
 
         A single sequence is queued once more. After its second death it is not queued but returned.
         """

@@ -214,7 +214,7 @@ class _Asked:
 
 
 class ScoringWorker:
-    """A worker with one engine. Its arguments are plain values, and nothing is loaded before `prepare`.
+    """A worker with one engine. Its arguments can be pickled, and nothing is loaded before `prepare`.
 
     Args:
         model: folder or hub id, as this machine resolves it.
@@ -259,7 +259,7 @@ class ScoringWorker:
         return self._units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score and commit a unit; see Units.score. Several calls may run at the same time."""
+        """Score and commit a unit; see UnitScorer.score. Several calls may run at the same time."""
         return self._units.score(content, again)
 
     def peak(self) -> float | None:
@@ -267,5 +267,5 @@ class ScoringWorker:
         return self._units.peak()
 
     def stop(self) -> None:
-        """Compute no further pass and commit computed values; see Units.stop."""
+        """Compute no further pass and commit computed values; see UnitScorer.stop."""
         self._units.stop()
