@@ -96,7 +96,7 @@ def check_uri(uri: str, settings: ServerSettings) -> None:
     """Raise a Problem if `fetch` would refuse a URI before it connects to anything.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI, 422 if its form is wrong.
+        Problem: 403 if the settings do not allow the URI, 422 if it is malformed or its suffix names no dataset format.
         UsageError: a prefix in the settings is malformed.
     """
     try:

@@ -58,7 +58,7 @@ def open_own_folder(folder: Path) -> int:
 
     The descriptor stands for the folder that was checked, even if somebody renames the folders above it.
 
-    Raises OSError and PermissionError as `own_folder`. A symbolic link in place of the folder is refused.
+    Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link in place of the folder is refused.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

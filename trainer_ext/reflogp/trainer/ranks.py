@@ -17,7 +17,7 @@ from reflogp.trainer.errors import RankFailedError
 
 T = TypeVar("T")
 
-#: Seconds between two signs of life that the processes exchange.
+#: Seconds between two heartbeats that the processes exchange.
 _BEAT = 5.0
 
 
@@ -77,7 +77,7 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
     Args:
         what: description of the work, for the error on the other processes.
-        work: must not take part in collective operations: it runs in a thread, while the processes exchange signs of life.
+        work: must not use collective operations: it runs in a thread, while the processes exchange heartbeats.
     """
     if Rank.here().count == 1:
         return work()

@@ -284,7 +284,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
 
 
 def _entry(root: Path, folder: Sequence[str], name: str) -> Found | None:
-    """Open an entry of a folder; return None for a hidden plain file or folder, which no reader takes."""
+    """Open an entry of a folder; return None for a hidden regular file or folder, which dataset readers skip."""
     at = _walk(root, folder, ())
     try:
         mode = os.stat(name, dir_fd=at.descriptor, follow_symlinks=False).st_mode

@@ -215,7 +215,7 @@ def write_report(
 
 
 def _alike(collected: Collected) -> list[tuple[int, float]]:
-    """Return (place, similarity) of the pairs that hardly differ but are not identical, most similar first."""
+    """Return (index in `collected`, similarity) of the pairs that hardly differ but are not identical, most similar first."""
     if collected.similarity is None:
         return []
     chosen, rejected = (side.keys for side in collected.sides.values())

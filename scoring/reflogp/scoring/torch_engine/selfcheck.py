@@ -243,7 +243,10 @@ def _packed(
     if layout.layers_seen != layers:
         raise ValueError(f"only {layout.layers_seen} of {layers} layers mix tokens through the attention interface")
     if layout.windows_seen != (windows := _windowed_layers(model.config.get_text_config())):
-        raise ValueError(f"{windows} layers have windows or chunks, but {layout.windows_seen} pass a window to attention")
+        raise ValueError(
+            f"{windows} layers use sliding-window or chunked attention, "
+            f"but {layout.windows_seen} pass a window to the attention function"
+        )
     values = forward_pack(model, head, pack, device, refused=refused).cpu().numpy()
     by_sequence = {index: values[where] for index, where in pack.members}
     return np.concatenate([by_sequence[index] for index in range(len(sequences))]), layout

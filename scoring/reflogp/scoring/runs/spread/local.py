@@ -55,7 +55,7 @@ class LocalWorkers:
         self._store, _ = split_table_uri(table.uri)
 
     def begin(self, have: int) -> list[Worker]:
-        """Start a worker on each free place; see Workers.begin."""
+        """Start a worker on each free Place (a device, or the GPUs of one engine); see Workers.begin."""
         free = list(self._free)
         self._free.clear()
         return [self._begin(place) for place in free]

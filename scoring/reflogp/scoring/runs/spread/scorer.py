@@ -1,6 +1,6 @@
 """Score misses on several workers: send units to workers that have room, replace lost workers, retry their units.
 
-All calls come from one thread, the run's. ParallelScorer.score returns as soon as there is room for more misses.
+All methods are called from one thread, the run's. ParallelScorer.score returns as soon as there is room for more misses.
 """
 
 from __future__ import annotations
