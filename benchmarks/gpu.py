@@ -45,15 +45,13 @@ from transformers.utils import is_flash_attn_2_available  # noqa: E402
 from vllm_process import VLLM_PYTHON, Vllm  # noqa: E402
 
 from reflogp.scoring.torch_engine import Sequence  # noqa: E402
-from reflogp.scoring.torch_engine.attention import installed_kernels  # noqa: E402
+from reflogp.scoring.torch_engine.attention import installed_kernels, kernel_names  # noqa: E402
 from reflogp.scoring.torch_engine.flops import matmul_flops_per_second  # noqa: E402
 from reflogp.scoring.torch_engine.forward import compiled_log_sum_exp  # noqa: E402
 from reflogp.scoring.torch_engine.head import Head  # noqa: E402
 
 OURS = "reflogp"
 PADDED = {"transformers, padded": True, "transformers, padded, head on completions": False}
-#: Attention kernels of the engine, each a side of its own but the one that the engine chooses.
-KERNELS = {"cuda": ("flash3_varlen", "torch_varlen", "flash_varlen", "flex", "by_branch"), "cpu": ("cpu_blocks", "by_branch")}
 #: Tokens of the data: more than 20 passes of 65,536 once prompts are shared. And the vocabulary of current models.
 TOKENS, VOCABULARY = {"tiny": 3_000}, {"tiny": 2_048}
 MOST_TOKENS, MOST_VOCABULARY = 2_200_000, 151_936
@@ -135,7 +133,7 @@ def main() -> None:
                 config = measure_shape(shape, found, device, options, report, end)
                 measure_vllm(shape, config, found, options, report)
             else:
-                names = [OURS, *PADDED, *(f"{OURS}, {kernel}" for kernel in KERNELS[device.type]), Vllm.name]
+                names = [OURS, *PADDED, *(f"{OURS}, {kernel}" for kernel in kernel_names(device.type)), Vllm.name]
                 found["sides"] = {name: {"skipped": "no time left"} for name in names}
         except Exception as error:  # the model itself does not fit; the other shapes are measured all the same
             found["failed"] = reason(error)
@@ -232,7 +230,7 @@ def plans(model: Any, pairs: Pairs, device: torch.device) -> list[Plan]:
         found.append(Plan(name, make, some))
     quarter = pairs.spread(max(8, len(pairs.rows) // KERNEL_STEP))
     installed = installed_kernels(device.type)
-    for kernel in KERNELS[device.type]:
+    for kernel in kernel_names(device.type):
         why_not = None if kernel in installed else "not installed, or not for this device"
         found.append(Plan(f"{OURS}, {kernel}", functools.partial(with_kernel, model, kernel), quarter, why_not))
     return found

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention
-from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels
+from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels, kernel_names
 from tests.conftest import plain_token_logps
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tests.scoring.test_attention import SHAPES, by_formula, error, some_call, some_pack
@@ -20,16 +20,16 @@ from tools.fidelity import rms, some_pairs
 
 pytestmark = NEEDS_GPU
 
+KERNELS = kernel_names(DEVICE.partition(":")[0])
 #: Kernel -> what it cannot compute; by_branch takes its place there.
-CUDA_KERNELS = {
+LIMITS = {
     "flash3_varlen": {"float32", "sinks"},
     "torch_varlen": {"float32", "sinks", "soft cap"},
     "flash_varlen": {"float32", "sinks"},
     "flex": set(),
+    "cpu_blocks": {"float32", "sinks", "soft cap"},
     "by_branch": set(),
 }
-CPU_KERNELS = {"cpu_blocks": {"float32", "sinks", "soft cap"}, "by_branch": set()}
-KERNELS = CPU_KERNELS if DEVICE == "cpu" else CUDA_KERNELS
 
 FAMILIES = {
     "grouped heads": "Llama",
@@ -92,7 +92,7 @@ def test_a_family_agrees_with_float32_forwards(kernel, feature, dtype, tmp_path)
     engine = TorchEngine(str(tmp_path), dtype, DEVICE, refused_kernels=others)
     check = engine.self_check
     assert check.path == "packed", check.rejected
-    assert check.kernels == (["by_branch"] if {feature, dtype} & KERNELS[kernel] else [kernel]), check.rejected
+    assert check.kernels == (["by_branch"] if {feature, dtype} & LIMITS[kernel] else [kernel]), check.rejected
     found = engine.score(sequences)
     if dtype == "float32":
         assert max(np.abs(ours - right).max() for ours, right in zip(found, exact, strict=True)) <= 1e-3

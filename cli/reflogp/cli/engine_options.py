@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.store import Reference, ReflogpError, Store, UsageError
-
-if TYPE_CHECKING:
-    from reflogp.scoring.engines import EngineChoice
 
 _VLLM, _REMOTE = "With --engine vllm", "With --engine remote"
 
 Engine = Annotated[
-    Literal["torch", "vllm", "remote"],
+    EngineName,
     typer.Option(
         help="Engine: torch; vllm, for models that need several GPUs; remote, a `vllm serve` that is already running."
     ),
@@ -91,7 +89,7 @@ TrustClaim = Annotated[
 
 
 def engine_choice(
-    name: Literal["torch", "vllm", "remote"],
+    name: EngineName,
     trust_remote_code: bool,
     check_claim: bool,
     of_torch: dict[str, Any],
@@ -102,7 +100,6 @@ def engine_choice(
 
     Raises UsageError for an option of another engine, and for an option that cannot be read.
     """
-    from reflogp.scoring.engines import EngineChoice
     from reflogp.scoring.vllm_engine.options import parse_options
 
     chosen: dict[str, Any] = {}

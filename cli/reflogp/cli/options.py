@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from reflogp.store.storage import PLACES
+
 Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors, or a hub id.")]
 Data = Annotated[
     str,
@@ -14,7 +16,7 @@ Data = Annotated[
         "or from datasets.save_to_disk, or a hub name."
     ),
 ]
-Store = Annotated[str, typer.Option("--store", help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
+Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]
 Split = Annotated[str, typer.Option(help="Split of a hub dataset or a saved DatasetDict.")]
 _DTYPES = (
     "bfloat16, float32, float16; bfloat16-autocast or float16-autocast for float32 weights in mixed precision (bf16=True, "

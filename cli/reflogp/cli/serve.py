@@ -8,10 +8,11 @@ import typer
 
 from reflogp.cli.console import err, missing_extra, out
 from reflogp.store import UsageError
+from reflogp.store.storage import PLACES
 
 
 def serve(
-    store: Annotated[str | None, typer.Option("--store", help="A folder, or s3://, gs://, az://.", metavar="URI")] = None,
+    store: Annotated[str | None, typer.Option("--store", help=f"The store: {PLACES}.", metavar="URI")] = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A reference model, and its name on the service; may be repeated.", metavar="NAME=PATH"),

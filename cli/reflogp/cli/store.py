@@ -22,12 +22,13 @@ from reflogp.store import (
     verify,
 )
 from reflogp.store.compaction import RETENTION_HOURS
+from reflogp.store.storage import PLACES
 
 T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, repair, compact and share a store of log-probs.")
 
-Uri = Annotated[str, typer.Argument(help="Store: a folder, or s3://, gs://, az://.", metavar="URI")]
+Uri = Annotated[str, typer.Argument(help=f"Store: {PLACES}.", metavar="URI")]
 ReferenceId = Annotated[
     str | None,
     typer.Option("--reference", help="Only this reference: (the beginning of) its id. Default: all.", metavar="ID"),

@@ -30,7 +30,7 @@ from reflogp.scoring.engines import EngineChoice, EngineName
 from reflogp.scoring.vllm_engine.options import check_options
 from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
-from reflogp.store.storage import normalize_uri
+from reflogp.store.storage import PLACES, normalize_uri
 
 #: read: look up values and view pages; score: compute values; admin: everything.
 Scope = Literal["read", "score", "admin"]
@@ -107,7 +107,7 @@ class ServerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="REFLOGP_", extra="forbid")
 
-    store: str = Field(description="Store: a folder, or s3://, gs://, az://.")
+    store: str = Field(description=f"Store: {PLACES}.")
     references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
     tokens: list[TokenSettings] = Field(default_factory=list, description="Tokens of the callers. Optional only on loopback.")
     host: str = Field("127.0.0.1", description="Address to listen on.")

@@ -20,6 +20,8 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
+#: Where a store can be, in the words of help texts and errors. delta-rs decides: other schemes of its own work too.
+PLACES = "a folder, or s3://, gs://, az://"
 #: delta-rs' streams accept only bytes. Arrow passes bytes only from a buffered stream, and only if a write fits its buffer.
 _WRITE_BUFFER = 1 << 20
 
@@ -67,7 +69,7 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
         return pafs.PyFileSystem(DeltaStorageHandler(uri, options))
     except STORAGE_ERRORS as error:
         if "Unknown scheme" in str(error):  # delta-rs' own message lists some fifty schemes
-            raise UsageError(f"store {uri}: the scheme is not supported; use a folder, or s3://, gs://, az://") from error
+            raise UsageError(f"store {uri}: the scheme is not supported; use {PLACES}") from error
         raise
 
 

@@ -288,6 +288,11 @@ def choose_kernel(call: Call, refused: Collection[str] = ()) -> Callable[[PackLa
     return by_branch
 
 
+def kernel_names(device_type: str) -> list[str]:
+    """Return the names of all kernels of a "cuda" or "cpu" device, installed or not, the fastest first."""
+    return [kernel.__name__ for kernel in (*(kernel for kernel, _, _ in _kernels_of(device_type)), by_branch)]
+
+
 def installed_kernels(device_type: str = "cuda") -> list[str]:
     """Return the names of the kernels that `choose_kernel` can return on a "cuda" or "cpu" device, the fastest first."""
     installed = [kernel for kernel, is_installed, _ in _kernels_of(device_type) if is_installed()]
