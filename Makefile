@@ -8,8 +8,9 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cor
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # The tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, as containers set it, each would compile what it imports.
 COMPILE := -m compileall -q -j 0
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,8 +20,13 @@ setup: .venv/dev.stamp  ## everything for development, in .venv
 demo: .venv/run.stamp  ## the whole loop on example data, no network: score, join, train, plot
 	$(BIN)/reflogp demo
 
-test: .venv/dev.stamp .venv-openrlhf/stamp  ## the tests, several files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
+test: .venv/dev.stamp  ## the tests, several files at a time, without the slow ones
+	$(PYTEST) -m 'not slow and not vllm and not docker'
+
+test-slow: .venv/dev.stamp .venv-openrlhf/stamp  ## the slow tests: stress, kills, Ray, several processes, OpenRLHF, whole examples
+	$(PYTEST) -m 'slow and not vllm and not docker'
+
+test-all: test test-slow  ## both
 
 test-vllm: .venv/dev.stamp .venv-vllm/stamp  ## the tests that need a real vLLM
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm --numprocesses $(WORKERS) --dist loadfile tests/vllm
@@ -55,7 +61,7 @@ bench: .venv/dev.stamp  ## speed, both sides measured in one run
 setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm engine, `make test-vllm` and `make bench`
 	@echo 'For reflogp score --engine vllm: export REFLOGP_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python'
 
-setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test`
+setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test-slow`
 
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tools.fidelity
