@@ -19,6 +19,7 @@ def measured(pairs_file):
     return json.loads(done.stdout.splitlines()[-1])["1 s a pass"]
 
 
+@pytest.mark.slow
 def test_every_side_says_how_long_its_device_was_idle(measured):
     for side in measured.values():
         assert side["scored"] == 120 and 0 <= side["idle_share"] < 1 and side["passes"] >= 1

@@ -442,6 +442,7 @@ def test_ctrl_c_exits_with_130_in_every_command(reflogp, monkeypatch, tmp_path):
     assert one_sentence(err).startswith("reflogp: interrupted; what was committed stays")
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_loses_nothing_that_was_committed(reference_folder, pair_rows, tmp_path):
     """A real process, killed after its first commits; the second run's values equal an undisturbed run's."""
     data = write_rows(tmp_path / "pairs.jsonl", pair_rows)

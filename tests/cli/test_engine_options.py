@@ -75,6 +75,7 @@ def test_without_weights_the_claim_is_asked_for(reflogp, command, tokenizer, tmp
     assert "if the weights are on another machine, name their reference with --claim" in err
 
 
+@pytest.mark.slow
 def test_a_server_that_is_waited_for_is_said(reflogp, command):
     url = f"http://127.0.0.1:{free_port()}"
     code, _, err = reflogp(*command, "--engine", "remote", "--url", url, "--patience", 10, "--trust-claim")

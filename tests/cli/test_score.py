@@ -69,6 +69,7 @@ def wait_until(ready, timeout=120):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_are_those_of_a_plain_forward(client, model, temperature):
     prompts, completions = sequences(5, seed=1)
@@ -244,6 +245,7 @@ def test_arrow_requests_are_checked(service):
     assert empty.status_code == 200 and len(pa.ipc.open_stream(empty.content).read_all()) == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder, model):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128)
     with running("--config", file) as service, Client(service.url) as client:
@@ -262,6 +264,7 @@ def test_a_worker_that_is_killed_answers_all_the_same(tmp_path, reference_folder
         assert answers[0].token_logps[at] == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp_path, reference_folder):
     entry = {**float32(deadly_model(reference_folder, tmp_path / "deadly")), "trust_remote_code": True}
     file = settings_file(tmp_path, tmp_path / "store", {"ref": entry}, window_seconds=0.2)
@@ -279,6 +282,7 @@ def test_a_request_that_kills_workers_is_refused_and_the_others_are_answered(tmp
     assert all(len(scores.token_logps) == 2 for scores in good)
 
 
+@pytest.mark.slow
 def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder, model):
     models = {"one": float32(reference_folder), "two": {"model": str(reference_folder), "dtype": "bfloat16"}}
     file = settings_file(tmp_path, tmp_path / "store", models, token_budget=128, commit_seconds=0.1)
@@ -297,6 +301,7 @@ def test_two_references_share_a_worker_that_holds_one(tmp_path, reference_folder
             client.score("three", prompts, completions)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
     folder = shutil.copytree(reference_folder, tmp_path / "model")
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(folder)})
@@ -309,6 +314,7 @@ def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
     assert answer.status_code == 503 and "changed since the service started" in answer.json()["detail"]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_being_made_is_an_empty_one(tmp_path, reference_folder):
     reference = describe_reference(str(reference_folder), "float32")
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)})

@@ -37,6 +37,7 @@ def last_object(stdout: str) -> dict:
     return json.loads(stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_submit_watches_a_job_and_saves_its_values(reflogp, url, pairs_file, tmp_path):
     output = tmp_path / "values.parquet"
     submit = ("submit", url, pairs_file, "--reference", "sft", "--max-length", 400, "--output", output)

@@ -270,6 +270,7 @@ def test_a_busy_services_word_is_kept():
 # --- with a service ---
 
 
+@pytest.mark.slow
 def test_a_file_is_scored_by_a_job_and_its_values_are_the_stores(client, pairs_file, tmp_path):
     seen = []
     job = client.submit(pairs_file, "sft", max_length=512, title="forty pairs")
@@ -451,6 +452,7 @@ def test_score_keeps_to_its_deadline(client):
         client.score("nobody", [[1]], [[2]])
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
     job = client.submit(long_file, "sft")
     for found in client.events(job.id):
@@ -509,6 +511,7 @@ def test_a_result_is_written_where_it_can_be(client, tmp_path):
         client.result("0123456789abcdef", tmp_path / "nowhere" / "values.parquet")
 
 
+@pytest.mark.slow
 def test_a_watch_outlives_a_restart_of_the_service(tmp_path, reference_folder, long_file):
     settings = settings_file(tmp_path, tmp_path / "store", {"sft": float32(reference_folder)}, commit_seconds=0.5)
     seen = []
@@ -542,6 +545,7 @@ def narrow(reference_folder, tmp_path_factory):
         yield found
 
 
+@pytest.mark.slow
 def test_a_token_is_needed_where_there_are_tokens(narrow, pairs_file):
     with Client(narrow, token="guess") as client, pytest.raises(NotAllowedError):
         client.submit(pairs_file, "sft")

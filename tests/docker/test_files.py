@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pyarrow.fs as pafs
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -107,6 +108,7 @@ def test_the_bucket_is_made_and_found_again(tmp_path):
         assert done.returncode == 1 and "give s3://BUCKET/FOLDER" in done.stderr
 
 
+@pytest.mark.slow
 def test_health_check_panels_and_labels_of_a_service_that_works(tmp_path, pairs_file, reference_folder):
     with running("--store", tmp_path / "store", "--model", f"ref={reference_folder}") as service:
         service.worker_ready()

@@ -81,6 +81,7 @@ def _handle(block: Block, workspace: Workspace) -> str:
     return "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages())
 def test_every_block_of_the_page_runs(page, workspace, monkeypatch):
     monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
@@ -95,6 +96,7 @@ def test_every_block_of_the_page_runs(page, workspace, monkeypatch):
     _PAGES.add(page)
 
 
+@pytest.mark.slow
 def test_what_is_not_run_is_there_and_the_rest_is_counted(record_property):
     if set(pages()) != _PAGES:
         pytest.skip("counts the blocks of all pages, and some were not run or failed")

@@ -44,6 +44,7 @@ def scored(workspace) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_runs(name, scored, monkeypatch):
     monkeypatch.setattr(PrinterCallback, "on_log", lambda *_, **__: None)  # it prints between the lines that are compared

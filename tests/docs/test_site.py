@@ -104,6 +104,7 @@ def undocumented_option(hook, monkeypatch):
     return "reflogp added: option --text is not documented"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add", [undocumented_setting, undocumented_route, undocumented_option])
 def test_the_build_fails_for_what_says_nothing_about_itself(add, hook, monkeypatch, tmp_path, caplog):
     said = add(hook, monkeypatch)

@@ -80,6 +80,7 @@ def scored(printed: str) -> list[int]:
     return [int(count) for count in re.findall(r"hits, (\d+) scored", printed)]
 
 
+@pytest.mark.slow
 def test_dpo_with_the_model_it_builds(run, tmp_path):
     printed = run("dpo", "--rows", "12", "--steps", "2")
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
@@ -90,6 +91,7 @@ def test_dpo_with_the_model_it_builds(run, tmp_path):
     assert 12 < count <= 24
 
 
+@pytest.mark.slow
 def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
     printed = run("kto", *few)
     report = assert_trained(printed, tmp_path / "out" / "kto")
@@ -101,6 +103,7 @@ def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
     assert report["forwards"]["policy_passes"] == 4
 
 
+@pytest.mark.slow
 def test_lora_trains_an_adapter_only(run, few, tmp_path):
     printed = run("lora", *few)
     assert_trained(printed, tmp_path / "out" / "lora")
@@ -109,6 +112,7 @@ def test_lora_trains_an_adapter_only(run, few, tmp_path):
     assert (tmp_path / "out" / "lora" / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_fsdp_shards_the_policy_over_two_processes(run, few, tmp_path):
     prepared = run("fsdp", *few, "--prepare")
     assert scored(prepared)[0] > 0
@@ -125,6 +129,7 @@ def test_fsdp_says_what_to_run_first(run, few):
         run("fsdp", *few)
 
 
+@pytest.mark.slow
 def test_a_sweep_scores_once(run, few, tmp_path):
     printed = run("sweep", *few[:-1], "1", "--beta", "0.1", "0.5", "--max-length", "128", "512", "--loss-type", "ipo")
     before, after = scored(printed)
@@ -142,6 +147,7 @@ def test_a_sweep_scores_once(run, few, tmp_path):
     assert f"TRL would have scored {trl} with precompute_ref_log_probs, 32 without" in printed
 
 
+@pytest.mark.slow
 def test_online_asks_the_service_that_it_starts(run, few, tmp_path):
     printed = run("online", *few)
     report = report_of(tmp_path / "out" / "online")
@@ -150,6 +156,7 @@ def test_online_asks_the_service_that_it_starts(run, few, tmp_path):
     assert "step-0 gate: policy and reference differ by at most" in printed
 
 
+@pytest.mark.slow
 def test_the_notebook_goes_from_rows_to_a_trained_step(tmp_path, monkeypatch):
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "IPYTHONDIR": str(tmp_path)}
     for name, value in environment.items():

@@ -181,6 +181,7 @@ def test_a_dataset_keeps_split_features_and_format(rows, model, scored):
     assert isinstance(joined["ref_chosen_logps"][:], np.ndarray)
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_by_one_worker(rows, model, scored):
     stream = join(model, datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4), scored, dtype="float32")
     assert [row["ref_row"] for row in torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1)] == list(range(12))

@@ -121,6 +121,7 @@ def test_temperature_divides_the_rounded_logits(tmp_path):
     assert rms(values, plain_autocast(tmp_path, sequences, temperature=0.7)) < 0.01
 
 
+@pytest.mark.slow
 def test_a_compiled_model_agrees(tmp_path):
     build("Qwen2").save_pretrained(tmp_path)
     sequences = some_pairs(8)
@@ -205,6 +206,7 @@ def test_the_command_line_scores_joins_and_lists_it(reflogp, reference_folder, p
     assert "in bfloat16-autocast" in reflogp("store", "ls", store)[1]
 
 
+@pytest.mark.slow
 def test_a_service_computes_in_it(reference_folder, tmp_path):
     sequences = [Sequence([3, 4, 5], list(range(40, 70))), Sequence([5, 9, 7], list(range(100, 150)))]
     arguments = ("--store", tmp_path / "store", "--model", f"sft={reference_folder}", "--dtype", "bfloat16-autocast")

@@ -97,6 +97,7 @@ def write_ipc(file, table, compression=None, stream=False) -> None:
 # What is within the bounds reads as it does without any
 
 
+@pytest.mark.slow
 def test_within_bounds_every_format_reads_the_same(tmp_path):
     import datasets
 
@@ -184,6 +185,7 @@ TEXT_BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXT_BOMBS)
 def test_text_bombs_are_refused(tmp_path, name):
     file_name, parts, says = TEXT_BOMBS[name]
@@ -192,6 +194,7 @@ def test_text_bombs_are_refused(tmp_path, name):
     assert says in (outcome["said"] or ""), outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["zst", "bz2", "lz4"])
 def test_bombs_of_every_compression_are_refused(tmp_path, suffix):
     file = tmp_path / f"a.jsonl.{suffix}"
@@ -347,6 +350,7 @@ PARQUET_BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARQUET_BOMBS, ids=lambda make: make.__name__)
 def test_parquet_bombs_are_refused(tmp_path, make):
     file = tmp_path / "a.parquet"
@@ -487,6 +491,7 @@ ARROW_BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ARROW_BOMBS, ids=lambda make: make.__name__)
 def test_arrow_bombs_are_refused(tmp_path, make):
     file = tmp_path / "a.arrow"
@@ -597,6 +602,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain.parquet", "dictionary.parquet", "plain.arrow", "packed.arrow", "stream.arrow"])
 def test_damaged_files_are_read_or_refused_and_nothing_else(tmp_path, kind):
     draw = random.Random(1)

@@ -37,6 +37,7 @@ def other_model(source: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_other_references_go_on(tmp_path, reference_folder):
     first, second = shutil.copytree(reference_folder, tmp_path / "first"), other_model(reference_folder, tmp_path / "second")
     expected = {
@@ -94,6 +95,7 @@ def expected_keys(rows) -> list[bytes]:
     return sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows]).to_pylist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "restarted"), [(renamed_over, False), (in_place, False), (link_swapped, False), (in_place, True)]
 )
@@ -149,6 +151,7 @@ def link_led_outside(file, content) -> None:
 CHANGES = [renamed_over, in_place, appended, link_led_outside, folder_swapped]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "change", "whole_folder"),
     [("before it is opened", change, whole) for change in CHANGES for whole in (False, True)]
@@ -195,6 +198,7 @@ def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_pat
         assert keys_of(client, again, tmp_path) == expected_keys(rows)
 
 
+@pytest.mark.slow
 def test_what_a_killed_worker_left_half_written_is_deleted(service, place, tmp_path):
     rows = token_rows(3, seed=1) * 10_000
     file = write_rows(tmp_path / "rows.jsonl", rows)

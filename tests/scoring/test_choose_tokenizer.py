@@ -28,6 +28,7 @@ def source(reference_folder, tmp_path) -> ReferenceSource:
     return ReferenceSource(tmp_path / "store", model=str(reference_folder), dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["template", "tokenizer"])
 def test_a_trainer_with_a_template_of_its_own(given, cached_trainer, reference_folder, tokenizer, data_file, tmp_path, reflogp):  # noqa: F811
     template = tmp_path / "own template.jinja"

@@ -56,6 +56,7 @@ def test_float32_equals_a_plain_forward_on_real_pairs(reference_folder, pair_row
         assert abs(float(ours.sum(dtype=np.float64)) - sum(plain)) <= 1e-3
 
 
+@pytest.mark.slow
 def test_bfloat16_is_no_further_from_float32_than_trls_own_pass(reference_folder, pair_rows, tokenizer):
     sequences = tokenized_pairs(pair_rows, tokenizer)  # all of them: which of two roundings of a few is nearer is chance
     exact_model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
@@ -201,6 +202,7 @@ def test_pickles_and_missing_folders_are_refused(tmp_path, reference_folder):
         TorchEngine(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_halves_the_budget_and_loses_nothing(reference_folder, tmp_path):
     """A real limit on the address space of a process of its own; then one sequence that no budget can help."""
     import json

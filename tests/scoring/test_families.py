@@ -17,6 +17,7 @@ from tools.fidelity import measure, some_pairs, spread_among_neighbours
 CHANCE = 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_agrees_with_plain_forwards(name):
     found = measure(name)

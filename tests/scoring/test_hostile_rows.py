@@ -105,6 +105,7 @@ def hostile_rows(draw):
     return row
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(hostile_rows(), min_size=4, max_size=25))
 @example([pair("\ud800"), pair(tools="[\ud800]"), pair(chat_template_kwargs={"thinking": "\udfff"}), pair(**{"\ud9ff": 1})])

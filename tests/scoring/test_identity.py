@@ -157,6 +157,7 @@ def checkpoints(reference_folder, tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)

@@ -249,6 +249,7 @@ def test_memory_that_runs_out_in_a_kernel_does_not_refuse_the_kernel(tmp_path, m
     assert engine.token_budget <= 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["plain", "window", "soft cap", "sinks"])
 def test_flex_attention_is_compiled_at_most_twice_over_fifty_packs(variant, monkeypatch):
     """A graph for each pack would take seconds each and, after eight, fall back to whole score matrices."""

@@ -104,6 +104,7 @@ PEAK = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "shard"), [("BF16", 5_000_000_000), ("F32", 1_600_000_000)], ids=["20 GB", "3 GB, converted"]
 )
@@ -138,6 +139,7 @@ def test_loading_onto_a_device_takes_little_more_of_the_host_than_the_largest_sh
     assert above <= 1.2 * max(sizes)
 
 
+@pytest.mark.slow
 def test_loading_on_a_cpu_holds_the_model_once(tmp_path, record_property):
     sparse_checkpoint(tmp_path, 820_000_000, 3)
     files = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
@@ -358,6 +360,7 @@ def test_free_memory_counts_what_torch_has_reserved_and_does_not_use(monkeypatch
     assert memory.free_bytes(CUDA) == 11 * GIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_an_exchanged_model_is_gone_before_the_next_one_loads(compile_layers, reference_folder):
     """Whoever still holds the engine, as a job's thread does, and a stream that stopped half way, hold no weights."""

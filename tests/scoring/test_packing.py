@@ -95,6 +95,7 @@ def test_the_largest_come_first():
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", wider_data(), ids=lambda path: path.name.split(".")[0])
 def test_packs_of_real_data_are_nearly_full_and_share_prompts(file, tokenizer):
     from reflogp.scoring.data.encode import tokenize_examples

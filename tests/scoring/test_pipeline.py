@@ -61,6 +61,7 @@ class Slow(TorchEngine):
         return super()._launch(unit, temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("stage", ["read", "engine", "commit", "watcher"])
 def test_what_fails_ends_the_others_and_what_was_computed_is_kept(stage, at, reference_folder, tmp_path, monkeypatch):

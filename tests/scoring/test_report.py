@@ -86,6 +86,7 @@ def random_pairs(count, seed=0, vocabulary=900):
 # Numbers, against another way to get them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--max-length", 120), ("--max-length", 120, "--truncation-mode", "keep_end")])
 def test_accuracy_and_coverage_are_those_of_the_stored_values(run, report, reference_folder, pairs_file, tmp_path, options):
     assert run("score", pairs_file, *options)[0] == DONE
@@ -424,6 +425,7 @@ def harmless(browser, file, scheme, width):
         assert page.evaluate(CONTRAST) >= 4.5
 
 
+@pytest.mark.slow
 def test_a_hostile_dataset_harms_no_browser_and_its_page_stands_alone(chromium, hostile):  # noqa: F811
     file, page = hostile
     for scheme, width in (("dark", 360), ("light", 360), ("light", 1200)):
@@ -506,6 +508,7 @@ for file in files:
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_by_a_few_hundred_bytes_a_row(reference_folder, stored, tmp_path):
     """Eight times the rows in one dataset: what is kept of each is far less than its tokens."""
     rows = random_pairs(8_000)

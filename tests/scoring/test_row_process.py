@@ -85,6 +85,7 @@ def test_a_tokenizer_that_stands_still(tokenizer):
     assert "made no progress" in str(first[0]) and not isinstance(second[0], RowError)
 
 
+@pytest.mark.slow
 def test_children_end_with_a_parent_that_is_killed(tokenizer, tmp_path):
     folder = save_llama(tmp_path / "model", obedient(tokenizer), **SMALL)
     file = write_rows(tmp_path / "rows.jsonl", [pair("power")])
@@ -101,6 +102,7 @@ def test_children_end_with_a_parent_that_is_killed(tokenizer, tmp_path):
     wait_until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", "report"])
 def test_ctrl_c_ends_the_command_line_while_a_row_hangs(command, tokenizer, tmp_path):
     folder = save_llama(tmp_path / "model", obedient(tokenizer), **SMALL)

@@ -180,6 +180,7 @@ def test_values_that_are_not_finite_are_reported_and_not_stored(score, tmp_path,
     assert snapshot(reference_folder, tmp_path).stored_lengths(sequence_keys([[1]], [[2, 7, 2]])).tolist() == [-1]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_dataset(score, tmp_path):
     """Rows and values pass through in a bounded number of windows and commits; what stays is an index entry per sequence."""
     import tracemalloc

@@ -64,6 +64,7 @@ def workers_of(pid=None):
     return [child for child in servers if child.parent() in servers]
 
 
+@pytest.mark.slow
 def test_the_same_rows_as_with_one_device_and_the_same_bad_ones(score, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", odd_rows())
     watching = Watching()
@@ -74,6 +75,7 @@ def test_the_same_rows_as_with_one_device_and_the_same_bad_ones(score, tmp_path)
     assert not workers_of()
 
 
+@pytest.mark.slow
 def test_killed_workers_lose_nothing(score, tmp_path):
     """Workers are killed at random moments of a run, each after values were committed since the last kill."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
@@ -112,6 +114,7 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(sco
     assert (summary.scored, summary.failed) == (3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a worker on cpu was lost")
 def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference_folder):
     rows = token_rows(8, seed=3)
@@ -147,6 +150,7 @@ def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_pat
         score(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6)), model=model, watcher=watching)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_folder, tmp_path, how):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))

@@ -31,6 +31,7 @@ print(json.dumps({"threads": torch.get_num_threads(), "loaded": loaded, "compute
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads the threads of a process from /proc")
 def test_a_load_leaves_no_group_of_threads_behind(reference_folder):
     command = [sys.executable, "-c", THREADS_OF_A_LOAD, str(reference_folder)]

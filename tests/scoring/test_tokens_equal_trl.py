@@ -57,6 +57,7 @@ def bos_tokenizer(tokenizer):
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", wider_data(), ids=lambda path: path.name.split(".")[0])
 @pytest.mark.parametrize("which", ["tokenizer", "bos_tokenizer"])
 def test_every_data_file(file, which, request, tmp_path):

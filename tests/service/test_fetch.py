@@ -424,6 +424,7 @@ def test_a_prefix_that_is_none_is_named(prefix):
 # What the remote side may try
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, says",
     [

@@ -46,6 +46,7 @@ def values_are_those_of_one_engine(file, folder, tmp_path):
     same_rows(rows_of(tmp_path / "here", reference.reference_id), rows_of(tmp_path / "store", reference.reference_id))
 
 
+@pytest.mark.slow
 def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, tmp_path, reference_folder):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=1))
     with Client(service.url) as client:
@@ -55,6 +56,7 @@ def test_an_idle_worker_helps_with_a_job_and_its_values_are_the_same(service, tm
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path, reference_folder):
     """Helpers and the job's own worker, at random moments."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=3))
@@ -78,6 +80,7 @@ def test_workers_that_are_killed_in_a_shared_job_lose_nothing(service, tmp_path,
     values_are_those_of_one_engine(file, reference_folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
     rows = token_rows(2600, seed=5)
     first, second = write_rows(tmp_path / "a.jsonl", rows[:2200]), write_rows(tmp_path / "b.jsonl", rows[2200:])
@@ -91,6 +94,7 @@ def test_a_job_in_line_takes_a_helper_away(service, tmp_path, reference_folder):
     values_are_those_of_one_engine(write_rows(tmp_path / "all.jsonl", rows), reference_folder, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     rows = token_rows(1800, seed=6)
@@ -104,6 +108,7 @@ def test_a_sequence_that_kills_helpers_is_left_out(tmp_path, reference_folder):
     values_are_those_of_one_engine(write_rows(tmp_path / "good.jsonl", rows), model, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
     with Client(service.url) as client:
         job = client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(1800, seed=7)), "ref")
@@ -114,6 +119,7 @@ def test_a_cancelled_job_lets_its_helper_go(service, tmp_path):
         assert other.state == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_folder, devices):
     """The worker says why it ends, its job goes on, and the search for the row is the same as where a process dies."""
@@ -134,6 +140,7 @@ def test_a_device_that_is_lost_at_a_row_costs_that_row_only(tmp_path, reference_
     assert "illegal memory access" in str(problems)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_lost_at_every_row_ends_the_job(tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "lost", raises="CUDA error: unspecified launch failure")
     rows = token_rows(3, seed=10)

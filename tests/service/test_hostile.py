@@ -258,6 +258,7 @@ def test_a_body_that_never_ends_or_never_comes(service, place):
     assert not [file for file in (place / "state" / "uploads").iterdir() if "partial" in file.name]
 
 
+@pytest.mark.slow
 def test_a_bomb_in_a_dataset_is_a_failed_job_and_the_next_one_works(ask, tmp_path):
     bomb = gzip.compress(b'{"prompt": "' + b"a" * 200_000_000, 9)
     assert len(bomb) < 300_000

@@ -51,6 +51,7 @@ def hanging_job(client, service, tmp_path, name: str):
     return job
 
 
+@pytest.mark.slow
 def test_a_cancel_acts_while_a_row_hangs(client, service, tmp_path, record_property):
     job = hanging_job(client, service, tmp_path, "cancelled")
     began = time.monotonic()
@@ -133,6 +134,7 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
     assert {file.name: file.stat().st_size for file in kept if file.stat().st_size > 2_000_000} == {}
 
 
+@pytest.mark.slow
 def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):
     rows = [pair("good"), *LONG.values()]
     lines = [row if isinstance(row, str) and row.startswith("{") else json.dumps(row) for row in rows]

@@ -38,6 +38,7 @@ def client(service):
         yield found
 
 
+@pytest.mark.slow
 def test_a_job_scores_a_dataset_and_gives_it_back_in_order(client, tmp_path, reference_folder):
     rows = token_rows(30, seed=1)
     rows[7] = {**rows[7], "chosen_ids": []}
@@ -137,6 +138,7 @@ def slow(tmp_path, reference_folder):
         yield found
 
 
+@pytest.mark.slow
 def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):
     with Client(slow.url) as client:
         running_job = client.submit(write_rows(tmp_path / "long.jsonl", token_rows(3000, seed=5, length=60)), "ref")
@@ -153,6 +155,7 @@ def test_cancel_takes_effect_at_once_and_keeps_what_is_computed(slow, tmp_path):
         assert client.watch(waiting.id).state == "done"
 
 
+@pytest.mark.slow
 def test_a_more_urgent_job_goes_first_and_the_other_goes_on(slow, tmp_path):
     with Client(slow.url) as client:
         long = client.submit(write_rows(tmp_path / "long.jsonl", token_rows(600, seed=7)), "ref")
@@ -165,6 +168,7 @@ def test_a_more_urgent_job_goes_first_and_the_other_goes_on(slow, tmp_path):
         assert ended.summary["hits"] > 0 and ended.summary["hits"] + ended.summary["scored"] == 1200
 
 
+@pytest.mark.slow
 def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
     rows = token_rows(400, seed=9)
@@ -190,6 +194,7 @@ def test_killed_workers_and_services_lose_nothing(tmp_path, reference_folder):
         assert result["ref_chosen_logps"][at].as_py() == pytest.approx(expected, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=600)
     service = Service("--config", file)
@@ -209,11 +214,13 @@ def test_sigterm_commits_and_the_next_service_goes_on(tmp_path, reference_folder
         assert ended.summary["hits"] > 200
 
 
+@pytest.mark.slow
 def test_two_services_do_not_share_a_state_folder(slow, tmp_path):
     with pytest.raises(AssertionError, match="another service uses the state folder"):
         Service("--config", tmp_path / "serve.toml")
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     entry = {**float32(model), "trust_remote_code": True}
@@ -230,6 +237,7 @@ def test_a_row_that_kills_workers_is_found_and_the_others_are_scored(tmp_path, r
     assert 4 <= ended.attempts <= 9  # a pack of about 25 sequences, halved each time
 
 
+@pytest.mark.slow
 def test_three_deaths_without_progress_fail_the_job_with_the_reason(tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly", on_load=True)
     entry = {**float32(model), "trust_remote_code": True}
@@ -251,6 +259,7 @@ def test_a_worker_that_takes_too_much_memory_is_ended_and_the_job_says_so(tmp_pa
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_log_can_be_json_with_job_ids(tmp_path, reference_folder):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, log_format="json")
     with running("--config", file) as service, Client(service.url) as client:

@@ -91,6 +91,7 @@ def content(file) -> list:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", SITES)
 def test_each_statement_of_each_call_fails_once(site, tmp_path, monkeypatch):
     prepare, call = CALLS[site]

@@ -106,6 +106,7 @@ def routes(place) -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_route_has_heavy_requests(place, requests):
     assert routes(place) <= set(requests)
 
@@ -114,6 +115,7 @@ def names() -> list[tuple[str, str]]:
     return list(heavy_requests(BOUNDS, bytes(16), "x"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", names(), ids=" ".join)
 def test_four_heavy_requests_at_once_take_bounded_memory(service, at_rest, requests, route):
     pid = service.process.pid
@@ -296,6 +298,7 @@ BEGINNINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_who_sends_a_byte_at_a_time_keeps_nobody_out_and_is_ended(narrow, beginning):
     dribbling = [socket.create_connection(address(narrow.url)) for _ in range(200)]
@@ -334,6 +337,7 @@ def test_who_sends_a_long_body_that_no_route_reads_is_answered_and_cut_off(narro
         assert answer.status_code in (405, 413)
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_ended_and_gives_its_memory_back(narrow):
     """More than the memory of all requests is asked for by callers who do not read; others are answered in the end."""
     keys = long_rows(64, 20_000)[0].to_pylist()
@@ -352,6 +356,7 @@ def test_an_answer_that_nobody_reads_is_ended_and_gives_its_memory_back(narrow):
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_body_that_stands_still_is_ended_and_gives_its_memory_back(tmp_path):
     from reflogp.service import bodies
 

@@ -158,6 +158,7 @@ def paths(job):
 # What a page says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [True, False])
 def test_a_done_job_shows_its_values_and_no_dataset_can_run_a_script(chromium, service, done, script):
     with opened(chromium, java_script_enabled=script) as page:
@@ -307,6 +308,7 @@ def refused(url) -> int:
 # Live
 
 
+@pytest.mark.slow
 def test_progress_reaches_done_without_a_reload(chromium, service, submit):
     job = submit(600)
     with opened(chromium) as page:
@@ -325,6 +327,7 @@ def test_progress_reaches_done_without_a_reload(chromium, service, submit):
         assert page.evaluate("window.stayed")
 
 
+@pytest.mark.slow
 def test_the_list_follows_its_jobs(chromium, service, submit):
     with opened(chromium) as page:
         page.goto(service)
@@ -337,6 +340,7 @@ def test_the_list_follows_its_jobs(chromium, service, submit):
         assert page.evaluate("[window.stayed, document.activeElement.id]") == [True, f"job-{job}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "/jobs/{job}"])
 def test_without_javascript_a_page_loads_again_until_all_is_done(chromium, service, submit, where):
     job = submit(300)
@@ -357,6 +361,7 @@ def test_the_list_says_that_the_service_does_not_answer(chromium, service, done)
         page.locator("#live", has_text=re.compile("^$")).wait_for(state="attached")
 
 
+@pytest.mark.slow
 def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_folder, pair_rows, tmp_path):
     config = ("--config", config_file(tmp_path, reference_folder))
     file = write_rows(tmp_path / "pairs.jsonl", many_rows(pair_rows, 200, "restart"))
@@ -373,6 +378,7 @@ def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_
             assert page.evaluate("window.stayed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [True, False])
 def test_cancel_and_retry(chromium, service, submit, script):
     job = submit(3000)
@@ -425,6 +431,7 @@ def test_signing_in_and_out(chromium, guarded):
         assert "/signin" in page.url
 
 
+@pytest.mark.slow
 def test_a_signed_in_browser_watches_and_downloads(chromium, guarded, pair_rows, tmp_path):
     token = TOKENS["anna"][0]
     with Client(guarded, token) as client, opened(chromium) as page:

@@ -304,6 +304,7 @@ def test_a_service_that_is_not_there(monkeypatch):
         Client("ftp://somewhere")
 
 
+@pytest.mark.slow
 def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
     """Requests made up from it, good and bad, by schemathesis: no 5xx, no answer that it does not describe."""
     file = settings_file(tmp_path, store, {"ref": float32(reference_folder)}, SCOPED)
@@ -329,6 +330,7 @@ def reflogp(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

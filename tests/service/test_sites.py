@@ -176,6 +176,7 @@ def attacks(service, path: str, supported: bool):
     return zip(filled, itertools.cycle(BODIES), strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["opened", "guarded, by a cookie", "guarded, by a token"])
 def test_every_unsafe_request_of_another_site_is_refused(request, routes, which):
     """A new route is covered: the routes are those of the app."""

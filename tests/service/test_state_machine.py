@@ -800,6 +800,7 @@ def warm():
         python.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300 + 120 * SEQUENCES)
 def test_random_sequences_of_operations(warm, library, tmp_path_factory, record_property):
     python = sys.executable if warm is None else warm.ready().executable

@@ -113,6 +113,7 @@ def finished_unrecorded(place, client, job: str) -> bool:
     return (place / "state" / "results" / f"{job}.parquet").exists() and client.job(job).state == "running"
 
 
+@pytest.mark.slow
 def test_a_ledger_that_is_locked_for_long_ends_nothing(service, client, place):
     job = post(service.url, token_rows(40, seed=1)).json()["id"]
     wait_for(client, job, lambda found: found.progress.scored > 0)
@@ -148,6 +149,7 @@ def test_a_full_disk_ends_nothing(service, client, place):
     wait_until(lambda: ready(service.url))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_noticed_and_replaced(service, client, place):
     [worker] = service.workers()
     job = post(service.url, token_rows(300, seed=5)).json()["id"]
@@ -253,6 +255,7 @@ def test_a_state_folder_is_one_service_s_whatever_is_deleted(service, place, how
     wait_until(lambda: ready(service.url))
 
 
+@pytest.mark.slow
 def test_a_cancel_outlives_a_kill(tmp_path, reference_folder):
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, token_budget=128, commit_seconds=0.1)
     with running("--config", file) as service, Client(service.url) as client:
@@ -299,6 +302,7 @@ def insist(ask) -> httpx.Response:
     return answer
 
 
+@pytest.mark.slow
 def test_each_call_of_the_ledger_fails_in_a_working_service(tmp_path, reference_folder, host, monkeypatch, record_property):
     """For each kind of error every call fails for longer than it is retried, while jobs come, end and are cancelled."""
     DataHost.gate.set()

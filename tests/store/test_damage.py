@@ -205,6 +205,7 @@ def with_checkpoint(table):
     return table, checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["footer", "gone", "pointer"])
 def test_a_damaged_checkpoint_is_served_from_the_entries_and_deleted_by_a_repair(with_checkpoint, how):
     table, checkpoint = with_checkpoint

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [[], ["--s3"]], ids=["folder", "s3"])
 def test_nothing_is_lost_and_no_value_changes(where):
     sizes = ["--writers", "3", "--commits", "40", "--readers", "2", "--kills", "8"]

@@ -65,6 +65,7 @@ def audited(policy, config, dataset, tokenizer, source):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer_class", "check", "words"),
     [
@@ -198,6 +199,7 @@ class TestWrongStores:
         with pytest.raises(StepZeroError, match="re-scored by the policy"):
             cached_trainer({"reference": ReferenceSource(bad, reference_id=source.reference_id), "audit": audit}).train()
 
+    @pytest.mark.slow
     def test_a_right_one_is_not_refused(self, cached_trainer, policy, reference_folder, data_file, tmp_path):
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")

@@ -37,6 +37,7 @@ class LanguageModelsThatRan:
         self._handle.remove()
 
 
+@pytest.mark.slow
 def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl_trainer, monkeypatch):
     built = []
     original = AutoModelForCausalLM.from_pretrained.__func__
@@ -167,6 +168,7 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
     assert len(losses(told)) == 2
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_dtype_is_noise_that_has_to_be_asked_for(cached_trainer, policy):
     with pytest.raises(StepZeroError, match="scored in float32 and the policy computes in bfloat16"):
         cached_trainer({"model": policy().to(torch.bfloat16)}).train()

@@ -58,6 +58,7 @@ def same(left, right) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_failed_construction_leaves_no_trace(kind, policy, config, dataset, tokenizer, source, pair_rows, cached_trainer):
     own = copy.deepcopy(tokenizer)

@@ -44,6 +44,7 @@ def series(seen, name) -> np.ndarray:
     return np.array([entry[name] for entry in seen["logs"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), [("ddp", "MULTI_CPU"), ("fsdp2", "FSDP"), ("zero3", "DEEPSPEED")])
 def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
     _, ranks, _ = launch({**settings, "mode": mode}, tmp_path)
@@ -60,6 +61,7 @@ def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["step_zero"]["sequences"] == 8
 
 
+@pytest.mark.slow
 def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     """Its KL sequences depend on the batch of a process, so the values come from the rows that TRL prepared."""
     args = {"max_length": 220}
@@ -76,6 +78,7 @@ def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     assert np.abs(series(ranks[0], "loss") - series(trl[0], "loss")).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_an_in_memory_dataset_is_what_trl_fails_on(settings, tmp_path):
     status, ranks, _ = launch({**settings, "trl": True, "args": {"precompute_ref_log_probs": True}}, tmp_path, check=False)
     assert status != 0

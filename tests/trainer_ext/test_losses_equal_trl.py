@@ -22,6 +22,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", LOSSES, ids=lambda c: "-".join(f"{k}={v}" for k, v in c.items()).replace("'", ""))
 def test_losses(changes, cached_trainer, trl_trainer):
     ours = cached_trainer(**SETTINGS, **changes)
@@ -35,6 +36,7 @@ def test_losses(changes, cached_trainer, trl_trainer):
     assert ours.audit.as_dict()["verdict"] == "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_kto(loss_type, cached_kto_trainer, trl_kto_trainer):
     ours = cached_kto_trainer(loss_type=loss_type)

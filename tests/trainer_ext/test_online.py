@@ -112,6 +112,7 @@ def language_models() -> int:
 
 
 class TestEqualToTrl:
+    @pytest.mark.slow
     @pytest.mark.parametrize("trainer", TRAINERS)
     def test_ten_steps(self, trainer, settings):
         settings["trainer"] = trainer
@@ -130,6 +131,7 @@ class TestEqualToTrl:
         assert (asked["batches"], asked["sequences"]) == (10, 40)
         assert 0 <= asked["waited_seconds"] <= asked["seconds"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("trainer", "changes"),
         [
@@ -150,6 +152,7 @@ class TestEqualToTrl:
         assert remote.ref_model.absolute_positions
         assert_equal(train(remote), train(build({**settings, "trl": True})))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("trainer", TRAINERS)
     def test_an_adapter_as_policy(self, trainer, settings):
         """TRL's reference is the policy with its adapter off; here that pass is not made."""
@@ -169,6 +172,7 @@ class TestEqualToTrl:
             seen.append([entry["eval_kl"] for entry in trainer.state.log_history if "eval_kl" in entry])
         assert len(seen[0]) == 2 and seen[1] == pytest.approx(seen[0], abs=1e-5)
 
+    @pytest.mark.slow
     def test_two_processes(self, settings, tmp_path):
         """Each trainer with TRL's reference and with the service's, in one launch; metrics are means over both."""
         runs = [
@@ -188,6 +192,7 @@ class TestEqualToTrl:
         for logs, others in zip(mine, other, strict=True):
             assert logs[0]["loss"] == pytest.approx(others[0]["loss"], abs=1e-6)
 
+    @pytest.mark.slow
     def test_sharded_policies(self, settings, tmp_path):
         """No process makes a reference model, whole or in shards; the KL is as with the whole policy on each."""
         settings["args"] = {"max_steps": 2, "max_completion_length": 6}
@@ -209,6 +214,7 @@ class TestEqualToTrl:
 class TestSchedule:
     """Items 3 and 5 of the problems that this project answers."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("trainer", "changes"),
         [
@@ -254,6 +260,7 @@ class TestSchedule:
 
 
 class TestFailure:
+    @pytest.mark.slow
     def test_a_service_that_restarts_pauses_the_run(self, settings, models, tmp_path, caplog):
         """Killed in the middle of a run, and started again on its port seconds later."""
         settings |= {"trainer": "online_dpo", "args": {"max_steps": 6}}
@@ -304,6 +311,7 @@ class TestFailure:
         assert [seen["error"] for seen in ranks] == ["RankFailedError", "DeadlineExceededError"]
         assert "process 1 of 2" in ranks[0]["words"]
 
+    @pytest.mark.slow
     def test_another_model_under_the_same_name_cannot_slip_in(self, settings, models, tmp_path):
         service = own_service(tmp_path, models["ref"])
         trainer = build({**settings, "source": service.url})
@@ -339,6 +347,7 @@ class TestRefused:
         with pytest.raises(UsageError, match=words):
             build({**settings, "trainer": trainer, **change})
 
+    @pytest.mark.slow
     def test_a_head_in_float32_is_agreed(self, settings, models, tmp_path):
         """`cast_lm_head_to_fp32` with a policy in bfloat16: the service has to do the same, and says no where it does not."""
         settings |= {"trainer": "grpo", "dtype": "bfloat16", "args": {"max_steps": 1, "cast_lm_head_to_fp32": True}}
@@ -348,6 +357,7 @@ class TestRefused:
         with running("--config", settings_file(tmp_path, tmp_path / "store", offered)) as service:
             assert train(build({**settings, "source": service.url}))["audit"]["verdict"] == "passed"
 
+    @pytest.mark.slow
     def test_float32_weights_under_autocast_are_agreed(self, settings, models, tmp_path):
         """TRL's defaults for a policy that is given by path, at a temperature of its own."""
         settings |= {"trainer": "rloo", "args": {"max_steps": 1, "bf16": True, "temperature": 0.7}}

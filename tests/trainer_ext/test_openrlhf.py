@@ -28,7 +28,10 @@ SIZE = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num
 #: Largest difference of a loss between a reference model and its stored values, in float32.
 EQUAL = 1e-4
 
-pytestmark = pytest.mark.skipif(not PYTHON.is_file(), reason="there is no .venv-openrlhf: make setup-openrlhf")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="there is no .venv-openrlhf: make setup-openrlhf"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -101,16 +101,19 @@ def assert_audited(choices, verdict, findings) -> None:
     assert verdict == ("warned" if findings else "passed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(RUNS))
 def test_dpo(number, world, record_property):
     assert_equal(world, DPO[number], f"dpo-{number}", record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choices", ALONE, ids=named)
 def test_one_choice_alone(choices, world, record_property):
     assert_equal(world, choices, f"alone-{ALONE.index(choices)}", record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(KTO_RUNS))
 def test_kto(number, world, record_property):
     assert_equal(kto(world), KTO[number], f"kto-{number}", record_property)
@@ -126,6 +129,7 @@ def test_choices_meet():
     assert pairs_met(DPO) > possible / 2
 
 
+@pytest.mark.slow
 def test_two_processes(world, tmp_path):
     """Each of two processes makes the same runs, with TRL's trainer and with ours."""
     given = {"model": str(world.model), "rows": world.rows, "store": str(world.store), "runs": TOGETHER}

@@ -71,6 +71,7 @@ class TestFingerprint:
             parameter.data.copy_(kept)
 
 
+@pytest.mark.slow
 def test_train_twice(cached_trainer, trl_trainer):
     trainers = cached_trainer(), trl_trainer(precompute_ref_log_probs=False)
     for trainer in trainers:
@@ -96,6 +97,7 @@ def test_a_policy_that_trained_does_not_compute_reference_values(cached_trainer,
     assert np.isfinite(before["eval_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("audit", [None, False])
 def test_a_policy_that_was_trained_before_its_trainer_was_made(audit, cached_trainer, partly_scored, policy):
     """Nothing but the values of rows that were scored can tell."""

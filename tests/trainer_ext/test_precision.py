@@ -40,6 +40,7 @@ def by_default(cached_trainer, stores, reference_folder):
     return make
 
 
+@pytest.mark.slow
 def test_values_scored_under_autocast_pass_the_gate_of_trls_defaults(by_default):
     trainer = by_default(AUTOCAST)
     trainer.train()
@@ -49,6 +50,7 @@ def test_values_scored_under_autocast_pass_the_gate_of_trls_defaults(by_default)
     assert len(losses(trainer)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_values_of_a_plain_dtype_are_refused_with_the_command_that_helps(
     by_default, dtype, reflogp, data_file, stores, reference_folder
@@ -67,6 +69,7 @@ def test_values_of_a_plain_dtype_are_refused_with_the_command_that_helps(
     assert again.audit.step_zero.passed
 
 
+@pytest.mark.slow
 def test_the_values_are_those_of_trls_own_reference_model(by_default, config, policy, dataset, tokenizer):
     """Sums of TRL's precomputation under its defaults: the old stores are several times as far off."""
     args = config(bf16=None, precompute_ref_log_probs=True, per_device_train_batch_size=8)
@@ -81,6 +84,7 @@ def test_the_values_are_those_of_trls_own_reference_model(by_default, config, po
     assert apart[AUTOCAST] < min(apart["bfloat16"], apart["float32"]) / 2
 
 
+@pytest.mark.slow
 def test_an_adapter_under_autocast(by_default):
     trainer = by_default(AUTOCAST, {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])})
     trainer.train()
@@ -150,6 +154,7 @@ def test_a_model_that_is_given_by_path_is_such_a_run(reference_folder, config, d
 
 
 class TestDtypeNotGiven:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("dtype", "changes"), [(AUTOCAST, {"bf16": None}), ("float32", {"bf16": False})])
     def test_is_the_runs(self, cached_trainer, stores, reference_folder, dtype, changes):
         source = ReferenceSource(stores[dtype], model=str(reference_folder))
@@ -165,6 +170,7 @@ class TestDtypeNotGiven:
         trainers = [cached_trainer({"reference": source, "model": half}), cached_trainer({"reference": source})]
         assert [trainer.joins["train"].where.reference_dtype for trainer in trainers] == ["bfloat16", "float32"]
 
+    @pytest.mark.slow
     def test_is_the_stores_where_it_holds_one(self, cached_trainer, tmp_path, data_file, reference_folder, caplog):
         score_pairs(reference_folder, data_file, tmp_path / "store", "float32")
         source = ReferenceSource(tmp_path / "store", model=str(reference_folder))

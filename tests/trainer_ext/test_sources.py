@@ -36,6 +36,7 @@ def service(reference_folder, tmp_path_factory):
         yield service
 
 
+@pytest.mark.slow
 def test_a_service_scores_what_it_misses_and_is_a_source_after(service, cached_trainer):
     asked = ReferenceSource(service.url, reference="sft", on_miss="score")
     trainer = cached_trainer({"reference": asked}, max_length=220)
@@ -180,6 +181,7 @@ def test_lora(cached_trainer, trl_trainer):
     ours.evaluate(ours.train_dataset.select_columns(["prompt", "chosen", "rejected"]).select(range(4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -224,6 +226,7 @@ def test_text_rows_of_a_vision_language_model(config, tokenizer, dataset, data_f
     assert trainer.audit.as_dict()["verdict"] == "passed"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(cached_trainer, tmp_path):
     whole = cached_trainer(max_steps=4)
     whole.train()
