@@ -590,7 +590,7 @@ def test_objects_are_fetched(bucket, folder):
         ("s3://team/prefs/large.jsonl", "longer than 1,000,000"),
         ("s3://team/secret/a.jsonl", "fetches nothing from there"),
         ("s3://other/prefs/a.jsonl", "fetches nothing from there"),
-        ("s3://team/prefs/../secret/a.jsonl", "dots"),
+        ("s3://team/prefs/../secret/a.jsonl", "empty segment"),
     ],
 )
 def test_objects_that_are_not_there_or_not_allowed(bucket, folder, uri, says):

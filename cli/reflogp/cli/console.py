@@ -37,12 +37,12 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MISSES = 0, 1, 2, 3
 EXIT_INTERRUPTED = 130
 #: Maximum number of rows whose problem is printed; the rest are counted.
 _PRINTED_ROWS = 10
-#: Seconds between two lines about progress where stderr is not a terminal.
+#: Seconds between two progress lines if stderr is not a terminal.
 _LINE_SECONDS = 30.0
 
 
 class WatchInterruptedError(ReflogpError):
-    """Ctrl-C ended the watch of a job. The job goes on.
+    """Ctrl-C ended the watch of a job. The job itself continues on the service.
 
     Attributes:
         hints: lines to print below the message.

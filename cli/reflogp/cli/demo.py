@@ -1,6 +1,6 @@
 """`reflogp demo`: score example data, score it again, train on the joined values and plot them, without a network.
 
-The code reads from top to bottom; each step is one that a user would take.
+The code follows the order of the steps; each step is one that a user would take.
 """
 
 from __future__ import annotations

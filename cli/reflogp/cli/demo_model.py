@@ -1,7 +1,7 @@
 """Build a small reference model for the demo and for tests, without a network.
 
 The tokenizer is trained on the given texts. The model, a Llama of a few million parameters, is trained briefly so that its
-log-probs mean something.
+log-probs are not random.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Number of training steps, enough for log-probs that mean something.
+#: Number of training steps, enough for log-probs that are not random.
 STEPS = 60
 #: Special tokens: padding, EOS, and the roles of the chat template below.
 _SPECIAL = ["<|pad|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -107,7 +107,7 @@ def engine_choice(
         given = {option: value for option, value in options.items() if value is not None}
         foreign = given if owner != name else {}
         if name == "remote":
-            foreign.pop("device", None)  # the device on which the server's values are checked
+            foreign.pop("device", None)  # allowed: the server's values are checked on this device
         if foreign:
             raise UsageError(
                 f"--{next(iter(foreign)).replace('_', '-')} is an option of --engine {owner}, but the engine is {name}"

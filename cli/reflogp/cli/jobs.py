@@ -31,7 +31,7 @@ from reflogp.store.texts import visible
 
 #: Width in characters of a terminal with room for all columns of a job list.
 _WIDE = 120
-#: Width in characters that is enough for every table, since rich assumes 80 columns if there is no terminal.
+#: Width in characters for tables printed without a terminal: enough for every table, since rich would assume 80.
 _ANY_WIDTH = 10_000
 
 app = typer.Typer(
@@ -140,7 +140,7 @@ def save_result(client: Client, job: str, output: Path) -> None:
 def watched(client: Client, job: str) -> Job:
     """Follow a job to its end with a progress bar on stderr; without a terminal, print its states, and counts every 30 seconds.
 
-    The numbers are the service's own, because a watch may begin or resume in the middle of a job.
+    All numbers come from the service, because a watch may begin or resume in the middle of a job.
     """
     columns = (
         SpinnerColumn(),
@@ -254,7 +254,7 @@ def _listed(jobs: list[Job], narrow: bool) -> Table:
     If there is little room, the submitter and the title are left out, and long texts are folded. Nothing is cut.
     """
     table = Table(box=None, pad_edge=False)
-    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # folded: "123,456 of" and "2026-01-01"
+    least = {"job": 16, "state": 9, "sequences": 10, "created": 10}  # widths for "123,456 of" and "2026-01-01"
     for name in (*least, "reference", "dataset", *(() if narrow else ("by", "title"))):
         table.add_column(
             name,

@@ -107,7 +107,7 @@ def _run() -> tuple[int, str | None]:
         refused = isinstance(error, RequestRefusedError) and error.status in _BAD_REQUEST
         return EXIT_USAGE if refused or isinstance(error, UsageError) else EXIT_FAILED, str(error)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not an error of click, of which typer may have its own copy
+        if not hasattr(error, "format_message"):  # not a click error; typer may have its own copy of click
             raise
         error.message = visible(error.message)  # type: ignore[attr-defined]
         rich_utils.rich_format_error(error)  # type: ignore[arg-type]

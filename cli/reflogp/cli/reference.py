@@ -1,4 +1,4 @@
-"""`reflogp reference`: describe a model as a store identifies it; other subcommands find their reference here too."""
+"""`reflogp reference`: print how a store identifies a model. Other subcommands use this module to find their reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reference(
 
 
 def find_reference(store: Store, arguments: ScoreArguments, otherwise: str | None = None) -> tuple[str, Reference]:
-    """Return (local folder, reference) of a model in a store, and print how a dtype that was not given was chosen.
+    """Return (local folder, reference) of a model in a store. If no dtype was given, print how it was chosen.
 
     The weights are hashed under a progress bar unless their digests are cached. `otherwise` and the errors are those of
     `choose_reference`.

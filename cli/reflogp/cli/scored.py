@@ -1,4 +1,4 @@
-"""Open datasets and their stored values as the options of `reflogp score`, `join` and `report` say."""
+"""Open datasets and their stored values, as the options of `reflogp score`, `join` and `report` request them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
     """Return a dataset, and the snapshot that has its values; loads no model.
 
     Args:
-        arguments: of the command that scored the dataset.
+        arguments: the arguments with which the dataset was scored.
         number: number of the snapshot; None for the latest.
 
     Raises:

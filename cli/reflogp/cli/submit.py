@@ -93,7 +93,7 @@ def submit(
             except RequestRefusedError as error:
                 if error.status != 404:
                     raise
-                err.print(f"nothing is saved: {error}", style="yellow")  # no row of the dataset could be read
+                err.print(f"nothing is saved: {error}", style="yellow")  # 404: no row of the dataset could be read
     if as_json:
         print_json(job.as_dict())
     else:

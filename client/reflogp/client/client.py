@@ -38,7 +38,7 @@ class Client:
     Args:
         url: URL of the service, as `reflogp serve` prints it.
         token: bearer token; $REFLOGP_TOKEN if None. Not needed on loopback if the service has no token.
-        timeout: seconds to wait for the next bytes of a response; None for 60. Connecting takes at most 5 of them.
+        timeout: seconds to wait for the next bytes of a response; None for 60. Connecting may take at most 5 seconds.
 
     Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
     request that is safe to repeat is retried, with growing pauses.
@@ -81,7 +81,7 @@ class Client:
             A Lookup: lengths, sums and, if requested, values, in the order of the keys.
 
         Raises:
-            UsageError: something that is not a key.
+            UsageError: `keys` holds something that is not a key.
             RequestRefusedError: no such reference or snapshot.
         """
         return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
@@ -110,8 +110,8 @@ class Client:
             deadline: seconds for the whole call: waiting in the service's queue, computing, retries and the pauses between
                 them. A slow connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
             attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
-                is padding. They are scored as the model itself sees such a row, and padded completion tokens have values too.
-                These sequences are never looked up in the store or written to it.
+                is padding. Such sequences are scored with their padding, so padded completion tokens have values too.
+                Their values are never looked up in the store or written to it.
 
         Returns:
             Scores: one float32 array for each sequence, nats, in their order.

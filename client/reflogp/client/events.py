@@ -1,7 +1,7 @@
 """Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
 
-Parses events, and decides when to reconnect and when to give up. Opens no connection: both clients do, and pass the received
-bytes in.
+Parses events, and decides when to reconnect and when to give up. Opens no connection: the clients open it, and pass in the
+bytes that they receive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SILENCE = 45.0
 _AWAY = 600.0
 #: Minimum seconds before a stream is opened again.
 _LEAST_PAUSE = 0.5
-#: Seconds that a read may continue after the timeout, so that it never ends before the timeout.
+#: Seconds added to the time that a read may take, so that it never ends before the watch's timeout.
 _SLACK = 0.05
 
 

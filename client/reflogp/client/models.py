@@ -23,7 +23,7 @@ class ServicePath:
     """A dataset file or folder on the service's machine, below a folder that the service's settings allow.
 
     Attributes:
-        path: absolute path there.
+        path: absolute path on that machine.
 
     Examples:
         >>> from reflogp.client import ServicePath
@@ -104,7 +104,7 @@ class UploadInfo:
         name: its name on the service.
         bytes: its size.
         sha256: digest of its content, 64 hex digits.
-        uploaded_at: when, with a time zone.
+        uploaded_at: time of the upload, with a time zone.
 
     Examples:
         >>> from reflogp.client import Client
@@ -131,7 +131,7 @@ class JobProgress:
         rows: rows read so far.
         sequences: total number of sequences, as far as it is known; 0 while it is unknown.
         done: sequences that were hits, were scored or failed.
-        hits: sequences that needed no computing.
+        hits: sequences that needed no computing: the store had them, or they occur twice in the dataset.
         scored: sequences that were computed.
         bad_rows: rows so far that have no values.
         tokens: prompt and completion tokens of the scored sequences.
@@ -180,10 +180,10 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: reference that scores it, 32 hex digits.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
-        dataset: one of upload, path and uri (without its query); and split. Empty if another token submitted the job and the
+        dataset: split, and one of upload, path and uri (without its query). Empty if another token submitted the job and the
             client's token has no permission to read.
         progress: the progress of the latest attempt.
-        created_at: when it was submitted, with a time zone.
+        created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job waits for.
         error: why the job failed.
         summary: what `reflogp score --json` prints for a run; only for a done job.

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 #: Seconds to connect, and to wait for the next bytes of a response.
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
-#: Maximum attempts for a request without a deadline, and the longest pause between two attempts, in seconds.
+#: Maximum number of attempts for a request without a deadline, and the longest pause in seconds between two attempts.
 TRIES, LONGEST_PAUSE = 5, 10.0
 #: Maximum keys of a lookup without and with token values: 16 MB of keys, and 500 MB of values at 2,000 tokens each. If a
 #: service with lower limits answers 413, smaller requests are sent.
@@ -137,7 +137,7 @@ class Call:
         content: body; a file is streamed.
         again: failures after which the request is retried; a busy response (429, 503) is always retried.
         wait: seconds to wait for the next bytes of the response; None for the client's own timeout.
-        until: deadline (by time.monotonic) for everything, retries and pauses included; the service is sent the time left.
+        until: deadline (by time.monotonic) including retries and pauses; each attempt tells the service the time left.
         into: file for the body of a successful response; None keeps the body in memory.
     """
 
@@ -193,7 +193,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return the size of the next request after one with `count` entries was too large; raise other errors, or at count 1."""
+    """Return a smaller size after a request of `count` entries got 413; raise `error` if it is another, or if `count` is 1."""
     if error.status != 413 or count < 2:
         raise error
     return count // 2
@@ -238,7 +238,7 @@ def parsed(response: httpx.Response, read: Callable[[Any], T]) -> T:
 
 
 def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that are in a response; a newer service may send more fields."""
+    """Return the entries of a response that are fields of the dataclass `kind`; a newer service may send more."""
     return {one.name: entry[one.name] for one in fields(kind) if one.name in entry}
 
 

@@ -24,8 +24,8 @@ TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | np
 
 #: Seconds to wait for the values if no deadline is given: the service may have to load a reference model first.
 _PATIENCE = 600.0
-#: Sequences and tokens of one request: half of a service's default limits. A service with lower limits answers 413, and smaller
-#: requests are sent.
+#: Maximum sequences and tokens of one request: half of a service's default limits. If a service with lower limits answers 413,
+#: smaller requests are sent.
 _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 
 

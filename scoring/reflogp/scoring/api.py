@@ -247,7 +247,7 @@ class _BadRows(ProgressCallbacks):
     """Callbacks that remember why rows cannot be used.
 
     Args:
-        problems: row number -> problem, of the first rows.
+        problems: a dict that gets row number -> problem of the first ten bad rows.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
@@ -259,7 +259,7 @@ class _BadRows(ProgressCallbacks):
 
 
 def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
-    """Raise NotScoredError where a row that was read has no values."""
+    """Raise NotScoredError if a row read so far has no values or cannot be used."""
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
         raise NotScoredError(f"{summary.bad_rows:,} rows cannot be used ({named}); leave them out with on_miss='drop'", summary)

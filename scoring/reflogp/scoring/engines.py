@@ -19,7 +19,7 @@ from reflogp.store import ContentMismatchError, FileChangedError, Reference, Usa
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
 
-#: Attempts to load a model whose files' times change while they are read; then FileChangedError is raised.
+#: Number of attempts to load a model whose files' timestamps change meanwhile; after the last, FileChangedError is raised.
 _LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
@@ -34,8 +34,8 @@ class Engine(Protocol):
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups as they arrive; yield (number, outcome) of each pass's sequences, numbered from 0 across all groups.
 
-        An empty group means that no group is available at the moment. The passes in flight then finish, and after them an empty
-        list is yielded.
+        An empty group means that no group is available at the moment. The passes in flight then finish; if none is in flight,
+        an empty list is yielded.
         """
 
     def provenance(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class PassEngine(Engine, Protocol):
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups as they arrive; see Engine.flow. `before` is called with the numbers of each pass.
 
-        The caller may use the engine for something else between two items.
+        The caller may use the engine for other work between two yields.
         """
 
 
@@ -228,7 +228,7 @@ class EngineChoice:
                 opened.files.check(by_path=True)
                 try:
                     yield
-                finally:  # a changed file explains an error of the block, so it is raised instead
+                finally:  # a changed file explains an error of the block, so FileChangedError replaces it
                     opened.files.check(by_path=True)
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable

@@ -54,7 +54,7 @@ class OutOfMemoryError(EngineError):
 
 
 class WorkerGoneError(EngineError):
-    """One of a run's workers is gone; others go on.
+    """One of a run's workers is gone; the others continue.
 
     Attributes:
         blamed: True if the sequences that it was processing may be the reason; False if it was withdrawn from

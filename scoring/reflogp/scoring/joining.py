@@ -1,4 +1,4 @@
-"""Add reference log-prob columns to a dataset: in one Parquet file, or in a Python object whose kind is kept.
+"""Add reference log-prob columns to a dataset, and return it as one Parquet file or as the same kind of Python object.
 
 Rows, tokens, windows and keys are the same as in scoring, but values are only looked up: no model is loaded.
 """
@@ -85,8 +85,8 @@ def join_dataset(
 ) -> JoinSummary:
     """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
 
-    The output appears under its name when it is complete. It does not appear, and does not replace an older file, when no row
-    has values.
+    The output gets its name only when it is complete. If no row has values, no output is left, and an older file of that name
+    stays.
 
     Further columns:
         chosen_key and rejected_key (or completion_key): each sequence's key.
@@ -97,7 +97,7 @@ def join_dataset(
     and written.
 
     Args:
-        dataset: the dataset. It must not keep token ids, because kept rows lack the columns that the output needs.
+        dataset: the dataset, without a file of kept token ids: rows read from such a file lack the columns for the output.
 
     Raises:
         UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
@@ -156,7 +156,7 @@ class JoinedWindow:
     Attributes:
         rows: their columns as they were read.
         numbers: their numbers in the dataset, from 0, int64 (n,).
-        columns: what the join adds: keys, float32 sums in nats, numbers of log-probs, ref_row.
+        columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, ref_row.
     """
 
     rows: list[dict[str, Any]]
@@ -243,7 +243,7 @@ def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, 
 
     Raises:
         DatasetError: no row can be used.
-        What `windows` raises; for a stream while it is read.
+        The errors of `windows`; for a stream they are raised while it is read.
     """
     import datasets
 

@@ -44,7 +44,7 @@ _DESCRIPTION = "Reference log-probs: score datasets as jobs, score sequences at 
 
 
 class _App(FastAPI):
-    """An app that sets safe headers on every response, even of an unexpected error, which added middleware never sees."""
+    """An app that adds security headers outside all other middleware, so that even unexpected errors have them."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return SecurityHeaders(super().build_middleware_stack())

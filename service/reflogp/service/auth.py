@@ -105,7 +105,7 @@ def cookie_name(request: Request) -> str:
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """Return a dependency that admits a request if its token has the scope; the dependency returns the token's name.
 
-    A GET or HEAD without the header may come from a signed-in browser: its links and EventSource cannot send a header.
+    A GET or HEAD without an Authorization header may use a browser's session, since links and EventSource send no such header.
     If no tokens are set (loopback only, see ServerSettings), everybody is admitted.
     """
 
@@ -139,7 +139,7 @@ def still_allowed(request: Request) -> bool:
 
 
 def may_read(request: Request) -> bool:
-    """Return whether the caller of a route that `requires` a scope may see everything, or only what it submitted itself."""
+    """Return True if the caller of a route that `requires` a scope may see everything, False if only its own submissions."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 

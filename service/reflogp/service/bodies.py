@@ -32,7 +32,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JSON = "application/json"
 
-#: A body of at most this many bytes is decoded in less time than a thread takes to start.
+#: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
 _DECODED_AT_ONCE = 64 << 10
 _SEND_ARROW = "send an Arrow stream, as reflogp.client does, or less at a time"
 
@@ -46,9 +46,9 @@ _JSON_COST = 24
 #: The most objects, lists and fields in a JSON body. No route needs more: a thousand sequences are three thousand lists and
 #: objects.
 _MAX_JSON_PARTS = 10_000
-#: The most bytes of an Arrow message's metadata (schema, offsets of buffers), and the most messages of a stream. Honest streams
-#: have a kilobyte of metadata and one batch for some thousands of rows. Metadata and messages cost far more memory than their
-#: bytes.
+#: The most bytes of an Arrow message's metadata (schema, offsets of buffers), and the most messages of a stream. Ordinary
+#: streams have a kilobyte of metadata and one batch per some thousands of rows. Parsing metadata and messages takes far more
+#: memory than their bytes.
 _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
 #: Allowance for the headers, padding and metadata of a stream, whatever its length.
 _FRAME_BYTES = 1 << 20
@@ -148,7 +148,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
-    # Each wrong list, object or field would make an error object of a kilobyte.
+    # Pydantic makes an error object of about a kilobyte for each wrong list, object or field.
     if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
         raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
     try:
@@ -160,7 +160,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
 
 
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
-    """Return the OpenAPI entry of a route that takes JSON, or bytes of the other media types."""
+    """Return the OpenAPI request body of a route that takes `model` as JSON, or bytes of one of the `others` media types."""
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
     return {"requestBody": {"required": True, "content": content}}
@@ -203,7 +203,7 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
 
 
 def keys_body_bytes(max_keys: int) -> int:
-    """Return the longest body that `max_keys` keys need: binary with 64-bit offsets and a validity bitmap."""
+    """Return the maximum bytes of a body with `max_keys` keys: binary values with 64-bit offsets and a validity bitmap."""
     return 25 * max_keys + _FRAME_BYTES
 
 
@@ -248,7 +248,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
 
 
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
-    """Return the longest body that this many sequences and tokens need.
+    """Return the maximum bytes of a body with this many sequences and tokens.
 
     This counts 64-bit ids, a mask of the same length, and 64-bit offsets of three columns.
     """
@@ -315,7 +315,7 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
 
 
 def _check_metadata(message: pa.ipc.Message) -> None:
-    """Refuse a message whose metadata is long: thousands of columns, or texts in the metadata."""
+    """Raise Problem 413 for a message with long metadata: thousands of columns, or long texts among the metadata."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
             413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send only the columns"

@@ -157,7 +157,7 @@ class ActiveRequests:
 def waiting_connections(max_connections: int) -> int:
     """Return how many connections may wait for a head in addition to `max_connections` requests.
 
-    Raise the process's limit of open files as far as this needs and the hard limit allows.
+    Also raises the process's soft limit of open files as far as needed, at most to the hard limit.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -2,7 +2,7 @@
 
 `check_uri` checks a URI without any connection. `fetch` blocks, so it is called in a thread.
 
-A prefix in the settings that names a host (https://data.example.org/prefs/, s3://team/) makes this host trusted, whether it is
+A host that a prefix in the settings names (https://data.example.org/prefs/, s3://team/) is trusted, whether its addresses are
 internal or public. A bare http scheme (https://) allows any host whose addresses are all public: the name is resolved once, and
 the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket.
 
@@ -51,8 +51,8 @@ _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-#: Bytes that must arrive within `body_idle_seconds`, so that a server that sends a byte a minute does not occupy a
-#: fetch.
+#: Bytes that must arrive within `body_idle_seconds` plus the time allowed for connecting, so that a server that sends a byte a
+#: minute does not keep a fetch open.
 _LEAST_BYTES = 4 << 10
 #: The characters of a URI without a fragment (RFC 3986).
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
@@ -74,7 +74,7 @@ class _Uri:
     """A URI in parts, each in a form that every library reads in the same way.
 
     Attributes:
-        host: in lower case; an IPv6 address without brackets; the bucket of an object store; "" only in a prefix.
+        host: host name in lower case, IPv6 address without brackets, or bucket of an object store; "" only in a prefix.
         port: None for object stores.
         path: "" or begins with a slash.
         query: "" or begins with a question mark.
@@ -93,7 +93,7 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings) -> None:
-    """Raise a Problem if `fetch` would refuse a URI before it connects to anything.
+    """Raise a Problem for a URI that `fetch` would refuse without connecting to anything.
 
     Raises:
         Problem: 403 if the settings do not allow the URI, 422 if it is malformed or its suffix names no dataset format.

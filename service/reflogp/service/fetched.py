@@ -32,7 +32,7 @@ class DatasetQuota:
         return self._used
 
     def add_sweeper(self, sweep: Callable[[], object]) -> None:
-        """Register a function that deletes files which nobody needs, and gives their room back."""
+        """Register a function that deletes unneeded files and calls `give` for their bytes."""
         self._sweepers.append(sweep)
 
     def fits(self, size: int) -> bool:

@@ -20,8 +20,8 @@ from reflogp.service.worker.protocol import HelpOrder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of work that a job must have left so that help pays: from a worker that has the model loaded, and from a worker that
-#: must load it.
+#: Seconds of work that a job must have left for help to be worthwhile: from a worker that has the model loaded, and from a
+#: worker that must load it.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
 #: After this many failures of a worker with a job, the worker is not asked again to help with that job.
 _FAILURES = 3

@@ -1,7 +1,7 @@
 """Keep the ledger of jobs in SQLite (WAL mode): what was submitted, the state of each job, and how it ended.
 
 A write is on the disk when its call returns, so a killed service forgets nothing. The ledger is safe to call from several
-threads, and one service owns it. Every method may raise LedgerError; `ledger_file` describes the retries that come before.
+threads, and one service owns it. Every method may raise LedgerError, after the retries that `ledger_file` describes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.service.errors import LedgerError
 from reflogp.service.ledger_file import LedgerFile
 from reflogp.service.models import UNFINISHED, DatasetSpec, Job, JobProgress, Jobs, JobSettings, JobState
 
-#: The most points of a job's throughput that are kept. When there are more, every second one is dropped.
+#: Maximum number of throughput points that are kept for a job. When there are more, every second point is dropped.
 THROUGHPUT_POINTS = 200
 
 #: Version of the schema below. A ledger with a higher version is refused.
@@ -59,7 +59,7 @@ create table if not exists upload (
 """
 #: SQL condition: the job's dataset is available as a file, so a worker can run the job.
 _HAS_FILE = "json_extract(source, '$.file') is not null"
-#: SQL for the next state, and for the finish time, of a running job whose worker gives it back or dies.
+#: SQL expressions for a running job whose worker gives it back or dies: its next state, and its finish time.
 _QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
 _ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
 
@@ -71,8 +71,8 @@ class Submission:
     Attributes:
         identity: two submissions with the same identity are the same job.
         content: digest of the dataset (its content, or its URI if the content is not known), the reference id and the settings.
-        lasting: False if only the dataset's location is known, which may hold other content later. The same
-            submission then creates a new job if the earlier job is done.
+        lasting: False if only the dataset's location is known, so that its content may change later. In that case the same
+            submission creates a new job once the earlier job is done.
         source: what the worker will read.
     """
 
@@ -155,7 +155,7 @@ class Ledger:
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                if known["state"] in ("failed", "cancelled"):  # the same content may be elsewhere now
+                if known["state"] in ("failed", "cancelled"):  # the same content may have another path or URI now
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
                 _retry(db, known["id"])
@@ -394,9 +394,9 @@ class Ledger:
         return self._file.write(lambda db: _retry(db, job))
 
     def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Return the files of jobs that are not done, or of unfinished jobs only.
+        """Return the dataset files of all jobs except done ones, or only those of queued and running jobs.
 
-        Failed and cancelled jobs are not done: they may be retried.
+        Failed and cancelled jobs still need their files, because they may be retried.
         """
         condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
         rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")

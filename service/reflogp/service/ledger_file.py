@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: How long SQLite itself waits for another process. The retries around it wait longer.
+#: Seconds that SQLite itself waits for a lock of another process. The retries in this module wait longer.
 _BUSY_SECONDS = 0.1
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -89,9 +89,9 @@ _REASONS = {
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
     sqlite3.SQLITE_IOERR: "its disk fails",
 }
-#: After these errors the connection is still good and is kept: opening another one needs room on the disk.
+#: Errors after which the connection is kept, because it still works: opening another one needs room on the disk.
 _CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
-#: Parts of the messages of errors that carry no code, each with its code.
+#: Text in an error message -> error code, for SQLite errors without a code.
 _CODES_BY_TEXT = {
     "locked": sqlite3.SQLITE_BUSY,
     "is full": sqlite3.SQLITE_FULL,
@@ -107,8 +107,8 @@ class LedgerFile:
 
     Args:
         file: created if it does not exist.
-        schema: statements that may be run repeatedly.
-        version: of the schema; a file with a higher version is refused.
+        schema: SQL statements that create the tables. They run at every start, so they must be safe to repeat.
+        version: version of the schema; a file with a higher version is refused.
         patience_seconds: how long a call is retried. While the file is known to fail, each call is tried once.
 
     Attributes:
@@ -211,7 +211,7 @@ class LedgerFile:
             raise
 
     def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
-        """Return an SQLite error as a LedgerError. Raise it unchanged if it is a defect of the statement."""
+        """Return an SQLite error as a LedgerError. Raise it unchanged if the statement itself is wrong."""
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
             raise error
         self.failures += 1
@@ -224,7 +224,7 @@ class LedgerFile:
     def _in_trouble(self, failure: LedgerError) -> None:
         if type(self.trouble) is not type(failure):
             logger.error("%s", failure)
-        if not isinstance(self.trouble, LedgerDamagedError):  # damage is reported until the pages are checked
+        if not isinstance(self.trouble, LedgerDamagedError):  # stays damaged until its pages are checked
             self.trouble = failure
 
     def _recovered(self) -> None:
@@ -295,7 +295,7 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Move the content of a deleted write-ahead log into the database, which a crash would lose; begin a new log."""
+        """Move the content of a deleted write-ahead log into the database, so that a crash cannot lose it; begin a new log."""
         logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()

@@ -50,7 +50,7 @@ class DatasetSpec(BaseModel):
 
 
 class JobSettings(BaseModel):
-    """How a job reads its dataset. The settings that a trainer has too are named as in the trainer's config."""
+    """How a job reads its dataset. Settings that a trainer also has are named as in the trainer's config."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
@@ -115,7 +115,7 @@ class Job(BaseModel):
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Hide the secrets of a URI, since everybody who may read sees the job. The fetch has the full URI."""
+        """Hide the secrets of a URI, since every token that may read sees the job. The fetch uses the full URI."""
         if dataset is None or dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})

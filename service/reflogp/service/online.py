@@ -39,10 +39,10 @@ class Scored:
     """The result of a request.
 
     Attributes:
-        outcomes: a table with the schema worker.tables.OUTCOMES, in the request's order.
+        outcomes: a table with the schema worker.protocol.OUTCOMES, in the request's order.
         hits: number of sequences found in the store.
-        engine_seconds: from the start of the computing, which requests may share, to the request's last outcome.
-        queue_seconds: from the arrival at the worker to that start.
+        engine_seconds: time from the start of the round, which several requests may share, to the request's last outcome.
+        queue_seconds: time from the request's arrival at the worker to the start of the round.
         snapshot: number of the snapshot that was read; None if the store was not read or lacks the reference.
     """
 

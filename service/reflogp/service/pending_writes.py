@@ -74,11 +74,11 @@ class PendingWrites:
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
         """Queue a write about a job; the job is in `jobs` until it is recorded.
 
-        The returned awaitable ends when the write was recorded or its first attempt failed. While the ledger is in trouble, it
-        ends at once.
+        The returned awaitable completes when the write was recorded or its first attempt failed. While the ledger is in
+        trouble, it completes at once.
 
         Args:
-            job: its writes are made in the order in which they came.
+            job: id of the job. The writes of one job are made in the order in which they came.
             call: writes to the ledger. It must be safe to repeat. It is called in a thread until it raises no LedgerError.
             then: called with the result, in the event loop.
         """
@@ -128,7 +128,7 @@ class PendingWrites:
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # the others would fail too; a damaged page affects only some jobs
+                    break  # the ledger fails for all jobs; if it is only damaged, other jobs may be writable
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()

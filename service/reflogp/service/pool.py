@@ -29,12 +29,12 @@ from reflogp.store import ReflogpError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a restart: the first number is doubled for each failed start in a row, up to the second number. A worker that
+#: Seconds before a restart: _FIRST_PAUSE, doubled for each failed start in a row, up to _LONGEST_PAUSE. A worker that
 #: had been ready is restarted at once.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 #: Failed starts in a row (the process ended before it was ready) after which a worker counts as broken.
 _BROKEN_AFTER = 3
-#: Seconds between two checks of a worker's memory and answer.
+#: Seconds between two checks of a worker's memory and of its answers to pings.
 _LOOK_SECONDS = 2.0
 #: A starting worker may be silent this many times longer than a worker that has answered, because it imports its libraries.
 _START_FACTOR = 10
@@ -57,7 +57,7 @@ class WorkerHandle:
         deaths: number of its processes that have ended so far.
         memory_bytes: resident bytes at the last check.
         broken: several starts in a row have failed.
-        silent_seconds: how long the answer to a ping is missing.
+        silent_seconds: how long the worker has not answered a ping; 0 if none is unanswered.
         late: the answer to a ping is overdue.
         doing: ("load" or "pass", seconds since it began), or None while its engine is idle.
     """
@@ -213,7 +213,7 @@ class Pool:
             logger.warning("worker %d ended: %s", worker.number, reason)
             try:
                 await self._on_death(worker, reason)
-            except Exception:  # a job lost by this is found later as a running job without a worker
+            except Exception:  # the job is found later, as a running job without a worker
                 logger.exception("the end of worker %d could not be handled", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))

@@ -53,9 +53,10 @@ _PATIENCE_SECONDS = 60.0
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
-#: A longer report is not returned. Reports of this version are below 200 kB.
+#: Maximum size of a report that is returned. Reports of this version are below 200 kB.
 MAX_REPORT_BYTES = 4 << 20
-#: Intervals of probing the ledger while it works and while it fails, and of searching for running jobs without a worker.
+#: Seconds between two probes of a working ledger, between two probes of a failing ledger, and between two searches for running
+#: jobs that no worker has.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
@@ -144,7 +145,7 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Flush the pending writes to the ledger, once no worker reports any more; log how many jobs could not be recorded."""
+        """Flush the pending writes to the ledger after all workers have ended; log how many jobs could not be recorded."""
         self.drain()
         if self._flusher is not None:
             self._flusher.cancel()
@@ -317,7 +318,7 @@ class Precompute:
         """Requeue the job of a worker whose process has ended, or let the job fail after too many deaths.
 
         Args:
-            blame: the worker was not computing an online request, so its job may have caused the death.
+            blame: True if the worker was not computing an online request, so that its job may have caused the death.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
@@ -407,7 +408,7 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Add to the metrics the difference to the last report."""
+        """Add the progress since the last report to the metrics."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
@@ -437,7 +438,7 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Queue the jobs that are running according to the ledger, but that no worker has."""
+        """Queue again the jobs that are running according to the ledger although no worker has them."""
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
@@ -563,7 +564,7 @@ class Precompute:
             changed.set()
 
     async def _watch_ledger(self) -> None:
-        """Probe now and then whether the ledger can be written; never returns.
+        """Check periodically whether the ledger can be written; never returns.
 
         Stops all running jobs if another service has taken the ledger over.
         """
@@ -576,7 +577,7 @@ class Precompute:
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:
-        """Delete old jobs and unneeded dataset files now and then; never returns."""
+        """Delete old jobs and unneeded dataset files periodically; never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             steps: list[Callable[[], object]] = [
@@ -595,7 +596,7 @@ class Precompute:
             await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
-        """Delete jobs that ended before a moment. Their files go first, so that no file is left without a job."""
+        """Delete jobs that ended before a moment. Their files are deleted first, so that no file is left without a job."""
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
             self.result(job).unlink(missing_ok=True)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
-#: Error class, HTTP status and next step. The first class that matches an error counts.
+#: Error class, HTTP status and next step. The first entry whose class matches an error is used.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
     (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),

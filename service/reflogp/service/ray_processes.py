@@ -88,7 +88,7 @@ class Relay:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds without a place after which a warning is logged, and the timeout of asking for a worker's memory.
+#: Seconds that a worker waits for room on the cluster before a warning is logged, and the timeout of a request for its memory.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
 #: Seconds that a relay has to kill its worker before the relay itself is killed.
 _KILL_SECONDS = 10.0
@@ -194,7 +194,7 @@ class RayWorkers:
         """Start a worker on a node that has room. Waits for room, and logs a warning if that takes long.
 
         Raises:
-            UsageError, EngineError: the worker could not be started; an error that a node raised has the node's name.
+            UsageError, EngineError: the worker could not be started; an error raised on a node names the node.
         """
         actor_class: Any = ray.remote(Relay)
         relay = actor_class.options(**resources_of(self.choice), max_restarts=0, max_task_retries=0).remote()

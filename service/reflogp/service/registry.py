@@ -49,10 +49,10 @@ class ReferenceRegistry:
     """References by name or id.
 
     Args:
-        settings: names of models, and the store. Named models are described at once; hashes of weight files are cached.
+        settings: names of models, and the store. Named models are hashed at once; hashes of weight files are cached.
 
     Raises:
-        UsageError, CheckpointError: a named model does not exist or cannot be used, or no storage has the store's scheme.
+        UsageError, CheckpointError: a named model does not exist or cannot be used, or the store's URI has an unknown scheme.
     """
 
     def __init__(self, settings: ServerSettings) -> None:

@@ -138,7 +138,7 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in total. Waits for them only if the request holds nothing yet.
+        """Reserve `count` bytes in total. Waits until they are free only if the request holds nothing yet.
 
         Raises:
             Problem: 413 if no request may use this much, 503 with Retry-After if other requests hold the memory for too long.

@@ -1,7 +1,7 @@
 """Resolve dataset paths of requests: only files and folders under the roots that an administrator allows.
 
-The functions block. A path is resolved when its job is submitted and again when the job begins. The worker opens the files with
-`data.confined_paths` as well, and reads only content with the digest that was computed here.
+The functions block. A path is resolved when its job is submitted and again when the job begins. The worker, too, opens files
+through `confined_paths`, and reads only content with the digest that was computed here.
 
 A path outside the roots gets the same response whether it exists or not.
 """

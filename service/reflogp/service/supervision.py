@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a failed task is started again: the pause doubles after each failure, up to the second number. It is reset if
-#: the task ran without failure for the third number of seconds.
+#: Seconds before a failed task is started again: _FIRST_PAUSE, doubled after each failure, at most _LONGEST_PAUSE. The pause
+#: is reset if the task ran without failure for _QUIET seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
 
 

@@ -1,7 +1,7 @@
 """Keep uploaded dataset files in one folder.
 
 Each file is named by its content, so that a new upload does not disturb readers of the old file. The ledger holds the names of
-uploads. One object of one process owns the folder. All methods but `receive` and `receive_nameless` block.
+uploads. Only one UploadFolder, in one process, may use the folder. All methods but `receive` and `receive_nameless` block.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class UploadFolder:
         def keep() -> Path:
             nonlocal taken
             file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
-            taken = 0  # the complete file holds its room now, even if the request was cancelled
+            taken = 0  # the room belongs to the complete file now, even if the request was cancelled
             return file
 
         try:
@@ -165,7 +165,8 @@ class UploadFolder:
     def collect(self, older_than: datetime) -> int:
         """Delete unreferenced files that were not received or resolved since `older_than`; return how many.
 
-        Names refer to files, and so do jobs that are not done. Files of the last ten minutes are never deleted.
+        A file is referenced by the names of uploads and by all jobs except done ones. Files received or resolved in the last
+        ten minutes are never deleted.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
@@ -204,7 +205,7 @@ class UploadFolder:
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # the sender is not charged for the disk's time
+                deadline = loop.time() + patience  # the time for writing to the disk does not count against the sender
         if block:
             yield bytes(block)
 

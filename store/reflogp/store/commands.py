@@ -17,7 +17,7 @@ from reflogp.store.windows import TrainerSettings
 class ScoreArguments:
     """The arguments of `reflogp score` that decide which values it stores, and how it reads and tokenises the dataset.
 
-    Messages quote them as `command`. Commands that look these values up take the same arguments.
+    Messages quote them as the command line that `command` returns. Commands that look these values up take the same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.

@@ -36,9 +36,9 @@ SMALL_BYTES = SHARD_BYTES // 4
 #: so that writers that share a table do not all start at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
-#: Maximum number of overlapping shards merged in one pass, which holds a row group (4 MB) of each. More need several stages.
+#: Maximum number of overlapping shards merged in one pass, which holds a row group (4 MB) of each. More are merged in stages.
 _MERGED_AT_ONCE = 128
-#: Hours for which vacuum keeps a replaced shard (for readers of older snapshots) and an uncommitted shard (for its writer).
+#: Hours for which vacuum keeps replaced shards (for readers of older snapshots) and uncommitted shards (for their writers).
 RETENTION_HOURS = 168
 
 
@@ -141,8 +141,8 @@ def _merge(
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
     """Yield all rows of some shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
-    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once: rows of a later
-    part are kept in memory until then, so memory holds one part and up to a row group of each shard.
+    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once; its rows that
+    belong to a later part stay in memory until that part. So memory holds one part and up to a row group of each shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -180,7 +180,7 @@ def small_shards_allowed() -> int:
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
     """Merge the small shards if there are more than `allowed`. Return None if there are not, or if the compaction failed.
 
-    The appended rows are committed already, so a compaction that fails is only a warning.
+    The appended rows are committed already, so a failed compaction only causes a warning.
     """
     if sum(size < SMALL_BYTES for size in table.shards().values()) <= allowed:
         return None
@@ -196,7 +196,7 @@ def vacuum(
 ) -> list[str]:
     """Delete shards that compaction replaced and files that were never committed, if they are older than the retention.
 
-    Snapshots that need a deleted shard, all from before the compaction that replaced it, can no longer be read afterwards.
+    Snapshots from before a compaction can no longer be read after the shards that it replaced are deleted.
 
     Args:
         table: the table to vacuum.
@@ -231,7 +231,7 @@ def vacuum(
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
-        for file in unfinished_files(table.uri):  # which delta-rs does not list
+        for file in unfinished_files(table.uri):  # delta-rs does not list these files
             with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
                 if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
                     if not dry_run:

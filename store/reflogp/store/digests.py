@@ -32,7 +32,7 @@ _CHUNK = 8 << 20
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
 #: A file that changed less than this many seconds ago may change again without a new change time. Allows for inexact clocks.
 _RECENT_SECONDS = 120.0
-#: The longest step of a file system's clock: one tick of the kernel's clock, or two seconds where times are whole seconds.
+#: Seconds that exceed one step of a file system's clock: a tick of the kernel's clock, or two seconds where times are whole.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
 #: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
@@ -119,10 +119,10 @@ class OpenFile:
 
 
 class OpenFiles:
-    """A set of files that are opened together and stay readable as they are, whatever happens to their paths.
+    """A set of files that are opened together and stay readable, even if their paths are renamed or deleted.
 
     Renaming another file over an open file does not disturb its reader. Writing to an open file does, and `check` detects that.
-    A context manager, which closes the files.
+    Use it as a context manager, which closes the files at the end.
 
     Args:
         paths: existing files. The constructor fails unless all of them are at their paths at the same moment.
@@ -210,7 +210,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
     Args:
         paths: existing files.
-        progress: called while bytes are read; never called when all digests are remembered.
+        progress: called with (bytes hashed, total bytes); never called if all digests are known from earlier runs.
 
     Raises FileChangedError if a file is written to while it is read.
     """
@@ -219,7 +219,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of open files, by path. Uses remembered digests, and trustworthy names of blobs in a hub cache.
+    """Return the sha256 (hex) of open files, by path. Reuses digests of earlier runs, and blob names of a hub cache.
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
@@ -295,7 +295,7 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 
 
 class _Memory:
-    """The digests of earlier runs, one small file for each path. If their folder cannot be used, files are hashed again.
+    """The digests of earlier runs, one small file per hashed path. If their folder cannot be used, files are hashed again.
 
     The folder and every file in it must belong to this user and must not be writable by others: a user who can write a digest
     there can choose the reference id of somebody else's model. All access goes through the folder's descriptor.

@@ -59,7 +59,7 @@ class Places:
         Args:
             layer: the layer to search.
             hi, lo: the words of the keys to look for.
-            asked: positions of these keys in this object; None if they are all of its keys.
+            asked: positions of these keys among the keys of this object; None if they are all of them, in order.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -120,7 +120,7 @@ class Layer:
         """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
-        while True:  # keys with the same first half are neighbours; a pair has a chance of 1 in 2**64
+        while True:  # keys with equal first halves are neighbours; chance per pair: 1 in 2**64
             inside = np.minimum(at, size - 1)
             beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
             if not beside.any():

@@ -136,7 +136,7 @@ def join_logps(
     truncation_mode: str = "keep_start",
     ld_alpha: float | None = None,
 ) -> Join:
-    """Return the reference log-probs of tokenized rows: computes all keys first, then looks them up together.
+    """Return the reference log-probs of tokenized rows. All keys are computed first and then looked up together.
 
     Args:
         tables: columns prompt_ids and chosen_ids, rejected_ids (or completion_ids, KL_completion_ids);
@@ -188,7 +188,7 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
 
 
 def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
-    """Look all sequences up together, and sum the values that each row's loss sums.
+    """Look all sequences up together, and sum the values that a trainer's loss counts for each row.
 
     Args:
         lookup: source of the values.

@@ -103,9 +103,9 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 
 
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
-    """Return the path of the pointer to the last checkpoint, then the files of checkpoints, which sum up the log to an entry.
+    """Return the path of the pointer to the last checkpoint, then the paths of the checkpoint files.
 
-    All these files can be rebuilt from the entries.
+    A checkpoint sums up the log up to one entry, so all these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -120,7 +120,7 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            named = any(version in other for other in checkpoints(filesystem))  # listed late: a checkpoint precedes its pointer
+            named = any(version in other for other in checkpoints(filesystem))  # listed now: written before its pointer
             return None if named else f"it names {version}, which is gone"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
@@ -157,7 +157,7 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
 
 
 def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> None:
-    """Compare an entry's actions with its commitInfo, note a difference as a problem, and take over commitInfo's digests."""
+    """Compare an entry's actions with its commitInfo, record a difference as its problem, and copy commitInfo's digests."""
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
         entry.problem = entry.problem or "its actions differ from its commitInfo"

@@ -26,7 +26,7 @@ PROCESSED_COLUMNS = (
 )
 #: Columns that hold messages.
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
-#: A content part whose type contains one of these words is not text; a part without a type can have its media under a key.
+#: A content part whose type contains one of these words is not text. A part without a type is not text if it has a media key.
 _WORDS = ("image", "video", "audio", "file")
 _PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
 

@@ -24,7 +24,7 @@ from reflogp.store.texts import counted, short_repr
 #: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: Stands for the dtype in which a store holds a model; `choose_dtype.choose_reference` finds it.
+#: Stands for the dtype in which a store holds a model; `store.choose_reference` resolves it.
 AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
@@ -182,7 +182,7 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references under every dtype; without `lm_head_dtype`, with logits in that dtype and in float32.
+    """Return a model's references under every dtype; if `lm_head_dtype` is None, each with logits in that dtype and in float32.
 
     Arguments and errors are those of `describe_reference`. The weights are hashed once.
     """
@@ -200,9 +200,9 @@ class OpenModel:
 
     Attributes:
         reference: the reference for these files under the given numerics.
-        checkpoint: the files by path.
+        checkpoint: the config and the paths of the files.
         files: the same files, open.
-        digests: sha256 of weights and code.
+        digests: path -> sha256 of each weight and code file.
     """
 
     reference: Reference
@@ -234,7 +234,7 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        Files of the folder that the id does not depend on can be read there too. When the block ends, all files are checked for
+        Files of the folder that do not affect the id can be read there too. When the block ends, all files are checked for
         changes since they were opened. So end the block only after the weights were copied into memory.
 
         Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's errors name the original paths.

@@ -20,13 +20,13 @@ from reflogp.store.errors import StoreUnavailableError
 from reflogp.store.keys import keys_as_words
 from reflogp.store.schema import SCHEMA, one_array, problem_of_rows
 
-#: Rows of a row group, which is what a lookup of one key reads: at 200 tokens a row 3.4 MB of values, 120 kB of index columns.
+#: Rows of a row group. A lookup of one key reads one row group: 3.4 MB of values (200 tokens a row), 120 kB of index columns.
 ROW_GROUP_ROWS = 4_096
 #: Rows with many tokens get smaller row groups: about _GROUP_BYTES of values, but at least LEAST_GROUP_ROWS rows.
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
-#: Bytes of row groups whose values are read together; a larger row group is read alone.
+#: Maximum bytes of the row groups whose values are read together; a larger row group is read alone.
 READ_BYTES = 32 << 20
-#: Columns that lookups read, unless they need the values of single tokens.
+#: Columns that are sufficient for lookups, unless they need the values of single tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
 Int64s = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def _group_rows(rows: pa.Table) -> int:
 def write_shard(rows: pa.Table, sink: Any) -> None:
     """Write rows that are sorted by key.
 
-    Compressed with zstd, log-probs encoded with byte-stream-split (15% smaller than plain), with a checksum per page.
+    The file is compressed with zstd, encodes log-probs with byte-stream-split (15% smaller), and has a checksum per page.
     """
     pq.write_table(
         rows,
@@ -79,7 +79,7 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
 
 
 def shard_digest(data: Any) -> str:
-    """Return the blake2b of a shard's file, 32 hex digits. Page checksums do not cover the page headers and the footer."""
+    """Return the blake2b of a shard's file, 32 hex digits. Unlike page checksums, it covers page headers and footer."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -88,7 +88,7 @@ class Group:
     """A row group of a shard.
 
     `start` is the number of its first row in the shard, `rows` its number of rows, `bytes` its uncompressed bytes; `least` and
-    `greatest` are the first words of its least and greatest key.
+    `greatest` are the first 8 bytes of its least and greatest key, as big-endian integers.
     """
 
     index: int
@@ -201,7 +201,7 @@ class Shard:
 
 
 class _OpenShard:
-    """A context manager that opens the Parquet file, and raises Arrow's errors as errors of the store."""
+    """A context manager that opens the Parquet file, and turns errors of Arrow and storage into errors of the store."""
 
     def __init__(self, filesystem: pafs.FileSystem, path: str) -> None:
         self._filesystem, self._path = filesystem, path

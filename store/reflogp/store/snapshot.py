@@ -5,7 +5,7 @@ memory, which suits many small lookups. Beyond that, each lookup reads the index
 keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. Either way, token
 values are read only for rows that need them. A snapshot never writes.
 
-A lookup over HTTP sends its result as one Arrow table, whose columns the service and the client share.
+A lookup over HTTP returns its result as one Arrow table. Its columns are defined here, for the service and the client.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Snapshot:
         )
 
     def advanced(self, number: int, rows_of: Mapping[str, int]) -> Snapshot:
-        """Return snapshot `number` with the shards of `rows_of`; the index that this snapshot has read is reused."""
+        """Return snapshot `number` with the shards of `rows_of`; reuse the index if all shards of this snapshot remain."""
         if not rows_of.keys() >= self.rows_of.keys():
             return self._another(number, rows_of)
         later = self._another(number, self.rows_of | dict(rows_of))
@@ -149,7 +149,7 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Return the places of keys, in their order. The search uses sorted keys, so that it reads memory front to back."""
+        """Return the places of keys, in the order of `keys`. Searches sorted keys, so that memory is read front to back."""
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
         places = places_of(hi[order], lo[order])
@@ -212,7 +212,7 @@ class Snapshot:
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
             if read:
                 layers.append(Layer.merged(read))
-                pa.default_memory_pool().release_unused()  # memory of the columns as they were read from the files
+                pa.default_memory_pool().release_unused()  # return the memory of the columns that were read to the system
             if len(layers) > _MAX_LAYERS:
                 layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
@@ -335,7 +335,7 @@ class Found:
         return _PLACE_BYTES * len(self.lengths)
 
     def values_bytes(self, count: int) -> int:
-        """Return the bytes of memory needed to read and send token values, `count` bytes of values at a time."""
+        """Return the bytes of memory needed to read token values and send them in batches of `count` bytes of values."""
         group = 4 * LEAST_GROUP_ROWS * int(self.lengths.max(initial=0))
         return 2 * count + 2 * max(READ_BYTES, group)
 
@@ -361,7 +361,7 @@ class Found:
             yield from map(json.loads, pc.unique(texts).to_pylist())
 
     def _values(self, wanted: Int64s, column: str = "token_logps") -> Iterator[tuple[Int64s, pa.Array]]:
-        """Yield (positions of keys, a column's values in that order), for some row groups of one shard at a time."""
+        """Yield (positions of keys, their values of a column), for some row groups of one shard at a time."""
         file, row = self._places.file, self._places.row
         by_place = wanted[np.lexsort((row[wanted], file[wanted]))]
         for of_shard in np.split(by_place, np.flatnonzero(np.diff(file[by_place])) + 1):
@@ -375,7 +375,7 @@ class Found:
                         self._snapshot._note_damage(number, error)
 
 
-#: Columns of the request: keys. Columns of the response, in the keys' order, null for a miss; `token_logps` only on request.
+#: Schemas of a lookup over HTTP. Request: keys. Response: a row per key, in order, null for a miss; `token_logps` if requested.
 QUESTION = pa.schema([pa.field("key", KEY_TYPE, nullable=False)])
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 
@@ -409,7 +409,7 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
 
 
 def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int, int]]:
-    """Return (first key, key after the last) for each batch of a response.
+    """Return (start, stop) for each batch of a response: the positions of its keys, `stop` exclusive.
 
     Args:
         found: the result of the lookup.

@@ -20,9 +20,9 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: Where a store can be, in the words of help texts and errors. delta-rs decides: other schemes of its own work too.
+#: Where a store can be, for help texts and errors. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or s3://, gs://, az://"
-#: delta-rs' streams accept only bytes. Arrow passes bytes only from a buffered stream, and only if a write fits its buffer.
+#: Bytes of a write buffer. delta-rs' streams accept only bytes objects; Arrow passes these only if a write fits its buffer.
 _WRITE_BUFFER = 1 << 20
 
 
@@ -61,7 +61,7 @@ def may_exist(uri: str) -> bool:
 
 
 def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return an Arrow filesystem rooted at `uri`, through delta-rs: a file that it writes appears complete or not at all.
+    """Return an Arrow filesystem rooted at `uri`, through delta-rs. A file written to it appears complete or not at all.
 
     Raises UsageError for a scheme that delta-rs does not support, and the errors of delta-rs.
     """

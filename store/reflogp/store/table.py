@@ -46,11 +46,11 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks. Where it has a row's first values, these replace the row's own.
+    """Return the rows that the snapshot lacks or has with fewer values. Stored values replace the first values of the latter.
 
-    Returns `rows` itself if nothing changes, which shows the caller that a shard written from these rows is still valid.
+    Returns `rows` itself if nothing changes. The caller then knows that a shard already written from these rows is still valid.
 
-    Raises DamagedStoreError if the stored first values of such a row are damaged.
+    Raises DamagedStoreError if the stored values of a row that the snapshot has with fewer values are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -91,7 +91,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 #: Seconds for which a commit that loses to other writers is retried.
 _PATIENCE = 900.0
-#: Longest pause before a retry, in seconds, and the number of retries after which it starts to shrink.
+#: Longest pause before a retry, in seconds, and the number of retries after which this longest pause shrinks.
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
 #: Settings of the Delta table. Every entry of the log is kept, since a repair starts from the log; files that compaction
 #: replaced are kept until vacuum.
@@ -105,7 +105,7 @@ class Appended:
     Attributes:
         snapshot: number of the first snapshot that has all the rows.
         written: rows committed.
-        already_there: rows left out because the table, or another of the rows, has at least as many values for their key.
+        already_there: rows left out because the table, or another appended row, has at least as many values for the same key.
     """
 
     snapshot: int
@@ -135,8 +135,8 @@ class LogprobTable:
 
     Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
 
-    If delta-rs cannot read the log because of damage, the table serves the log's readable entries, with a StoreDamageWarning,
-    and refuses to write.
+    If delta-rs cannot read the log because of damage, the table serves the shards that the log's readable entries name,
+    with a StoreDamageWarning, and refuses to write.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -268,13 +268,13 @@ class LogprobTable:
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
         """Commit the shards `added` in place of the shards `removed`, which hold the same rows or are damaged.
 
-        Appends that other writers commit meanwhile do no harm. If another process has removed a shard of `removed`, nothing is
-        committed, the files of `added` are deleted, and False is returned.
+        Appends that other writers commit meanwhile do not conflict. If another process has removed a shard of `removed`,
+        nothing is committed, the files of `added` are deleted, and False is returned.
 
         Raises StoreUnavailableError if the commit cannot be written.
         """
         try:
-            self._require_there(added)  # writing them can take long enough for a vacuum
+            self._require_there(added)  # while the others were written, a vacuum can have deleted one
             for _ in self._tries():
                 self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():
@@ -333,7 +333,7 @@ class LogprobTable:
         return self._salvaged.version if self._salvaged else int(self._delta.version())
 
     def shards(self) -> dict[str, int]:
-        """Return shard -> bytes of the latest snapshot, from the Delta log alone."""
+        """Return the size in bytes of each shard (by path) of the latest snapshot; reads only the Delta log."""
         return self.numbered_shards()[1]
 
     @_in_turn
@@ -348,7 +348,7 @@ class LogprobTable:
 
     @_in_turn
     def totals(self) -> tuple[int, int, int]:
-        """Return (shards, rows, bytes) of the latest snapshot, from the Delta log alone."""
+        """Return (number of shards, rows, bytes) of the latest snapshot; reads only the Delta log."""
         sizes = self.shards()
         return len(sizes), sum(self._rows_of_now().values()), sum(sizes.values())
 
@@ -468,7 +468,7 @@ class LogprobTable:
 
         The log is searched, not the newest state: another process may have compacted the shard already.
 
-        Raises StoreUnavailableError if there is no commit after `before`, so that nothing explains the failure.
+        Raises StoreUnavailableError if there is no commit after `before`: then no other writer caused the failure.
         """
         self._refresh()
         self._require_whole(None)
@@ -506,7 +506,7 @@ class LogprobTable:
                 )
 
     def _commit(self, added: Sequence[Written], removed: Sequence[str]) -> bool:
-        """Commit on top of the version that was read; return False if another commit took its place."""
+        """Commit on top of the version that was read; return False if another writer committed first."""
         now = int(time.time() * 1000)
         replaces = bool(removed)
         actions: list[AddAction | RemoveAction] = [

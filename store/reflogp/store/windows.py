@@ -1,7 +1,7 @@
 """Apply a trainer's truncation to tokenized rows: which sequence is keyed, and how many of its values are needed.
 
 Follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and uses the fact that
-a causal model's values do not depend on later tokens. Scoring and joins both use it, so that they mean the same sequences.
+a causal model's values do not depend on later tokens. Scoring and joins share this module, so they key the same sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainerSettings:
     Attributes:
         max_length: maximum tokens of prompt and completion together; None for no limit.
         truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion; None is the same weight for all.
+        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion; None weights all equally.
     """
 
     max_length: int | None = None
@@ -49,7 +49,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True)
 class Windows:
-    """n sequences as they are keyed, and how many values of each completion are needed.
+    """The n sequences whose keys are looked up, and how many values of each completion are needed.
 
     Attributes:
         prompt_ids: large_list<uint32>, n lists.

@@ -124,7 +124,7 @@ class CachedReferenceMixin(_AnyTrainer):
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
             args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL writes into it
-        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses it for streams (joined below).
+        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses the setting for streams.
         args.precompute_ref_log_probs = not streams
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):

@@ -86,8 +86,8 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
     """Record the given objects, and restore them if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain model, replace its forward, switch
-    dropout off, freeze parameters, and set padding tokens. A second trainer made with the same objects would get all these
-    changes.
+    dropout off, freeze parameters, and set padding tokens. Without this, a second trainer made with the same objects
+    would start with all these changes.
 
     Args:
         given: models and tokenizers; anything else is ignored. Devices are not restored.

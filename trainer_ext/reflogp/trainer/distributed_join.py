@@ -1,4 +1,4 @@
-"""Join a dataset in all processes of a distributed run: one process of each node looks up, and all map its result into memory.
+"""Join a dataset in all processes of a distributed run: one per node looks values up, and all map its result into memory.
 
 A run with a single process takes the same path.
 """
@@ -33,7 +33,7 @@ class Found:
     Attributes:
         where: where the values come from, after the service has scored missing rows.
         asked: the keys and lengths that this process' rows need.
-        columns: column -> float32 (n,), in nats; NaN for `misses`.
+        columns: column -> float32 (n,), in nats; NaN for the rows in `misses`.
         misses: rows without values; None if there are none.
         scored: number of rows that were sent to the service to be scored during this join.
     """
@@ -75,7 +75,7 @@ def agree_on_dtype(source: ReferenceSource, dtype: str) -> ReferenceSource:
 def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
     """Return the reference and snapshot that the first process sees.
 
-    All processes read that snapshot, even if others are committed meanwhile.
+    All processes read that snapshot, even if newer snapshots are committed meanwhile.
     """
 
     def look() -> Where | NothingScored | None:
@@ -94,7 +94,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return the missing rows of a dataset for which nothing was scored yet; None for a dataset without completions."""
+    """Return all rows of a dataset as missing, for a store without values; None for a dataset without completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}

@@ -26,7 +26,7 @@ class MissingLogpsError(ReferenceLogpsError):
     Attributes:
         rows: their numbers in the trainer's tokenised dataset; if several datasets have such rows, those of the first dataset.
         command: the command line that scores the rows of all datasets; empty if the values come from a file.
-        datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> their numbers.
+        datasets: name of each dataset with such rows ("train", "eval", or a key of the evaluation sets) -> the row numbers.
     """
 
     def __init__(self, message: str, rows: list[int], command: str, datasets: dict[str, list[int]] | None = None) -> None:

@@ -42,7 +42,7 @@ _OF_KL = (
 )
 #: Rows of a stream per lookup.
 _STREAM_ROWS = 256
-#: Name in messages of a dataset that has no name.
+#: Name that messages use for a dataset without a name.
 THE_DATASET = "the dataset"
 AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
@@ -85,7 +85,7 @@ class JoinRecord:
         coverage: rows with values divided by all rows, 1.0 for a join that succeeded.
         scored: rows whose values the service scored during this join.
         computed: rows whose values the trainer's own model computed during this join. All other rows already had values.
-        brought: reference columns that were already in the dataset, and that were verified.
+        brought: reference columns that were already in the dataset and were verified against the joined values.
     """
 
     where: Where
@@ -336,7 +336,7 @@ def _rows(dataset: Dataset, layout: Layout, rows: npt.NDArray[np.int64]) -> pa.T
     return layout.canonical(dataset.select_columns(layout.columns).select(rows).with_format("arrow")[:])
 
 
-#: If every row is missing, the dataset was probably tokenised differently, and scoring it would hide that.
+#: Advice if every row of a dataset is missing: it was probably tokenised differently, and scoring it would hide that.
 NONE_FOUND = "None was found: if they were scored before, first compare the tokenizer and the chat template with that run's. "
 
 

@@ -1,7 +1,7 @@
 """TRL's KTOTrainer on stored reference log-probs.
 
-To estimate its KL term, TRL pairs each prompt with another row's completion, by batch size and order. Those sequences have
-values of their own, so they are looked up in the rows that TRL prepared.
+To estimate its KL term, TRL pairs each prompt with another row's completion, by batch size and order. These sequences need
+reference values too. They exist only after TRL has prepared the dataset, so the join reads the prepared rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
 def _kto_trainer() -> Any:
     """Return the KTOTrainer with the hook, or None.
 
-    Since TRL 1.8 it is the exported class. Before that, from 1.2 on, it is a parent of the exported class, which only warns
-    that the trainer moves.
+    Since TRL 1.8 it is the exported class. Before that, from 1.2 on, it is a parent of the exported class, which adds only
+    a warning that TRL will move the trainer.
     """
     return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
 

@@ -44,7 +44,7 @@ class Layout:
 
     Attributes:
         columns: the columns that hold tokens.
-        canonical: converts a table of them into prompt_ids with chosen_ids and rejected_ids, or with completion_ids
+        canonical: converts a table of these columns into prompt_ids with chosen_ids and rejected_ids, or with completion_ids
             (KL_completion_ids).
         names: reference column -> the trainer's name for it, if it differs.
         cut: True if the rows are truncated already.
@@ -85,7 +85,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
 
 def _split_completions(table: pa.Table) -> pa.Table:
-    """Split columns that hold prompt and completion together at the end of the prompt."""
+    """Return prompt and completion columns of a table whose completion columns begin with the prompt."""
     columns = {"prompt_ids": token_lists(table["prompt_input_ids"], "prompt_input_ids")}
     for prefix in ("", "KL_"):
         if f"{prefix}completion_input_ids" in table.column_names:
@@ -109,7 +109,7 @@ def save_columns(columns: Columns) -> Path:
 
 
 def load_columns(file: Path) -> Columns:
-    """Return the columns of such a file as arrays that share the file's memory pages with other processes."""
+    """Return the columns of a file of `save_columns` as arrays that share the file's memory pages with other processes."""
     table = load_table(file)
     return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
 
@@ -133,5 +133,5 @@ def save_table(table: pa.Table) -> Path:
 
 
 def load_table(file: Path) -> pa.Table:
-    """Return the table of such a file, mapped into memory."""
+    """Return the table of a file of `save_table`, mapped into memory."""
     return Dataset.from_file(str(file)).data.table

@@ -1,4 +1,4 @@
-"""Refuse datasets with images, video or audio, because stored log-probs are of tokens alone.
+"""Refuse datasets with images, video or audio, because stored log-probs depend on token ids alone.
 
 A dataset is checked before a trainer prepares it, so that no row is trained on with values of another input.
 """
@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from reflogp.store import UsageError
 from reflogp.store.media import MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
 
-#: Columns from whose names TRL concludes that all rows are images, whatever they hold.
+#: Column names from which TRL concludes that a dataset holds images, whatever the columns contain.
 _READ_BY_TRL = ("image", "images")
 _BATCH_ROWS = 1000
 
@@ -22,10 +22,10 @@ def refuse_media(dataset: Any, name: str, raw: bool) -> None:
     """Raise UsageError, with the number of the first such row, if a dataset holds more than text and token ids.
 
     Args:
-        dataset: a Dataset, all of whose rows are checked if columns may hold media; or a stream, whose first row is checked if
-            `raw`; anything else passes.
+        dataset: of a Dataset, all rows are checked if columns may hold media; of a stream, the first row is checked if `raw`;
+            anything else passes.
         name: the dataset's name in messages: train, eval, …
-        raw: True if TRL has not prepared it yet, and would treat it as a vision dataset because it has columns for images.
+        raw: True if TRL has yet to prepare the dataset; then columns named for images are refused even if they hold none.
     """
     if isinstance(dataset, IterableDataset):
         first = next(iter(dataset), None) if raw else None

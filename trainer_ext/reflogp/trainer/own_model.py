@@ -21,7 +21,7 @@ from reflogp.trainer.policy_weights import is_unchanged
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.tolerances import coarser, computes_in, is_moe, tolerance
 
-#: Number of first rows of each weight that are compared: training changes some of them in nearly every weight.
+#: How many rows at the start of each weight are compared: training changes some of these rows in nearly every weight.
 _WEIGHT_ROWS = 64
 #: Rows with stored values that a model has to reproduce before its values for other rows are accepted.
 _PROBES = 8
@@ -157,7 +157,8 @@ def _computed(trainer: Any, rows: Dataset) -> dict[str, npt.NDArray[np.float32]]
 def _no_stand_in(trainer: Any) -> Iterator[None]:
     """Within the block, make TRL compute the reference with the policy instead of a cached trainer's stand-in.
 
-    For a PEFT model ref_model is None, with which TRL switches the adapter off. TRL 0.29 to 1.1 accepts None for no other.
+    For a PEFT model, ref_model is set to None, so that TRL switches the adapter off. For other models it is set to the policy,
+    because TRL 0.29 to 1.1 does not accept None for them.
     """
     stand_in = getattr(trainer, "ref_model", None)
     trainer.ref_model = None if is_peft_model(trainer.model) else trainer.model

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 
 Ids = npt.NDArray[np.int64]
-#: Position embeddings have as many rows as the config says, or a few more (OPT: 2).
+#: An embedding with as many rows as the config has positions, or a few more (OPT: 2), counts as a table of positions.
 _SPARE_POSITIONS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Rows of prompt and completion, padded on both sides, and the log-probs that are needed of them.
+    """Rows of prompt and completion, padded on both sides, and which of their log-probs are needed.
 
     Attributes:
         input_ids: (rows, width).
@@ -91,7 +91,7 @@ class Wanted:
     """One row's sequence.
 
     Attributes:
-        row, start: position in the batch of the completion's values.
+        row, start: where the completion's values belong in the batch.
         prompt_ids, completion_ids: its tokens, (n,) and (m,).
         attention_mask: mask of both, (n + m,); None if they contain no padding.
     """

@@ -1,7 +1,8 @@
 """Detect whether a policy's weights have changed since its trainer was made.
 
-Step counts do not show that: `train()` resets them, a checkpoint may be loaded without them, and a user may change the model.
-Version counters of tensors do not either, because writes through `.data` do not change them. So the weights' content is hashed.
+Step counts do not show changes: `train()` resets them, a checkpoint may be loaded without them, and a user may change the
+model. Version counters of tensors do not show them either: writes through `.data` leave the counters unchanged. So the weights'
+content is hashed.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class PolicyWeights(TrainerCallback):
 
     @property
     def _is_split(self) -> bool:
-        """Whether `train` may change the form of the weights: split them, cast them, or replace them by the first process'."""
+        """Whether `train` may split the weights, cast them, or replace them by those of the first process."""
         split = any(getattr(self._trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed"))
         return split or Rank.here().count > 1
 
@@ -112,7 +113,7 @@ def weights_of(trainer: Any, with_adapters: bool = False) -> PolicyWeights:
 
 
 def is_unchanged(trainer: Any) -> bool:
-    """Return True if a trainer's policy has the weights that it was made with, or is still being made."""
+    """Return True if a trainer's policy still has its initial weights, or if the trainer is still being made."""
     found: PolicyWeights | None = getattr(trainer, "_reflogp_policy_weights", None)
     return found is None or found.unchanged
 

@@ -26,9 +26,9 @@ class Rank:
     """The position of this process in a distributed run.
 
     Attributes:
-        rank: its number.
+        rank: number of the process in the run.
         count: number of processes.
-        local_rank: its number on its node; process 0 of each node does the node's lookups.
+        local_rank: number of the process on its node; process 0 of each node does the node's lookups.
     """
 
     rank: int

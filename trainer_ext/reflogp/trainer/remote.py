@@ -82,11 +82,11 @@ class RemoteReference(NoReferenceModel):
     Raises:
         UsageError: the source is not a service.
         ReferenceNotFoundError, ServiceError: the service has no such reference, or is unreachable.
-        RankFailedError: another process could not reach it.
+        RankFailedError: another process could not reach the service.
 
     Attributes:
         where: the service, the reference id and its dtype.
-        traffic: what was requested so far.
+        traffic: what was requested so far, and the time it took.
 
     Examples:
         >>> import torch
@@ -289,7 +289,7 @@ class _Pending:
 
 
 def _connected(source: ReferenceSource) -> ServiceValues:
-    """Return the service's reference; raise if the service has stored values of it but no model to compute new ones."""
+    """Return the service's values; raise an error if the service has no model to compute new values of the reference."""
     values = source.open()
     assert isinstance(values, ServiceValues)
     values.client.score(values.where.reference_id, [], [])

@@ -1,4 +1,4 @@
-"""Describe where a trainer's reference values are: a store, a service or a file, and which of its reference models.
+"""Describe where a trainer's reference values are (a store, a service or a file), and which reference model they are of.
 
 No model is loaded.
 """
@@ -41,13 +41,13 @@ class ReferenceSource:
             `reference_id` if that is given, else the dtype in which the location has the model. If the location does not have
             the model, "auto" takes the dtype in which the run computes; if it has the model in several dtypes, the run's dtype
             must be one of them. CachedDPOTrainer and CachedKTOTrainer find the run's dtype from the policy and its mixed
-            precision; everything else counts as bfloat16.
+            precision; all other users of a source assume bfloat16.
         reference_id: names the reference directly, as `reflogp score` and `reflogp store ls` print it.
         snapshot: number of a snapshot; None for the latest when the join begins.
         on_miss: what to do about rows without values. "error": the run stops before training, and the error names the command
             that scores them. "score": the service scores them into its store before training begins. "compute": the trainer's
             own model computes them while it still is the reference: before the first step, or with its adapter switched off.
-        lm_head_dtype: "float32" if it was scored with `--lm-head-dtype float32`.
+        lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
         reference: a service's name for the reference model, instead of `model` or `reference_id`.
         token: a service's bearer token. Default: $REFLOGP_TOKEN.
         score_timeout: seconds that on_miss="score" may take. None: as long as the service needs, unless it is unreachable for
@@ -140,7 +140,7 @@ class ReferenceSource:
         """Return the values at the latest snapshot or at a given one.
 
         Args:
-            snapshot: number; None for the source's own, otherwise the latest.
+            snapshot: number of a snapshot; None for the source's `snapshot`, or for the latest if the source has none.
 
         Raises:
             ReferenceNotFoundError: nothing was ever scored with this reference.
@@ -170,7 +170,7 @@ class ReferenceSource:
     def nothing_scored(
         self, error: ReflogpError, data: str, settings: TrainerSettings | None = None, dtype: str | None = None
     ) -> ReflogpError:
-        """Return a store's error that nothing was scored yet, with the complete command that scores the data.
+        """Return the error that a store has no values of this reference yet, with the complete command that scores the data.
 
         Args:
             error: as the store or `open` raised it.

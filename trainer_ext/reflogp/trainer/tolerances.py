@@ -1,4 +1,4 @@
-"""Define how far two computations of the same log-probs may differ: measured, by dtype and kind of model."""
+"""Define measured limits on how far two computations of the same log-probs may differ, by dtype and kind of model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from reflogp.store.reference import autocast_dtype
 
-#: The allowed difference of a sum over n tokens, in nats, is this times sqrt(n). Rounding errors of single tokens are
-#: independent, so their sum grows with the root. Values are (dense, mixture of experts), measured by
+#: The allowed difference of a sum over n tokens, in nats, is this value times sqrt(n). Rounding errors of single tokens are
+#: independent, so their sum grows with sqrt(n). Values are (dense, mixture of experts), measured by
 #: tools/gate_trials.py, with a margin above the largest difference seen (docs/trainer.md).
 #: Another checkpoint of the same model differs by 0.1 per token or more, with one sign, so its difference grows with n.
 PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": (0.1, 0.3)}
@@ -30,7 +30,7 @@ def coarser(first: str, second: str) -> str:
 
 
 def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
-    """Return the dtype in which a policy computes, as a reference names it, from its weights and from how accelerate runs it.
+    """Return the dtype in which a policy computes, named as in references, given its weights and how accelerate runs it.
 
     Args:
         model: the policy, unwrapped.

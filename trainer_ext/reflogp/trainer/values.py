@@ -37,7 +37,7 @@ from reflogp.store.windows import TrainerSettings
 
 #: Keys per lookup over HTTP; a response has 12 bytes per key.
 _KEYS_AT_ONCE = 1_000_000
-#: Sequences whose token values one response carries: with 2,000 tokens each they are 80 MB.
+#: Maximum number of sequences whose token values one response carries: 80 MB if each has 2,000 tokens.
 _VALUES_AT_ONCE = 10_000
 
 
@@ -48,7 +48,7 @@ class Where:
     Attributes:
         store: the store's URI, the service's URL, or the file.
         reference_id: the reference model's id.
-        reference_dtype: dtype in which it was scored.
+        reference_dtype: dtype in which the reference model computed the values.
         snapshot: number of the snapshot.
     """
 
@@ -73,7 +73,7 @@ class Values(Protocol):
         """
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
-        """Return the command line that scores `data` into the source of these values; empty if that is a file of sums."""
+        """Return the command line that scores `data` into the source of these values; empty if the source is a file of sums."""
 
 
 def command_to_score(model: str, reference: Reference, data: str, store: str, settings: TrainerSettings) -> str:
@@ -238,7 +238,7 @@ class ServiceValues:
 
 
 class _FoundByService:
-    """Keys that a service looked up. Token values are requested only where the sum of a prefix is needed."""
+    """The sums that a service found for keys. Token values are requested only for keys that need the sum of a prefix."""
 
     def __init__(
         self, values: ServiceValues, keys: pa.Array, lengths: npt.NDArray[np.int32], sums: npt.NDArray[np.float64]

@@ -1,7 +1,7 @@
 """Write Megatron-Bridge's artifact of offline reference log-probs: ref_logprobs.jsonl and scoring_metadata.json in a folder.
 
 The files are those of NVIDIA-NeMo/Megatron-Bridge, pull request 6092: scripts/dpo/score_reference_logprobs.py,
-data/datasets/preference.py. The training run's fingerprint is given by the caller, because its config is not read here.
+data/datasets/preference.py. The caller passes the training run's fingerprint, because the run's config is not read here.
 """
 
 from __future__ import annotations

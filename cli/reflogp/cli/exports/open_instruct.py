@@ -1,4 +1,4 @@
-"""Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of computing it.
+"""Write open-instruct's cache of reference log-probs: one .pt file that its DPO trainers load instead of scoring.
 
 The format is that of allenai/open-instruct: open_instruct/model_utils.py, TensorCache; dpo_utils.py,
 build_reference_logprobs_cache. Its name is a hash of open-instruct's config, which is not read here.
@@ -21,7 +21,7 @@ from reflogp.store.files import write_atomically
 #: Losses of open-instruct that read a reference (dpo_utils.py, DPOLossType.needs_reference_model).
 LossType = Literal["dpo", "dpo_norm", "wpo"]
 
-#: A hash of dpo_utils.py, compute_reference_cache_hash: the first digits of a sha256.
+#: What compute_reference_cache_hash in dpo_utils.py returns: the first 16 digits of a sha256.
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 

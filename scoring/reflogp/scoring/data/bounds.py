@@ -1,8 +1,8 @@
 """Limit the cost of reading a dataset: a file of a few kilobytes can expand to terabytes.
 
 A service reads uploads with bounds; the command line reads without them. Three sizes are bounded: a row, a group that is read
-at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. All three count decoded bytes, as data and not as
-Python objects.
+at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. All three count the bytes of decoded data, not
+of the Python objects made from it.
 
 Parquet files are decoded in a child process (`parquet_process`), which may take twice `group_bytes` and 64 MiB.
 Its parent holds one message at a time: up to 32 MiB or one row, or up to `group_bytes` for columns of dictionaries and views.
@@ -142,7 +142,7 @@ class RecordLines(Iterator[str]):
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
     """Yield (columns, decoded bytes) of each row of a batch; (None, 0) for a row that is longer than `row_bytes`.
 
-    With dictionaries, runs of nulls or views, a small batch can be huge as rows. So rows are measured before they are decoded.
+    A small batch with dictionaries, runs of nulls or views can decode to huge rows. So rows are measured before decoding.
     """
     for start in range(0, batch.num_rows, BATCH_ROWS):
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
@@ -187,7 +187,7 @@ def _measured(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, A
 
 
 def _decoded_bytes(array: pa.Array) -> int:
-    """Estimate an array's bytes as separate values. Raises DatasetError for an unsupported type."""
+    """Estimate the bytes of an array's values after decoding. Raises DatasetError for an unsupported type."""
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
         return _decoded_bytes(array.storage)

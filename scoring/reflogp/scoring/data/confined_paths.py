@@ -113,7 +113,7 @@ class OpenDataset:
             self.path = found.path
             _allow_many_files()
             self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # A service's own file gets new times whenever it is uploaded or named again, so only its content is compared.
+            # A service's own file gets new timestamps whenever it is uploaded or named again, so only its content is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
                 raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit it again")

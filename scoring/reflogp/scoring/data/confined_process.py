@@ -23,7 +23,7 @@ import psutil
 
 from reflogp.store.texts import shortened
 
-#: Longest wait for a child between two calls of the caller's `check`.
+#: Maximum seconds to wait for a child between two calls of the caller's `check`.
 POLL_SECONDS = 0.1
 #: A child that uses no processor time for this many times its time limit is killed (it may wait for a lock or a network).
 STILL = 6

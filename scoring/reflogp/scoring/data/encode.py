@@ -2,8 +2,8 @@
 
 The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). EOS is added to plain
 completions only. Prompt and prompt+completion are tokenised separately, and the completion begins where they first differ; for
-a pair, at the earlier of the two places. trl is not imported. Templates and tokenizers run in this process; `row_process` runs
-this code in a process that can be killed.
+a pair, at the earlier of the two places. trl is not imported. Templates and tokenizers run in the calling process;
+`row_process` calls this module in a process that can be killed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ processor time makes its file unreadable; its parent continues.
 
 The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before it reads it, and validates
 every batch. It does trust a child to send uncompressed buffers, and to end. A child that a malicious file has taken over could
-violate this trust, and has its parent's memory and its user's rights.
+violate this trust, read a copy of its parent's memory, and act with its user's rights.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _Plan:
     skip: int = 0
 
 
-#: Ways to read a file; each is tried if the previous one takes too much memory. Decoded, a dictionary can repeat a long string
-#: in every row, and in every element of a list.
+#: Ways to read a file; each is tried if the previous one takes too much memory. Decoding a dictionary can repeat a long string
+#: in every row, and in every element of a list, so the later plans keep strings encoded.
 _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
@@ -162,7 +162,7 @@ class _Reader(ConfinedProcess):
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Wait for the child's end after its stream; raise the reason if it failed."""
+        """Run the block, then read the stream to its end and wait for the child; raise the reason if the child failed."""
         problem = None
         try:
             yield
@@ -201,7 +201,7 @@ class _Reader(ConfinedProcess):
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
     """Send a file's batches; without a plan, send its schema alone and leave its number of rows as the result."""
-    pa.set_memory_pool(pa.system_memory_pool())  # others keep address space that the limit does not count
+    pa.set_memory_pool(pa.system_memory_pool())  # others reuse inherited address space, which the limit does not count
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
     try:
         opened = _open(file, bounds, plan is not None and plan.encoded)

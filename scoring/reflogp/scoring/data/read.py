@@ -45,7 +45,7 @@ _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
 #: A batch of rows ends when its rows have more than this many bytes.
 _BATCH_BYTES = 256 << 20
-#: Bytes that are read of a saved dataset's state.json or dataset_dict.json.
+#: Maximum number of bytes read from a saved dataset's state.json or dataset_dict.json.
 _STATE_BYTES = 16 << 20
 #: A JSON escape that may be half of a surrogate pair.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -63,7 +63,7 @@ class Row:
         number: its number in the dataset, from 0.
         columns: its columns; None for an unreadable row.
         problem: the reason why it is unreadable; None for a readable row.
-        size: its bytes; 0 if unknown.
+        size: its size in bytes as read; 0 if unknown.
     """
 
     number: int
@@ -78,8 +78,8 @@ class RowSource:
     Args:
         data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, or a hub name.
         split: the split of a hub dataset or a saved DatasetDict.
-        bounds: limits for untrusted data; None for no limits. With limits, longer data is refused, a saved dataset that
-            names files outside its folder is refused too, and hub names are not accepted.
+        bounds: limits for untrusted data; None for no limits. With limits, three things are refused: data that exceeds them, a
+            saved dataset that names files outside its folder, and hub names.
         check: called at every step of reading; may raise to stop.
 
     Raises:
@@ -124,7 +124,8 @@ class RowSource:
     def only(self, numbers: Iterable[int]) -> RowSource:
         """Return a view of the dataset that iterates over these rows only.
 
-        Row numbers stay the same. `count` still counts the whole dataset; `schema` reads only these rows where it reads rows.
+        Row numbers stay the same. `count` still counts the whole dataset. Of text and Arrow files, `schema` reads only these
+        rows.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
@@ -218,7 +219,7 @@ class RowSource:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset`, in the format that it has; reads a batch of them at a time."""
+    """Yield the rows of a `datasets.Dataset`, with its output format applied, reading a batch of rows at a time."""
     for batch in dataset.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
@@ -339,7 +340,7 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """Return the row in a line of JSON. Invalid text and an escape of half a surrogate pair make it a bad row."""
+    """Return the row in a line of JSON; an unreadable row if the line is not JSON or escapes half of a surrogate pair."""
     try:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)

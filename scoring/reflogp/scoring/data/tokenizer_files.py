@@ -61,7 +61,7 @@ class TokenizerFiles:
 
 @contextmanager
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
-    """Open the tokenizer's files of a model folder; close them when the block ends.
+    """Open the tokenizer files of a model folder; close them at the end of the `with` block.
 
     An adapter's folder without a tokenizer uses its base model's. Raises TokenizerError when the files cannot be read.
     """

@@ -3,8 +3,8 @@
 A process may use the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd units
 and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
 
-glibc and Arrow keep freed memory for reuse, in one arena for each of a few dozen threads. Over many small jobs the arenas grow
-although the process uses nothing of them.
+glibc and Arrow keep freed memory for reuse, in an arena for each of a few dozen threads. Over many small jobs the arenas grow,
+although none of their memory is in use any more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import psutil
 import pyarrow as pa
 
 _LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
-#: For cgroup versions 2 and 1: the file with the memory that a group and its subgroups use, and the prefix of the names of its
-#: page cache in memory.stat.
+#: For cgroup versions 2 and 1: the file with the memory use of a group and its subgroups, and the prefix of the page cache's
+#: fields in memory.stat.
 _USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
 
 

@@ -1,7 +1,7 @@
 """Score on a Ray cluster with plain actors, one engine each. Needs the ray extra.
 
-Ray Data is not used: its actor pools retry without end a sequence that kills its worker; it must be found and left
-out. Also, one process must decide which rows are duplicates, bad or done. docs/ray.md describes how Ray Data was tried.
+Ray Data is not used: its actor pools would retry a sequence that kills its worker for ever, but a run must find it and leave
+it out. Also, one process must decide which rows are duplicates, bad or done. docs/ray.md describes how Ray Data was tried.
 """
 
 import os

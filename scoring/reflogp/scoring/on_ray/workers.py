@@ -30,7 +30,7 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 
-#: Seconds without any worker until a warning, and until the run is given up: nodes that Ray adds need minutes.
+#: Seconds without any placed worker until a warning, and until the run fails: nodes that Ray adds need minutes to start.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 

@@ -27,7 +27,7 @@ from reflogp.store.windows import TrainerSettings
 
 #: Completions of a pair with at least this similarity hardly differ.
 ALIKE = 0.9
-#: Accepted values of a row's `label` in lower-case text; CSV has text only, and pandas makes numbers of a column with gaps.
+#: Accepted values of a row's `label` in lower-case text; CSV has text only, and pandas turns a column with gaps into floats.
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
@@ -85,7 +85,7 @@ class Coverage:
     bare: int = 0
 
     def share(self) -> float:
-        """Return the share of examples with values among all that are not dropped; a bad row counts as one without values."""
+        """Return the share of examples with values among all that are not dropped; a bad row counts as one missing example."""
         wanted = self.with_values + self.missing + self.bad_rows
         return self.with_values / wanted if wanted else 0.0
 

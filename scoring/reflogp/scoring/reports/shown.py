@@ -87,7 +87,7 @@ def _visible_character(character: str) -> str:
 
 
 def _after(ids: Sequence[int], at: int, count: int, tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    """Return the text of `count` tokens in their context: some tokenizers drop a leading space without a previous token."""
+    """Return the text of `count` tokens in context: some tokenizers drop a leading space if no token precedes it."""
     wanted = list(ids[at : at + count])
     if at and ids[at - 1] < size:
         before, both = _decode([ids[at - 1]], tokenizer), _decode([ids[at - 1], *wanted], tokenizer)

@@ -2,9 +2,9 @@
 
 A sketch has the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and for
 the completions. 16 bits of each minimum are kept, so a sketch takes 256 bytes per example. The share of places in which two
-sketches agree estimates the share of common runs (Jaccard similarity). Examples whose completions agree in four adjacent places
-are compared: each with the first example of its group and with the one before it. So the work grows with the number of examples
-and not with its square. Two completions are compared token by token only if they can be nearly the same.
+sketches agree estimates the share of common runs (Jaccard similarity). Examples whose completions agree in one of the 16 groups
+of four adjacent places are compared: each with the first of them and with the one before it. So the work grows with the number
+of examples and not with its square. Two completions are compared token by token only if they can be nearly the same.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return pairs (first < second) of equal bands: each example with the first of its group and with the one before it."""
+    """Return pairs (first < second) of examples that share a band: each with the band's first and with the one before it."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):

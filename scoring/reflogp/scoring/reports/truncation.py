@@ -95,7 +95,7 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of MAX_LENGTHS and of `asked`, in order, up to `asked` and the first max_length that cuts nothing."""
+    """Return the effects of MAX_LENGTHS and `asked`, in order, up to the first from `asked` on that cuts nothing."""
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))

@@ -1,4 +1,4 @@
-"""Callbacks for the progress and the outcomes of a scoring run, a join or a report, and tqdm's progress bars made of them."""
+"""Callbacks for the progress and the outcomes of a scoring run, a join or a report, and a tqdm progress bar driven by them."""
 
 from __future__ import annotations
 

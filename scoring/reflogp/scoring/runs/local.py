@@ -24,7 +24,7 @@ class LocalScorer:
         commit_sequences, commit_seconds: a commit is made when either is reached.
 
     Attributes:
-        batch: misses worth collecting first; see Scorer.batch.
+        batch: number of misses worth collecting before `score`; see Scorer.batch.
         scored: number of misses that have values.
         done: number of misses that have values or failed.
     """

@@ -59,7 +59,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event: all computed values are committed, or `error` says why not."""
+    """The last event. `error` ended the engine or the commits, or is None; computed values are lost only if commits failed."""
 
     error: BaseException | None
 
@@ -129,7 +129,7 @@ class ScoringPipeline:
     def stop(self) -> None:
         """Compute no further pass; return when computed values are committed.
 
-        A pass that does not end in time is abandoned: a pass of vLLM may take minutes.
+        A pass that takes more than another 20 seconds is abandoned, because a pass of vLLM may take minutes.
         """
         self._stopped.set()
         self._groups.close()

@@ -233,7 +233,7 @@ class _Run:
         self._rows = self._sides = 0
         self._collected: dict[bytes, Miss] = {}  # not handed to the scorer yet
         self._handed: dict[bytes, Miss] = {}  # handed to the scorer; `_now` does not have their values
-        self._fresh: list[Miss] = []  # committed since `_now`
+        self._fresh: list[Miss] = []  # committed after the snapshot `_now`
         self._bad: set[int] = set()
         self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, why)
 

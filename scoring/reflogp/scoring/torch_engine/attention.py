@@ -1,7 +1,7 @@
 """Choose the kernel and compute attention over packs (packing.py): each token attends to its own sequence only.
 
-Registered with transformers' AttentionInterface as "reflogp_packed", so no model needs code here. The arguments that a layer
-passes (scaling, sliding window, soft cap, sinks) are honoured.
+Registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed. The arguments that a
+layer passes (scaling, sliding window, soft cap, sinks) are honoured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KernelFailedError(RuntimeError):
 
 
 class PackLayout:
-    """A pack as tensors on a device. They are uploaded in one copy before the pass, and every layer uses them.
+    """The tensors of a pack on a device: uploaded in a single copy before the forward pass, and used by every layer.
 
     Args:
         pack: the pack.
@@ -65,7 +65,7 @@ class PackLayout:
     Attributes:
         token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
         parents, targets: places of the tokens that predict, and the token ids that they predict, int64 (predictions,).
-        spans: (start, stop, shared) of each branch.
+        spans: (start, stop, number of keys shared with earlier branches) of each branch.
         layers_seen, windows_seen: calls of packed attention so far, and how many of them had a sliding window.
         kernels: names of the kernels that ran.
         declined: kernel name -> why the kernel could not compute a layer.
@@ -83,7 +83,7 @@ class PackLayout:
         self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
         self._every_place = np.concatenate(self._paths)
         queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
-        # Without sharing every token is its own key, so the places are not needed.
+        # If no branch shares tokens, its keys are its own tokens in order, so no places are needed to gather them.
         places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
         targets = pack.token_ids[pack.predicted]
         arrays = [pack.token_ids, pack.positions, pack.parents, targets, queries, self._offsets, places]
@@ -121,8 +121,8 @@ class PackLayout:
         """Return the arguments of a variable-length kernel.
 
         Returns:
-            (places of the keys, or None where every token is its own key; cu_seqlens of the queries; cu_seqlens of the keys;
-            most queries of a branch; most keys of a branch).
+            (places of the keys, or None if no branch shares tokens; cu_seqlens of the queries; cu_seqlens of the keys; maximum
+            number of queries of a branch; maximum number of keys of a branch).
         """
 
         def make() -> Any:
@@ -233,7 +233,7 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute one layer's attention over the current pack. transformers calls it, with keywords after the mask.
+    """Compute one layer's attention over the current pack. transformers passes all arguments after the mask by keyword.
 
     Args:
         query: (1, heads, tokens, head size); key, value: (1, key heads, tokens, head size).
@@ -242,14 +242,14 @@ def packed_attention(
         sliding_window: number of keys that a query sees, its own included (Mistral, arxiv.org/abs/2310.06825).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments of some models only. s_aux: one logit per head that joins the softmax and has no value (attention
-            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Others, such as dropout, change nothing here.
+            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Others, such as dropout, are ignored.
 
     Returns:
         (1, tokens, heads, head size), None.
 
     Raises:
         UnsupportedAttentionError: the layer has a mask or position bias, or is not causal self-attention, or no pack is set.
-        KernelFailedError: the chosen kernel raised anything but out-of-memory.
+        KernelFailedError: the chosen kernel raised an error other than out-of-memory.
     """
     layout: PackLayout | None = getattr(_current, "layout", None)
     if layout is None:
@@ -269,9 +269,9 @@ def packed_attention(
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
-        layout.declined[cpu_blocks.__name__] = problem  # None if cpu_blocks was refused: the self-check has the reason
+        layout.declined[cpu_blocks.__name__] = problem  # if cpu_blocks was refused, the self-check has the reason
     try:
-        # Under autocast `_scores_by_hand` rounds as the model's own attention does.
+        # Autocast stays on for by_branch, so that `_scores_by_hand` rounds as the model's own attention does.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
             return kernel(layout, call), None
     except Exception as error:
@@ -339,7 +339,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute softmax(cap(q·k)) v with sinks, in float32, some queries at a time; return it in the dtype of the queries."""
+    """Compute softmax(cap(q·k)) v with sinks, in float32, a block of queries at a time; return the queries' dtype."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -378,12 +378,12 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlashAttention 2's variable-length kernel, which has soft caps (since 2.1 its mask is aligned at the last token)."""
+    """Call FlashAttention 2's variable-length kernel, with soft caps. Since 2.1 it aligns its causal mask at the last token."""
     return _by_flash(_flash_varlen(), layout, call)
 
 
 def flash3_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlashAttention 3's variable-length kernel, for Hopper; the arguments are those of FlashAttention 2's."""
+    """Call FlashAttention 3's variable-length kernel, for Hopper GPUs, with the same arguments as FlashAttention 2's."""
     return _by_flash(_flash3_varlen(), layout, call)
 
 
@@ -424,7 +424,7 @@ def _by_varlen(
 
 
 def flex(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlexAttention over the pack, with soft caps and sinks. The pack's tree is the mask, so no keys are gathered."""
+    """Call FlexAttention over the pack, with soft caps and sinks. Its mask follows the pack's tree: no keys are gathered."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     query = call.query

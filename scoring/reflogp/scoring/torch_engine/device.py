@@ -43,7 +43,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A point in a device's stream, after all work that the host has launched so far. On a CPU it has passed at once."""
+    """A point in a device's stream, after all work that the host has launched so far. On a CPU it has always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -72,8 +72,8 @@ def copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, Mark]:
     """Begin to copy a tensor to the host.
 
     Returns:
-        (tensor on the host, mark after the copy on the stream of the device that holds the values). The tensor may be read only
-        when the mark has passed.
+        (tensor on the host, mark after the copy on the stream of the device that holds the values). Do not read the tensor
+        before the mark has passed.
     """
     host = values
     if values.device.type == "cuda":

@@ -1,7 +1,7 @@
 """Score token sequences with a frozen model on one device.
 
-The engine chooses the size of each pass, overlaps preparing, computing and copying of results, and recovers when memory runs
-out. It works on token ids only: no text, no keys, no store.
+The engine chooses the size of each pass, prepares the next pass and copies the last results while a pass is computed, and
+recovers when memory runs out. It works on token ids only: no text, no keys, no store.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, S
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, short_repr
 
-#: Sequences that are sorted and packed together. A larger window would find little more to share and take longer to pack.
+#: Number of sequences that are sorted and packed together. A larger window would hardly share more tokens and pack slower.
 _WINDOW = 8_192
 #: Passes are not made shorter than this, even on a slow device: the matrix products would be too small to be fast.
 _LEAST_PASS_TOKENS = 1_024
-#: Passes in a row that must fit before a halved budget is doubled. Whatever used the memory may have freed it; if not, one lost
-#: pass in this many costs little.
+#: Number of passes in a row that must fit before a halved budget is doubled again. Other users of the memory may have freed it
+#: by then; if not, one failed pass in this many costs little.
 _GOOD_PASSES = 100
 
 
@@ -44,13 +44,13 @@ class TorchEngine:
     """Scores sequences with a reference model.
 
     Sequences are packed without padding, and tokens that several share (a prompt, earlier turns, a common first sentence) are
-    computed once. At load a few sequences are scored both packed and one by one. If the values differ, the model is scored on a
-    slower path whose values agree, with a warning (`self_check`).
+    computed once. At load a few sequences are scored both packed and one by one. If the values differ, the engine warns and
+    takes a slower path whose values agree (`self_check`).
 
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. For a revision
-            of a hub id pass `resolve_model(model, revision)`. Or a model in memory (load.in_memory), whose own dtype and device
-            are used instead of the arguments.
+            of a hub id pass `resolve_model(model, revision)`. A model in memory (load.in_memory) works too; its own dtype and
+            device are used, and the arguments `dtype` and `device` are ignored.
         dtype: "float32", "bfloat16", "float16", or "checkpoint" for the dtype in config.json. "bfloat16-autocast" and
             "float16-autocast": float32 weights under torch.autocast, as accelerate's mixed precision computes.
         device: "auto" (CUDA if available), "cpu", "cuda", "cuda:1", …
@@ -58,13 +58,13 @@ class TorchEngine:
             budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
             up to its first value.
         lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
-        compile_layers: run decoder layers through torch.compile; None decides by the model's size (compiled.should_compile).
+        compile_layers: run decoder layers through torch.compile; None decides by device and model (forward.should_compile).
         refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
         trust_remote_code: run modelling code from the checkpoint.
 
     Attributes:
         token_budget: maximum number of tokens of a pass.
-        pass_seconds: longest device time of a pass, or None for no limit; set it while other work waits for the engine.
+        pass_seconds: maximum device time of a pass in seconds; None for no limit. Set it while other work waits for the engine.
         self_check: result of the check at load.
 
     Raises:
@@ -176,13 +176,13 @@ class TorchEngine:
         """Score groups of sequences as they arrive; yield the outcomes of each pass as passes finish.
 
         Each pass is prepared and uploaded while the previous pass is computed, across groups too. Its values are copied to the
-        host while the next pass runs. Between two items the engine may be used for something else.
+        host while the next pass runs. The caller may use the engine for other work between two yields.
 
         Args:
             groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of a few
                 thousand sequences share prefixes and fill passes well. The iterator runs in a thread of this engine and must
-                not block: an empty group means that no group is available at the moment. The pass in flight then finishes, and
-                after it an empty list is yielded.
+                not block: an empty group means that no group is available at the moment. The pass in flight then finishes and
+                is yielded; if none is in flight, an empty list is yielded.
             temperature: divisor of the logits.
             before: called with the numbers of each pass's sequences before the pass is launched.
 
@@ -251,7 +251,7 @@ class TorchEngine:
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the operations per second of a product of random matrices in the model's dtype; None if memory is too short.
+        """Return the operations per second of a product of random matrices in the model's dtype; None if memory runs out.
 
         The rate is measured once for each device and dtype.
         """
@@ -373,7 +373,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
-        # Only after the handler: inside, the error's traceback would still hold the tensors of the failed pass.
+        # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None

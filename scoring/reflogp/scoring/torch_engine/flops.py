@@ -56,7 +56,7 @@ class ForwardFlops:
         return self._passed(lengths, np.zeros_like(lengths), sum(len(sequence.completion_ids) for sequence in sequences))
 
     def packed(self, pack: Pack, sequences: list[Sequence]) -> Operations:
-        """Return the operations of a pack, which computes tokens that its members among `sequences` share only once."""
+        """Return the operations of a pack of some of `sequences`; tokens that they share are computed and counted once."""
         lengths = np.array([len(branch.path) for branch in pack.branches], np.int64)
         shared = np.array([branch.shared for branch in pack.branches], np.int64)
         plain = self.plain([sequences[index] for index, _ in pack.members])

@@ -89,7 +89,7 @@ class Prepared:
         Returns None if the pass in flight has landed and no unit is ready, or if no pass is in flight and there is nothing to
         prepare at the moment.
 
-        Raises StopIteration at the end, and any error of making a unit.
+        Raises StopIteration after the last unit, and any error raised while a unit was made.
         """
         while True:
             while flying is not None and not self._coming.done():

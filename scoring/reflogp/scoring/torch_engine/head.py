@@ -1,6 +1,6 @@
 """Compute log-probs of given tokens from hidden states.
 
-All logits, [tokens, vocab], are never held at once. Sums over the vocabulary are computed in float32.
+The logits of all tokens, [tokens, vocab], are never held at once. Sums over the vocabulary are computed in float32.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Head:
     """A model's output layer.
 
     A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
-    computed in float32: a rounded bfloat16 logit is the largest single error of a log-prob, and one dot product per token
-    removes it. For any other head the model's own forward is called on the given hidden states, so no architecture needs
-    code here.
+    computed in float32: rounding that logit to bfloat16 would cause the largest single error of a log-prob, and one more dot
+    product per token avoids it. For any other head the model's own forward is called on the given hidden states, so no
+    architecture-specific code is needed.
 
     Under autocast the rounded logit is kept: such values are compared with values of a run whose logits are rounded the same
     way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).

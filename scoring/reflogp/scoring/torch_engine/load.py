@@ -67,7 +67,7 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractCont
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device of a name: "auto" is CUDA if available, else the CPU; other names are torch's own.
+    """Return the torch device for a name: "auto" is CUDA if available, else the CPU; other names are torch's own.
 
     CUDA without a number is this thread's current device. Raises EngineError for a device that does not exist or is neither a
     CPU nor CUDA.
@@ -87,7 +87,7 @@ def choose_device(device: str) -> torch.device:
 def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     """Return the model with the adapter's layers inserted, in the model's dtype and on its device.
 
-    The adapter is applied, not merged: merging would round its small products into the weights.
+    The adapter is not merged into the weights: rounding the sums to the weights' dtype would lose its small changes.
     """
     try:
         from peft import PeftModel
@@ -298,6 +298,6 @@ def _text_config(config: Any) -> Any:
 
 
 def _is_of_its_text(model_class: Any, config: Any) -> bool:
-    """Return True if a class is built from the text part of a config, as transformers' auto classes decide it."""
+    """Return True if a class is built from the text part of a config, by the same rule as transformers' auto classes."""
     text_config = config.sub_configs.get("text_config")
     return text_config is not None and getattr(model_class, "config_class", None) == text_config

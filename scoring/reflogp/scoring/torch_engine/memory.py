@@ -1,7 +1,7 @@
 """Plan a model's use of device memory, and recognise errors that say that memory ran out.
 
-Before any weight is read, the headers of a checkpoint's files show whether the model fits the device. The tokens that fit one
-forward pass are estimated; the estimate may be too high, so the engine halves the budget when memory runs out. The
+Before any weight is read, the headers of a checkpoint's files show whether the model fits the device. The number of tokens
+that fit one forward pass is estimated; the estimate may be too high, so the engine halves the budget when memory runs out. The
 out-of-memory errors of torch, Triton and CUDA's libraries become OutOfMemoryError.
 """
 
@@ -79,8 +79,8 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
 
 
-#: Copies of one projection of a layer's experts that exist while transformers joins the experts' matrices into one tensor: gate
-#: and up, each stacked, then both in one tensor.
+#: Peak memory while transformers joins the matrices of a layer's experts into one tensor, in units of one projection of all
+#: experts: gate and up, each stacked (2), and both in one tensor (2).
 _JOINING_COPIES = 4
 #: vLLM takes this share of each GPU by default (gpu_memory_utilization).
 _VLLM_SHARE = 0.9

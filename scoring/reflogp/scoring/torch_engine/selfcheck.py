@@ -22,7 +22,7 @@ from reflogp.scoring.torch_engine.sequences import Sequence
 
 #: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
 #: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees another
-#: sequence, or has a wrong position, is off by tenths.
+#: sequence, or has a wrong position, is off by tenths of a nat.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding grows with the logits. If log-probs are larger than this (root mean square), the tolerance grows with them.
 _TYPICAL_LOGP = 5.0
@@ -204,8 +204,8 @@ def _windowed_layers(config: Any) -> int:
     """Return how many layers see less than the whole context, according to the config.
 
     The check compares this with the layers that pass a window to packed attention. A layer that has its window only in its
-    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. The chunk
-    size (Llama 4) is never passed to the attention function.
+    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. Models
+    with chunked attention (Llama 4) fail this comparison, because no layer passes its chunk size.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -231,7 +231,7 @@ def _recurrent_part(model: Any) -> str | None:
 def _packed(
     model: Any, head: Head, sequences: list[Sequence], device: torch.device, refused: list[str]
 ) -> tuple[Any, PackLayout]:
-    """Score the sequences as one pack; return (values, the layout, which has counted layers and kernels)."""
+    """Score the sequences as one pack; return (values, the layout, which recorded the attention calls and kernels)."""
     recurrent = _recurrent_part(model)
     if recurrent:
         raise ValueError(f"{recurrent} carries state from token to token")

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
 
-#: A value that is further above 0 is not a log-prob: vLLM's older runner leaves such values where it computed nothing.
+#: A value above this is not a log-prob but uninitialized memory: vLLM's older runner leaves it where it computed nothing.
 _ROUNDING = 1e-3
 
 
@@ -75,7 +75,7 @@ def problem_of_answer(values: Any) -> str:
 REQUESTS = pa.schema(
     [("number", pa.int64()), ("ids", pa.list_(pa.int64())), ("prompt_len", pa.int32()), ("reads_cache", pa.bool_())]
 )
-#: `token_logps` are the completion's, or null if there are none; `cached` tokens were read from the prefix cache.
+#: `token_logps` has the completion's log-probs, or null if there are none; `cached` tokens were read from the prefix cache.
 ANSWERS = pa.schema([("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32())])
 
 

@@ -41,9 +41,9 @@ class VllmProcess:
 
     Args:
         python: interpreter of vLLM's environment, in which reflogp is installed too.
-        loading: what `vllm_options` returned.
-        unchanged: context manager around the loading of the model; raises FileChangedError if the files are not the
-            reference's.
+        loading: vLLM's arguments, from `vllm_options`.
+        unchanged: returns a context manager, inside which the model is loaded; it raises FileChangedError if the files are not
+            the reference's.
 
     Raises:
         UsageError: the interpreter cannot be run, or has no vLLM.
@@ -146,7 +146,7 @@ class _Inboxes:
 
 
 class _Running:
-    """One process from its start to its end. It is ended when this object is garbage-collected."""
+    """One vLLM process, from its start to its end. The process is ended when this object is garbage-collected."""
 
     def __init__(self, python: str, loading: Loading) -> None:
         self._numbers = itertools.count()

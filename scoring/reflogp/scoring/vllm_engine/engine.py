@@ -1,4 +1,4 @@
-"""Score sequences with vLLM: choose what may read the prefix cache, check responses, and recover when vLLM ends.
+"""Score sequences with vLLM: choose which of them may read the prefix cache, check responses, and restart a vLLM that ended.
 
 A Transport connects the engine to vLLM: a process of this machine or a server.
 
@@ -64,7 +64,7 @@ _WINDOW = 8_192
 PASSES = 2
 #: A sequence is given up after vLLM has ended this many times while it scored that sequence alone.
 _STRIKES = 2
-#: How often vLLM may end without a value in between, in addition to the ends that a search by halving causes.
+#: How many times in a row vLLM may end without returning a value, not counting the ends that a search by halving causes.
 _DEATHS = 6
 
 
@@ -108,7 +108,7 @@ class Transport(Protocol):
 class VllmEngine:
     """Scores sequences with vLLM.
 
-    Prefixes that sequences share are computed once if vLLM's prefix cache can provide them without losing a value. A response
+    Prefixes that sequences share are computed once if no log-prob is lost by reading them from vLLM's prefix cache. A response
     that cannot be right is discarded, and its sequence is sent once more without the cache. When vLLM ends, it is started again
     and scoring goes on; a sequence that ends vLLM is found and left out.
 
@@ -159,10 +159,10 @@ class VllmEngine:
     ) -> Iterator[list[tuple[int, Outcome]]]:
         """Yield (index, outcome) of the sequences of each pass, in an order in which neighbours share prefixes.
 
-        `before` is called with the indices of each pass.
+        `before` is called with the indices of each pass before the pass is sent.
 
         Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at no other), or vLLM cannot be
+            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at 1 only), or vLLM cannot be
                 started again.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
@@ -175,7 +175,7 @@ class VllmEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; see PassEngine.flow.
 
-        Passes of the next group are in vLLM while the last passes of a group are computed. Raises the errors of `passes`.
+        The next group's first pass is sent to vLLM while a group's last pass is computed. Raises the errors of `passes`.
         """
         if temperature != 1.0:
             raise EngineError(f"temperature {temperature}: vLLM computes given tokens' log-probs at 1 only; use --engine torch")
@@ -248,7 +248,7 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # halving finds the bad sequence after fewer
+                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving needs fewer
                     raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0

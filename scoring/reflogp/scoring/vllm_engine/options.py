@@ -35,7 +35,7 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
-#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next of them.
+#: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next larger one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Layers whose adapters vLLM applies to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
 _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embeddings", "output_embedding", "lora_embedding")
@@ -107,7 +107,7 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the modules: if the head can have an adapter, vLLM confuses a prompt's rows with requests, even without one.
+        # Name the modules: if vLLM has to expect an adapter of the head, it confuses a prompt's rows with requests.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     return Loading(options | chosen, folder)

@@ -79,9 +79,10 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 _ANSWER_SECONDS = 600.0
 #: Seconds between two attempts: the first pause, and the longest after doubling.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
-#: Seconds without a response after which a warning says that the server is waited for.
+#: Seconds without a response after which a warning says that this process is waiting for the server.
 _SAID_SECONDS = 3.0
-#: Status codes that are retried: too many requests, or a proxy or server that restarts. A server that is ending sends 500.
+#: Status codes that are retried: too many requests, or a proxy or server that restarts. 500 is what a server sends while it
+#: shuts down.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
 #: All passes in flight together have this many tokens for each request that may be in flight.
@@ -144,7 +145,7 @@ class VllmServer:
         self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
-        """Send requests and yield responses; see Transport.ask. A server that does not respond is waited for."""
+        """Send requests and yield responses; see Transport.ask. Waits for a server that does not respond."""
         futures = {self._threads.submit(self._answer, request, salt): at for at, request in enumerate(requests)}
         return self._answers(futures)
 
@@ -213,7 +214,7 @@ class VllmServer:
     def _sent(self, method: str, path: str, body: dict[str, Any] | None, later: Collection[int]) -> httpx.Response:
         """Send a request and return the response; retry while the server does not respond or its status is in `later`.
 
-        Raises EngineError after `patience_seconds` without another status, or if the engine was closed.
+        Raises EngineError after `patience_seconds` without a response of another status, or if the engine was closed.
         """
         pause = _FIRST_PAUSE
         while True:

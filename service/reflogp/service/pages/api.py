@@ -30,7 +30,7 @@ def job_name(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter of a route, or a field of a JSON object. The `name` of an inner object's field is dotted."""
+    """A parameter of a route, or a field of a JSON object. The `name` of an inner object's field is its dotted path."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response of a route with one status."""
+    """The response that a route gives with one HTTP status."""
 
     status: str
     about: str
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Operation:
-    """A route with one method.
+    """One HTTP method of a route.
 
     Attributes:
         bodies: media types that a request's body may have.

@@ -36,12 +36,12 @@ from reflogp.store.shard import READ_BYTES
 from reflogp.store.snapshot import Found, answer_messages, answer_parts, answer_table
 from reflogp.store.texts import hide_secrets
 
-#: The most bytes of token values in one batch of a response: this number, or the memory of all requests divided by _BATCH_PART
-#: if that is less. Each batch reads the row groups that hold its keys. Larger batches read less in total, but take more memory.
+#: Maximum bytes of token values in one batch of a response: the smaller of _BATCH_BYTES and the memory of all requests divided
+#: by _BATCH_PART. Each batch reads the row groups that hold its keys. Larger batches read less in total, but take more memory.
 _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
 #: Bytes of memory for each byte of keys: the body, and a copy if the keys came in several batches.
 _KEYS_COST = 2
-#: Bytes reserved in addition, for decoding, a schema and a piece of the response.
+#: Bytes reserved for each request in addition: for decoding, a schema and a piece of the response.
 _MARGIN_BYTES = 64 << 10
 #: The most token values in a JSON response, and bytes of memory for each: a Python number, its place in a list, about 20
 #: characters.
@@ -131,8 +131,8 @@ def lookups_router(context: Context) -> APIRouter:
     def with_values(held: int, reading: int) -> int:
         """Return the bytes to reserve if token values are read too.
 
-        A row group must be read whole, however large it is. If that takes more memory than any request may take, the request
-        reserves the largest amount that is possible.
+        A row group must be read whole, however large it is. If that takes more memory than one request may reserve, the
+        request reserves the maximum.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 

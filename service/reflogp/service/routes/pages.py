@@ -114,7 +114,7 @@ class _Pages:
         )
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that checks the session, shows errors as pages and sets the headers. Scope None admits everybody."""
+        """Return a route that checks the session, shows errors as pages and sets the headers. Scope None needs no session."""
 
         async def answer(request: Request) -> Response:
             try:

@@ -33,11 +33,11 @@ from reflogp.store.schema import ARROW_STREAM, one_array
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
 #: nginx's status for a caller that has disconnected; it appears only in the metrics.
 _CLIENT_GONE = 499
-#: A body of at most this many bytes is decoded in less time than a thread takes to start.
+#: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
 _DECODED_AT_ONCE = 1 << 20
-#: Bytes of memory of an Arrow request: for each byte of its body while it is decoded; for each value (a token id or an entry of
-#: a mask) while it is scored; and in any case. A value is held in a table, in the frame for the worker, in the pipe, and in the
-#: copy for another worker; then the response is held as many times.
+#: Bytes of memory of an Arrow request: per byte of its body while it is decoded; per value (a token id or an entry of a mask)
+#: while it is scored; and a constant. A value is held in a table, in the frame for the worker, in the pipe, and in the copy
+#: for another worker; afterwards each value of the response is held as many times.
 _BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 

@@ -18,7 +18,7 @@ from reflogp.service.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload; it ends in {SUFFIXES_IN_WORDS}.")]
-#: Content types of a file. The name says the format, so any type is accepted that a form of another site cannot send.
+#: Accepted content types of a file; its name gives the format. A form on another site can send none of them.
 _FILE_TYPES = (
     "application/octet-stream",
     *DATASET_TYPES,

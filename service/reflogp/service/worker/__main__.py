@@ -47,19 +47,20 @@ from reflogp.store.texts import LineFormatter, shortened
 
 logger = logging.getLogger("reflogp.worker")
 
-#: Seconds that the job gets to commit when the worker ends, and again for everything else; then the process exits.
+#: When the worker ends, the job has this many seconds to commit, and the rest of the shutdown as many again; then the process
+#: exits.
 _LAST_SECONDS = 20.0
 _TOKENIZERS = 4
 
 
 @dataclass(eq=False)
 class _Ordered:
-    """An order of the service: a job, or help with another worker's job.
+    """An instruction of the service: to run a job, or to help with another worker's job.
 
     Attributes:
         helpers: helpers of a job; None for an order to help.
         why: reason to stop, or None.
-        asked: for an order to help, the requests from the worker that runs the job.
+        asked: requests from the worker that runs the job, if this is an order to help.
     """
 
     order: JobOrder | HelpOrder
@@ -131,7 +132,7 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except ContentMismatchError as error:  # requests for it get the same error; other references still work
+            except ContentMismatchError as error:  # requests for this reference get the same error; others still work
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
@@ -293,9 +294,9 @@ class Worker:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
-        """Return the reference of an id: described from the model's folder once, then cached, since an id never changes.
+        """Return the reference with an id, computed once from the model's folder then cached; an id stands for fixed content.
 
-        The folder's content is compared again at every load, by `_admit` and by EngineChoice.make. Raises ContentMismatchError
+        At every load, `_admit` and EngineChoice.make check again that the folder has this content. Raises ContentMismatchError
         if the folder holds another reference.
         """
         if reference_id not in self._references:
@@ -312,8 +313,8 @@ class Worker:
     def _admit(self, reference_id: str) -> None:
         """Raise an error if a model certainly cannot be loaded, before others are unloaded for it.
 
-        That is ContentMismatchError if its folder no longer holds the reference, and OutOfMemoryError if its device is too
-        small for it.
+        The error is ContentMismatchError if the model's folder no longer holds the reference, and OutOfMemoryError if the
+        device is too small for the model.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 

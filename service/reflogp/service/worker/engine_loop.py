@@ -21,20 +21,20 @@ from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engines import Engines
 from reflogp.store import ReflogpError
 
-#: Passes that the engine may be ahead of the job's thread.
+#: Maximum number of computed passes that the job's thread has not taken yet.
 _AHEAD = 64
-#: An engine is unloaded for another reference only if it has been loaded for the first number of seconds, or unused for the
-#: second.
+#: An engine is unloaded for another reference only if it has been loaded for _RESIDENT_SECONDS, or unused for
+#: _IDLE_SECONDS.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
 #: A request waits for others only if requests overlapped within this time: a lone caller gains nothing from waiting.
 _OVERLAP_SECONDS = 1.0
 
-#: Seconds after the last request for which passes of a job are kept short, and device seconds of such a pass. A request waits
-#: for the pass being computed and for the next one, which the device already has.
+#: For _ONLINE_SECONDS after the last request, each pass of a job is kept to about _PASS_SECONDS of device time. A request waits
+#: for the pass being computed and for the next one, which is already queued on the device.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
-#: How often the loop checks whether a model may be exchanged, or a job's thread has caught up.
+#: Seconds between two checks whether a model may be unloaded for another, or a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
-#: How often the loop checks whether a job has read more sequences, after the engine has computed all that were read.
+#: Seconds between two checks whether a job has read more sequences, after the engine has computed all that were read.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
 Landed = list[tuple[int, Outcome]]
@@ -169,12 +169,12 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the outcomes of each pass of a job, and the pass's floating-point operations. Called by a thread of the job.
+        """Yield the outcomes of each pass of a job, and the pass's floating-point operations.
 
-        The passes alternate with online requests.
+        Call this from the job's thread. The passes alternate with online requests.
 
         Args:
-            groups: read in a thread of the engine, and must not block; an empty group means that none is available yet.
+            groups: read in the thread that owns the engine, so must not block; an empty group means that none is available yet.
             before: called with the numbers of each pass's sequences before the pass is computed, in the engine's thread.
             check: called while waiting; raises to stop.
 
@@ -291,7 +291,10 @@ class EngineLoop:
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """Return the job's work if it may have sequences, its thread keeps up and its model may be loaded now; else None."""
+        """Return the job's work if a pass of it may be computed now, else None.
+
+        It may if the job may have sequences, its thread keeps up, and its model is loaded or may be loaded now.
+        """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
             return None
@@ -331,7 +334,10 @@ class EngineLoop:
                 self._work = None
 
     def _next_round(self) -> list[OnlineRequest]:
-        """Return requests of one reference and temperature, about one token budget of them; empty if none may be served now."""
+        """Return queued requests with one reference and temperature that fit one token budget; empty if none may be served now.
+
+        A first request that exceeds the budget is returned alone.
+        """
         first = self._first_servable()
         if first is None:
             return []

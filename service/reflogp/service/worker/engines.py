@@ -46,7 +46,7 @@ class Engines:
     def get(self, reference_id: str) -> PassEngine:
         """Return the engine of a reference; load it if necessary.
 
-        If memory runs out while loading, all others except the pinned one are unloaded, and loading is tried again.
+        If memory runs out while loading, all other engines except the pinned one are unloaded, and loading is tried again.
         """
         engine = self._loaded.pop(reference_id, None)
         if engine is None:

@@ -49,7 +49,7 @@ class Helpers:
         self._here: dict[int, _Helper] = {}
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open. Each helper opens the table itself. Offer the helpers of an earlier attempt to `begin`."""
+        """See Workers.open. Each helper opens the table itself. The next `begin` returns helpers of an earlier attempt."""
         with self._lock:
             self._joined = list(self._here.values())
 
@@ -104,7 +104,7 @@ class Helpers:
 
 
 class _Helper:
-    """A worker that helps, from joining until it leaves; implements `spread.scorer.Worker`."""
+    """A helping worker, from the time it joins until it leaves; implements `spread.scorer.Worker`."""
 
     def __init__(self, helpers: Helpers, number: int, provenance: dict[str, Any]) -> None:
         self._helpers = helpers
@@ -168,7 +168,7 @@ def help_with(
     Args:
         asked: requests of the job's worker.
         send: sends the frame `helping` when the engine is loaded, and the answers.
-        check: called now and then; raises to stop.
+        check: called repeatedly; raises to stop.
 
     Raises the errors of `check`, of the engine and of the store.
     """

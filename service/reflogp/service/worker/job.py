@@ -40,9 +40,9 @@ _ATTEMPTS = 3
 #: Seconds between two progress reports, and the time span over which the rate is measured.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
-#: Maximum sequences of a helper's unit, since units pass through the service's process.
+#: Maximum number of sequences in a helper's unit of work; units stay small because they pass through the service's process.
 _UNIT_SEQUENCES = 1024
-#: Number of different messages about bad rows that a job keeps in memory, and the message that replaces further ones.
+#: Maximum number of different messages about bad rows that a job keeps in memory, and the message for all further ones.
 _TEXTS, _ANOTHER = 10_000, "it cannot be used"
 
 
@@ -126,7 +126,10 @@ class Progress(ProgressCallbacks):
         self._report()
 
     def bad_row(self, row: int, problem: str) -> None:
-        """Record why a row has no values. Equal messages are stored once; after 10,000 different ones a general one is used."""
+        """Record why a row has no values.
+
+        Equal messages are stored once. After 10,000 different messages, a general message replaces new ones.
+        """
         problem = shortened(problem)
         if problem not in self._texts:
             if len(self._texts) == _TEXTS:
@@ -191,7 +194,7 @@ def run_job(
     their table on the weights.
 
     Args:
-        find_tokenizer: returns the tokenizer that the model's folder has now.
+        find_tokenizer: returns the tokenizer that is in the model's folder when it is called.
         helpers: other workers that score a part of the job.
 
     Raises:
@@ -259,6 +262,6 @@ def _attempt(
                 job.check,
             )
         except DatasetError as error:
-            files.check()  # a changed file is a better explanation than the error that it caused
+            files.check()  # report a changed file rather than the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
     return summary

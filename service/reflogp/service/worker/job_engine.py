@@ -26,8 +26,8 @@ class JobEngine:
         loop: engine loop that gives this job its turns.
         engine: the loop's engine, for calls that compute no pass.
         reference_id: reference of the engine.
-        suspects: keys (hex) of sequences one of which may kill the worker. They are scored before the rest of their group, in
-            halves, each half alone.
+        suspects: keys (hex) of sequences one of which may kill the worker. They are scored before the rest of their group: half
+            of them, half of the rest, …, each part alone.
         poison: key (hex) -> why that sequence is not scored.
         announce: called with the keys (hex) of this job's sequences on the device; an empty list if there are none.
         check: called now and then; raises to stop the job.
@@ -104,7 +104,7 @@ class JobEngine:
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             with announcing:
                 flying.difference_update(entry.key for entry, _ in done)
-                if done and not flying:  # the job may be reading for a long time
+                if done and not flying:  # nothing is on the device now, and reading the next group may take long
                     self._announce([])
             yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])

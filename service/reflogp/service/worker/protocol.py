@@ -1,4 +1,4 @@
-"""Define what the service and its workers send each other: orders as JSON, sequences and values as Arrow IPC streams.
+"""Define what the service and its workers send each other: messages as JSON, sequences and values as Arrow IPC streams.
 
 Both sides import this module, so it imports neither torch nor fastapi.
 """
@@ -92,9 +92,9 @@ class JobOrder:
     """A job as the service sends it to a worker.
 
     Attributes:
-        file: path of the dataset, a file or folder; without links.
+        file: path of the dataset (a file or folder), with symbolic links resolved.
         digest: digest of its content.
-        root: allowed root that contains the dataset, to which others may write; None for a file in the service's own folder.
+        root: allowed root that contains the dataset, and that others may write to; None for a file in the service's own folder.
         result, report: files to write.
         suspects, poison: see JobEngine.
     """

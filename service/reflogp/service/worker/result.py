@@ -1,4 +1,4 @@
-"""Write a job's result, its values in dataset order as Parquet, and a report with histograms and outliers.
+"""Write a job's result (its values in dataset order, as Parquet) and its report (histograms and outliers).
 
 The dataset's windows are read again and looked up in the snapshot that the job ended with.
 """
@@ -29,7 +29,7 @@ from reflogp.store.schema import one_array
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
-#: Outliers of each kind, and characters of each text, in the report.
+#: Maximum number of outliers of each kind in the report, and of characters of each text.
 _OUTLIERS, _TEXT = 4, 4_000
 #: Maximum number of bad rows that the report lists.
 _NAMED = 100

@@ -19,7 +19,7 @@ from reflogp.store import Reference, ReflogpError, Store, sequence_keys
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that values wait for others to be committed with, and the number of sequences that are committed without waiting.
+#: Seconds that values wait so that more are committed together, and the number of sequences at which no wait is needed.
 _SECONDS, _SEQUENCES = 2.0, 4096
 #: Maximum waiting tokens, of 12 bytes each. If the store commits more slowly than values arrive, the newest are dropped.
 _MOST_TOKENS = 8 << 20

@@ -36,24 +36,24 @@ Check = Literal["columns", "forwards", "step_zero", "metrics", "schedule", "spot
 CHECKS: tuple[Check, ...] = get_args(Check)
 #: Maximum number of problems per check in the report.
 _MOST_PROBLEMS = 20
-#: Problems that the audit's repr names.
+#: Maximum number of problems in the audit's repr.
 _SHOWN_PROBLEMS = 5
 
 
 class ReferenceAudit(TrainerCallback):
     """Checks that a run's reference log-probs are present, correct and used, and that the run follows its settings.
 
-    A run is stopped only for its reference values: columns that do not reach the loss, wrong values, or a reference model that
-    runs. Everything else is logged as a warning and written to the report, and the run continues.
+    A run is stopped only for faults of its reference values: columns that do not reach the loss, wrong values, or a reference
+    model that still runs. Everything else is logged as a warning and written to the report, and the run continues.
 
     - `columns`: the reference columns reach the collated batch and are finite, on every process. Stops the run.
     - `forwards`: the trainer keeps no reference model, no other model runs in a training step, and the policy makes no
-      additional forward pass without gradients. Stops the run. More policy passes than one (two with KTO's KL sequences)
-      are only reported.
+      additional forward pass without gradients. Stops the run. Additional policy passes with gradients (more than one
+      pass per micro-batch, or two with KTO's KL sequences) are only reported.
     - `step_zero`: before the first step, the policy's log-probs of the first batch equal the joined ones, within rounding.
       Stops the run. A policy whose own log-probs are not finite is only reported.
     - `metrics`: the logged rewards and log-probs agree with the joined columns. Stops the run. Logged metrics that are not
-      means over all processes, and log-probs that become NaN, are only reported.
+      means over all processes, and policy log-probs that become NaN or infinite, are only reported.
     - `schedule`: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
       and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
     - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
@@ -73,7 +73,7 @@ class ReferenceAudit(TrainerCallback):
 
     Attributes:
         step_zero: result of the step-0 gate; None until the first step, or where the check is off.
-        findings: what was found: check -> problems.
+        findings: check -> the problems that it found.
 
     Examples:
         >>> from reflogp.trainer import ReferenceAudit
@@ -166,8 +166,8 @@ class ReferenceAudit(TrainerCallback):
             kept = getattr(self._trainer, "ref_model", None)
             if kept is not None and not isinstance(kept, NoReferenceModel):
                 self._found("forwards", [f"the trainer keeps a reference model ({type(kept).__name__})"])
-        # Compare the weights before any forward pass: after one, FSDP leaves the outermost weights unsharded, and weights in
-        # another form count as changed.
+        # Compare the weights before any forward pass: a forward pass leaves FSDP's outermost weights unsharded, and weights
+        # that are no longer sharded in the same way count as changed.
         if "step_zero" in self.checks and self.step_zero is None:
             self._at_reference = not self._not_at_reference
         if self._remote is not None:
@@ -379,7 +379,7 @@ class ReferenceAudit(TrainerCallback):
     def _not_at_reference(self) -> str:
         """The reason why the policy's current log-probs need not equal the reference's; empty if they should be equal.
 
-        The reason is also recorded as the reason why the step-0 gate did not run.
+        A reason is also recorded for the report, to explain why the step-0 gate did not run.
         """
         if not getattr(self._trainer, "policy_starts_at_reference", computes_references(self._trainer)):
             why = "the policy does not start at the reference"

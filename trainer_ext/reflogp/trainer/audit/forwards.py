@@ -1,6 +1,6 @@
 """Count forward passes in training steps: the policy's, and those of any other language model.
 
-Hooks are registered on models, not on all modules, so that a step costs nothing and compiled graphs stay unchanged.
+Hooks are registered on models, not on all modules, so that they do not slow a step down or change compiled graphs.
 """
 
 from __future__ import annotations

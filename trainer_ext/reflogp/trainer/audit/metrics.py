@@ -82,14 +82,14 @@ class GlobalMeans:
     def _check_references(self, logs: dict[str, float], beta: float | None, found: Disagreements) -> None:
         """Compare the mean reference log-prob that the log implies with the joined columns' mean over all processes.
 
-        The log implies it as log-prob minus reward / beta.
+        The mean that the log implies is log-prob minus reward / beta.
         """
         count = len(self._references)
         seen = [float(value) for value in torch.stack(self._references).mean(0)] if count else None
         self.forget()
         per_process = gather((count, seen))
         if not beta or any(means is None or number != count for number, means in per_process):
-            return  # if the processes logged over different batches, the mean over all is not the mean of any process
+            return  # logs that cover different batches cannot be compared with one mean over all processes
         for at, side in enumerate(("chosen", "rejected")):
             if f"rewards/{side}" not in logs or f"logps/{side}" not in logs:
                 continue
@@ -167,7 +167,7 @@ def read_report(output_dir: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that compute a run."""
+    """Return the installed versions of the packages that a run's results depend on."""
     found = {}
     for package in _PACKAGES:
         try:

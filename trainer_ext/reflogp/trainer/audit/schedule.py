@@ -18,11 +18,11 @@ class Schedule:
 
     Attributes:
         args: the trainer's settings.
-        max_steps: the run's total steps, of which an interval below 1 is a fraction.
-        first_step: global step at which this start of the run began.
+        max_steps: the run's total number of steps; an interval below 1 is a fraction of it.
+        first_step: global step at which the run was started or resumed.
         every: event -> interval in steps, if it is known to differ from the settings: a resumed run of transformers keeps its
             checkpoint's intervals.
-        global_step: the last one seen.
+        global_step: the last global step seen.
         optimizer_steps: optimizer steps since first_step.
         micro_steps: micro-batches since first_step.
         happened: event ("logging", "eval", "save") -> the global steps at which it happened.

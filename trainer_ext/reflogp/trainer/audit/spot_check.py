@@ -1,7 +1,7 @@
 """Score some random rows again and compare them with their stored values.
 
-A service with the model can do that, or the policy with its adapter off, or the policy before it is trained. The step-0 gate
-sees only the first batch; this check sees rows from the whole dataset.
+The rows are scored by a service that has the model, by the policy with its adapter off, or by the policy before it is trained.
+The step-0 gate sees only the first batch; this check sees rows from the whole dataset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SpotCheck:
 
     Attributes:
         by: "service", "policy", or the reason why the rows could not be scored again.
-        rows: their numbers in the training dataset.
+        rows: numbers of the checked rows in the training dataset.
         seen: `step_zero.differences` of each part that this process scored.
     """
 

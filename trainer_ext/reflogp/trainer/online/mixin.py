@@ -1,4 +1,4 @@
-"""Train with a TRL online trainer whose reference model runs in a service; the code that the remote trainers share.
+"""Train with a TRL online trainer whose reference model runs in a service: the code that all such trainers share.
 
 Each trainer's own module overrides the function in which that trainer runs its reference model.
 """
@@ -41,7 +41,7 @@ class RemoteReferenceMixin(_AnyTrainer):
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch's values are
             then compared with the policy's own before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
-            the dtype, and refuses a service that computes in another one.
+            the dtype, and refuses a service that computes in another dtype than the policy.
         audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 
     Raises:

@@ -1,6 +1,6 @@
 """Check an OpenRLHF run as `ReferenceAudit` checks a TRL run, with the same checks where both have them.
 
-Every process checks its own part. What one process finds stops all processes in the same step.
+Every process checks its own part. If one process finds a reason to stop, all processes stop in the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reflogp.trainer.ranks import Rank, gather
 logger = logging.getLogger(__name__)
 
 CHECKS = ("forwards", "metrics", "schedule", "step_zero")
-#: Metrics that OpenRLHF logs of a step's last micro-batch, and those that it logs as means over the step's micro-batches.
+#: Metrics that OpenRLHF logs for a step's last micro-batch only, and metrics that it averages over all micro-batches of a step.
 _OF_THE_LAST = ("loss", "acc", "chosen_reward", "reject_reward")
 _MEANS = {"loss_mean": "loss", "acc_mean": "acc"}
 #: Allowed relative difference of a logged metric, because it was rounded to float32.
@@ -38,12 +38,12 @@ class RunAudit:
 
     A run is stopped only for its reference values; everything else is logged as a warning and written to the report.
 
-    forwards: the policy makes one forward pass per micro-batch, and no model makes one in the reference's part of a step.
-        Stops the run if there are more.
+    forwards: the policy makes one forward pass per micro-batch, and no model runs in the part of a step where the reference's
+        log-probs are read. Stops the run if there are more passes.
     step_zero: before the first step, the policy's log-probs of the first batch equal the stored ones, within rounding. Stops
         the run. A policy whose own log-probs are not finite is only reported.
     metrics: reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
-        OpenRLHF takes from the first process alone, are replaced by the mean over all; the report says how far they were off.
+        OpenRLHF takes from the first process alone, are replaced by means over all; the report has the largest difference.
     schedule: reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
         checkpoints that the settings ask for but that did not happen.
 
@@ -56,7 +56,7 @@ class RunAudit:
 
     Attributes:
         step_zero: result of the comparison before the first step; None if there was none.
-        findings: what was found: check -> problems.
+        findings: check -> the problems that it found.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class RunAudit:
             self._schedule.came(event, step)
 
     def step_ended(self, step: int) -> None:
-        """End an optimizer step; raise on all processes what any process found."""
+        """End an optimizer step; raise AuditError on all processes if any process has a finding that stops the run."""
         assert self._schedule is not None
         self._micro_batches.clear()
         steps = int(self._engine.global_steps)
@@ -199,7 +199,7 @@ class RunAudit:
         self._settle()
 
     def end(self) -> None:
-        """End a run that has reached the end that its settings define."""
+        """End the audit of a run that has made all its steps, and write the final report."""
         assert self._schedule is not None and self._forwards is not None
         self._forwards.remove()
         self._finished = True
@@ -225,12 +225,12 @@ class RunAudit:
             self._problems.setdefault(check, []).extend(problems)
 
     def _report(self, check: str, problems: list[str]) -> None:
-        """Record problems for which no run is stopped."""
+        """Record problems that do not stop a run."""
         if problems:
             self._reports.setdefault(check, []).extend(problems)
 
     def _settle(self, error: ReferenceLogpsError | None = None) -> None:
-        """Exchange what the processes found since the last call; raise on all processes what stops a run."""
+        """Exchange the processes' findings since the last call; raise an error on all processes if a finding stops the run."""
         gathered = gather((self._problems, self._reports))
         self._problems, self._reports = {}, {}
         found, reported = _merged(part for part, _ in gathered), _merged(part for _, part in gathered)
@@ -273,7 +273,7 @@ class RunAudit:
 class Cadence:
     """OpenRLHF's settings under the names that `Schedule` reads.
 
-    They are read at each access, because fit() still replaces -1 by a number.
+    Each access reads them again, because fit() replaces -1 by a number after this object is made.
     """
 
     def __init__(self, args: Any, accumulation: int, writes_logs: bool, evaluates: bool, saves: bool) -> None:
@@ -300,7 +300,7 @@ class Cadence:
 
 
 def _merged(parts: Iterable[dict[str, list[str]]]) -> dict[str, list[str]]:
-    """Merge what several processes found, with each problem once."""
+    """Merge the findings of several processes; keep each problem once."""
     merged: dict[str, list[str]] = {}
     for problems in parts:
         for check, words in problems.items():

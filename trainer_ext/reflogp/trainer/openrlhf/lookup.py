@@ -31,10 +31,10 @@ from reflogp.trainer.values import Values, Where, command_to_score
 
 T = TypeVar("T")
 
-#: Sequences per lookup; the values of one lookup are in memory twice.
+#: Maximum number of sequences per lookup. It bounds memory, in which the values of one lookup exist twice.
 _AT_ONCE = 65_536
 _SEQUENCES = "completion_ids"
-#: Exit code of `reflogp score` if it left rows out; they are then named as missing.
+#: Exit code of `reflogp score` if it left rows out; MissingLogpsError then names these rows.
 _ROWS_LEFT_OUT = 3
 #: Environment variables that a launcher sets for its processes, and that the scoring command must not inherit.
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -61,7 +61,7 @@ def look_up_rows(
         datasets: name -> RewardDataset.
         source: where the values are.
         output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
-        run_command: True to run the command that scores them here, in a separate process.
+        run_command: True to score missing sequences here, by running `reflogp score` in a separate process.
 
     Returns:
         the values, and what was joined for each dataset.

@@ -1,7 +1,7 @@
 """An object that OpenRLHF's DPOTrainer calls as its reference model, and that returns stored values.
 
-It follows how that trainer calls a model (openrlhf/trainer/dpo_trainer.py, concatenated_forward). It has no weights and runs no
-forward pass.
+It accepts the calls that this trainer makes to models (openrlhf/trainer/dpo_trainer.py, concatenated_forward). It has no
+weights and runs no forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CachedReference:
         source: where the values are. Files of `reflogp join` hold sums and cannot serve OpenRLHF.
         datasets: name -> RewardDataset, all that the trainer will see: {"train": …, "eval": …}.
         output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
-        run_command: True to have sequences that a local store lacks scored by `reflogp score`, here in a separate process.
+        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.

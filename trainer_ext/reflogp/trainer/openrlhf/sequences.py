@@ -40,7 +40,7 @@ class Sequences:
     Attributes:
         table: prompt_ids and completion_ids, large_list<uint32>, n rows; `reflogp score` reads it as tokens.
         row_keys: `row_key` of each sequence's tokens.
-        of: dataset's name -> for each of its rows the positions of chosen and rejected, int64 (rows, 2).
+        of: dataset's name -> positions in `table` of each row's chosen and rejected sequence, int64 (rows, 2).
     """
 
     table: pa.Table
@@ -48,7 +48,7 @@ class Sequences:
     of: dict[str, npt.NDArray[np.int64]]
 
     def rows(self, marked: npt.NDArray[np.bool_]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return dataset's name -> its rows with a marked sequence; datasets without any are left out."""
+        """Return dataset's name -> numbers of its rows with a marked sequence; datasets without such rows are left out."""
         found = {name: np.flatnonzero(marked[places].any(1)) for name, places in self.of.items()}
         return {name: rows for name, rows in found.items() if len(rows)}
 

@@ -3,8 +3,8 @@
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
-OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only the two names by which it makes its models and its
-trainer are replaced. Any launcher can start this module, once per process.
+OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two names in it are replaced: Actor and
+DPOTrainer, which make its models and its trainer. Any launcher can start this module, once per process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Launch:
     def actor(self, model: str, *args: Any, **kwargs: Any) -> Any:
         """Make the policy in the first call; in the second, make no model.
 
-        The second model would be the reference: its path and dtype name the reference's values.
+        The second model would be the reference: only its path and dtype are used, to find the reference's values.
         """
         if not self._policy_is_made:
             self._policy_is_made = True

@@ -25,7 +25,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     Args:
         reference: where the reference log-probs are.
-        run_command: True to have sequences that a local store lacks scored by `reflogp score`, here in a separate process.
+        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
             against the stored values before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
@@ -68,7 +68,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         datasets = {name: loader.dataset for name, loader in loaders.items() if loader is not None}
         output_dir = Path(strategy.args.ckpt.output_dir)
         begin_report(str(output_dir), Rank.here().rank)
-        # Look up the values before the trainer opens a logger, so that a run without them leaves no entry there.
+        # Look up the values before the trainer opens a logger, so that a run without values leaves no entry in the log.
         cached = CachedReference(reference, datasets, output_dir, run_command)
         super().__init__(
             model, cached, strategy, tokenizer, optim, train_dataloader, eval_dataloader, scheduler, *args, **kwargs

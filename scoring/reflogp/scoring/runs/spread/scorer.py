@@ -1,6 +1,6 @@
 """Score misses on several workers: send units to workers that have room, replace lost workers, retry their units.
 
-All methods are called from one thread, the run's. ParallelScorer.score returns as soon as there is room for more misses.
+All methods are called from the run's thread. ParallelScorer.score returns as soon as there is room for more misses.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from reflogp.scoring.runs.spread.unit_queue import LEAST, Unit, UnitQueue, unit_
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
-#: Workers in a row that may die before any is ready; after that no further worker is started.
+#: Number of workers in a row that may die before they are ready; after that no further worker is started.
 _FAILED_STARTS = 3
-#: After this many failures in a row, with nothing scored in between, the cause is not the rows. _LOSSES: ready workers whose
-#: engine raised an error (the device may be lost). _KILLERS: sequences that killed two workers each.
+#: After this many failures in a row, with nothing scored in between, the model or the device is blamed, not the rows. _LOSSES
+#: counts ready workers whose engine raised an error (the device may be lost), _KILLERS sequences that killed two workers each.
 _LOSSES, _KILLERS = 3, 3
-#: Seconds to wait for workers in one turn; the second is used while an engine of this process computes too.
+#: Seconds to wait for workers in one turn, without and with an engine in this process.
 _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
 #: Seconds to wait for the workers' peak rates.
 _PEAK_SECONDS = 60.0
-#: Seconds that workers have to commit computed values.
+#: Seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
 #: Weight of the newest unit in the average rate that determines the size of the next units.
 _NEWEST = 0.3
@@ -87,7 +87,7 @@ class _Member:
     """A worker and its open requests.
 
     Attributes:
-        asked: response to its first requests: `place`, then `prepare`.
+        asked: future of the response to `place`, then to `prepare`.
         name: its place in words; empty until it is placed.
         flying: units that it was sent, each with the future of its result; the oldest first.
     """
@@ -145,7 +145,7 @@ class ParallelScorer:
 
     @property
     def batch(self) -> int:
-        """Misses worth collecting first; see Scorer.batch. A lone engine takes large groups, so that its passes are full."""
+        """Number of misses worth collecting; see Scorer.batch. 1, or a large group for this process's engine if it is alone."""
         return 1 if self._own is None or self._source.may_come else self._own.batch
 
     def open(self, table: LogprobTable) -> None:
@@ -190,7 +190,7 @@ class ParallelScorer:
             self._note_own(self._own)
 
     def stop(self) -> None:
-        """See Scorer.stop. Workers that need more than 30 seconds are not waited for."""
+        """See Scorer.stop. Waits at most 30 seconds for the workers."""
         asked = [member.worker.stop() for member in self._members if member.is_ready]
         if self._own is not None:
             self._own.stop()
@@ -311,7 +311,7 @@ class ParallelScorer:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now. A unit at which a worker died is scored with no other unit."""
+        """Return True if a worker may get another unit now. It gets no other unit with one at which a worker died."""
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
     def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
@@ -357,7 +357,7 @@ class ParallelScorer:
             callbacks.failed(unit.misses[index], problem)
 
     def _gone(self, member: _Member, reason: str, blamed: bool, callbacks: OutcomeCallbacks) -> None:
-        """Remove a lost worker and queue its units again; any of them may be the reason if the worker is `blamed`."""
+        """Remove a lost worker and queue its units again; `blamed` is True if one of them may be the reason for the loss."""
         self._present += self._presence(member)
         self._members.remove(member)
         member.worker.end()
@@ -393,13 +393,13 @@ class ParallelScorer:
         self._alone = True
 
     def _note_busy(self) -> None:
-        """Note that computing has begun."""
+        """Note that at least one engine is busy from now on."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
             self._began = self._began or self._busy_since
 
     def _note_idle(self) -> None:
-        """Note that results have arrived; if no engine is busy now, add the time since computing began."""
+        """Note that results have arrived; if no engine is busy now, add the busy period to the scoring seconds."""
         self._ended = time.monotonic()
         is_busy = self._own_done < self._given_own or any(member.flying for member in self._members)
         if self._busy_since is not None and not is_busy:

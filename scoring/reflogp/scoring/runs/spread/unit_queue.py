@@ -15,12 +15,12 @@ import numpy as np
 from reflogp.scoring.runs.committer import COMMIT_SECONDS
 from reflogp.scoring.runs.pending import Miss
 
-#: Sequences of the first units, before the rate of a worker is known, and fewest sequences of later units.
+#: Number of sequences of the first units, before a worker's rate is known, and minimum number for later units.
 LEAST = 8
 #: Shortest scoring time of a unit in seconds, so that commits take a small share of the time.
 _LEAST_SECONDS = 2.0
-#: About how many units each worker gets of the remaining sequences. More units cost commits; with fewer units workers wait
-#: longer for the last one.
+#: About how many units each worker gets of the remaining sequences. More units need more commits; with fewer, idle workers wait
+#: longer for the last unit.
 _PARTS = 4
 
 
@@ -115,7 +115,7 @@ class UnitQueue:
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences of the next unit.
 
-    It is a share of the remaining sequences, but at most what a worker scores between two commits.
+    It is a share of the remaining sequences, between what a worker scores in two seconds and what it scores in 30.
 
     Args:
         left: about how many sequences no worker has yet.

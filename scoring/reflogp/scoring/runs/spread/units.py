@@ -1,7 +1,7 @@
-"""Send units of work to workers, where an engine scores them and commits the values.
+"""Send units of work to workers, which score them with an engine and commit the values.
 
-A unit travels as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. A worker commits
-the values itself, so they never travel back to the run.
+A unit is sent as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. A worker commits
+the values itself, so they are never sent back to the run.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ class UnitScorer:
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:
-        """Score a unit and commit its values. Each unit is scored in a thread of its own.
+        """Score a unit and commit its values. Call it from one thread per unit to have several units in flight.
 
         Args:
-            content: bytes of unit.encode.
+            content: the unit, as the bytes that `encode` returned.
             again: the store may have some of the sequences from a lost worker; those are not computed again.
 
         Returns:
