@@ -345,6 +345,7 @@ def test_a_wrong_dtype_is_told_the_right_one(score, reflogp, reference_folder, p
     assert "scored in float32" in one_sentence(err)
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pairs_file, tmp_path):
     """Without a GPU the first scoring computes in float32; what follows takes what the store holds, if that is one dtype."""
     given = (reference_folder, pairs_file, "--store", tmp_path / "store")

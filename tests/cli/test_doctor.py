@@ -48,6 +48,7 @@ def test_what_is_broken_fails_and_has_a_step(reflogp, reference_folder, tmp_path
     assert all(entry["help"] for entries in found.values() for entry in entries if entry["state"] == "broken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_a_service_is_asked_with_the_token(reflogp, tmp_path, token):
     secret = reflogp("token", "doctor")

@@ -148,6 +148,7 @@ def test_jobs_are_listed(reflogp, url, tmp_path, pair_rows, monkeypatch):
     assert reflogp("jobs", "show", url, "0123456789abcdef")[0] == USAGE
 
 
+@pytest.mark.slow
 def test_an_interrupted_watch_leaves_the_job_running(reflogp, url, tmp_path):
     data = write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
     program = "from reflogp.cli import main; main()"

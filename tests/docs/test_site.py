@@ -35,6 +35,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_fetches_nothing(site):
     pages = {file.stem for file in (REPOSITORY / "docs").glob("*.md")}
     assert pages <= {file.stem for file in site.glob("*.html")}

@@ -30,6 +30,7 @@ def adapter(reference_folder, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_an_adapter_is_scored_as_peft_itself_runs_it(adapter, reference_folder, compile_layers):
     base = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)

@@ -83,6 +83,7 @@ def kinds(rows, folder):
 KINDS = ("path", "list", "dataset", "shuffled dataset", "stream", "pandas", "polars", "arrow")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_scored_and_joined(kind, rows, model, expected, tmp_path):
     dataset, read, returned = kinds(rows, tmp_path)[kind]
@@ -114,6 +115,7 @@ def test_a_dictionary_of_splits(rows, model, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_values_are_an_error_or_left_out(kind, rows, model, tmp_path):
     score(model, rows[:9], tmp_path / "store", dtype="float32")

@@ -151,6 +151,7 @@ def test_without_a_compiler_torchs_kernel_runs_and_the_reason_is_known(monkeypat
             remembered.cache_clear()
 
 
+@pytest.mark.slow
 def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch):
     """The kernel that CUDA falls back to, run here without compiling: its tree mask, window, soft cap and sinks."""
     for name in ("Llama", "Gemma 2 (soft caps, sliding window 8)", "gpt-oss (sinks, sliding window 8)"):

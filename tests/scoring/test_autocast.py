@@ -53,6 +53,7 @@ def quiet_engine(folder, dtype: str, **options) -> TorchEngine:
         return TorchEngine(str(folder), dtype, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_values_are_those_of_a_plain_forward_under_autocast(name, tmp_path):
     """Nearer than the values of either plain dtype: those round elsewhere, these only sum in another order."""
@@ -77,6 +78,7 @@ def test_every_path_agrees(path, tmp_path):
     assert rms(engine.score(sequences), plain_autocast(tmp_path, sequences)) < 0.005
 
 
+@pytest.mark.slow
 def test_values_are_those_of_trls_own_pass(reference_folder, pair_rows, tokenizer):
     """Of its fused head as well: padded batches of 8 pairs, as its precomputation runs under TRL's defaults."""
     from tests.scoring.test_engine import tokenized_pairs
@@ -197,6 +199,7 @@ def test_other_engines_refuse_it_before_they_start(reflogp, reference_folder, pa
     assert "use the torch engine" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_the_command_line_scores_joins_and_lists_it(reflogp, reference_folder, pairs_file, tmp_path):
     store, dtype = tmp_path / "store", ("--dtype", "bfloat16-autocast")
     assert reflogp("score", reference_folder, pairs_file, "--store", store, *dtype)[0] == 0

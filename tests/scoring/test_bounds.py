@@ -204,6 +204,7 @@ def test_bombs_of_every_compression_are_refused(tmp_path, suffix):
     assert "when decoded" in read_apart(file, TEXT, most=1 << 40)["said"]
 
 
+@pytest.mark.slow
 def test_all_files_of_a_folder_count_together(tmp_path):
     for number in range(9):
         packed(tmp_path / f"{number}.jsonl.gz", b"\n" * (5 * MIB))
@@ -370,6 +371,7 @@ def test_files_of_nothing_are_refused(tmp_path, suffix, content):
         list(RowSource(str(tmp_path / f"a.{suffix}"), bounds=BOUNDS))
 
 
+@pytest.mark.slow
 def test_values_that_a_dictionary_repeats_are_read_few_at_a_time(tmp_path):
     """2,000 rows of half a megabyte in a file of a few kilobytes: each is fine, all at once are a gigabyte."""
     bounds = ReadBounds(MIB, 1 << 40, 16 * MIB)

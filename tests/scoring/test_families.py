@@ -38,6 +38,7 @@ def test_a_model_that_cannot_be_packed_is_scored_padded_and_says_so(name, dtype,
     assert engine.provenance()["self_check"]["rejected"]["packed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "spread"),
     [
@@ -82,6 +83,7 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_do_not_leak(tmp_p
         assert np.abs(values - plain_token_logps(model, sequence.prompt_ids, sequence.completion_ids)).max() <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of_a_padded_batch_are_what_the_model_makes_of_them(name, tmp_path):
     """Padding on both sides, its positions and its own values included; sequences without padding in the same call."""
@@ -135,6 +137,7 @@ def test_a_float32_head_is_closer_to_float32(tmp_path):
     assert rms(mixed) <= rms(half)
 
 
+@pytest.mark.slow
 def test_compiled_layers_agree(tmp_path):
     """What large models get by default: the layers between the products run through torch.compile."""
     build("Qwen2").save_pretrained(tmp_path)

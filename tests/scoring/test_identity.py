@@ -262,6 +262,7 @@ def model(reference_folder, tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before it is named", "between name and load", "while it is loaded", "after the load"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TOKENIZER_FILES)

@@ -215,6 +215,7 @@ def plain(reference_folder):
     return lambda sequence: plain_token_logps(model, list(sequence.prompt_ids), list(sequence.completion_ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_groups_that_come_and_do_not_come(seed, reference_folder, plain):
     """Any groups, with pauses, too little memory, and passes that become short: each value comes once, and is right."""

@@ -271,6 +271,7 @@ def test_short_completions_do_not_hide_long_ones():
 # What has no values
 
 
+@pytest.mark.slow
 def test_misses_and_bad_rows_are_counted_and_the_command_scores_them(run, report, reflogp, pairs_file, pair_rows, tmp_path):
     assert run("score", pairs_file)[0] == DONE
     rows = [*pair_rows[:41], *pair_rows[200:203]]
@@ -457,6 +458,7 @@ CONTRAST = """() => {
 # The folder
 
 
+@pytest.mark.slow
 def test_only_an_earlier_report_is_replaced(run, report, stored, tmp_path):
     rows = random_pairs(12)
     data = write_rows(tmp_path / "d.jsonl", rows)

@@ -50,6 +50,7 @@ def test_it_stops_when_told_to_while_a_row_hangs(tokenizer, record_property):
     assert not set(descendants(os.getpid())) - before
 
 
+@pytest.mark.slow
 def test_a_child_that_is_killed_from_outside_costs_no_row(tokenizer):
     before = set(descendants(os.getpid()))
     killed: list[int] = []

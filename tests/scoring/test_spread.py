@@ -103,6 +103,7 @@ def test_killed_workers_lose_nothing(score, tmp_path):
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
 
 
+@pytest.mark.slow
 def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(score, tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     rows = token_rows(2, seed=3)
@@ -127,6 +128,7 @@ def test_a_model_that_kills_every_worker_ends_the_run(score, tmp_path, reference
         score(file, model=deadly_model(reference_folder, tmp_path / "dead", on_load=True), code=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a worker on cpu was lost")
 def test_three_devices_lost_in_a_row_end_the_run_and_what_was_committed_stays(score, tmp_path, reference_folder):
     rows = token_rows(300, seed=4)

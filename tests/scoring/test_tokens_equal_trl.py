@@ -106,6 +106,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("which", ["tokenizer", "bos_tokenizer"])
 def test_every_shape(shape, which, request, tmp_path):

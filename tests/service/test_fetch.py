@@ -373,6 +373,7 @@ NOT_PUBLIC = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", NOT_PUBLIC)
 def test_addresses_that_are_not_public_are_refused(host, folder):
     settings = allowing("https://", "http://")

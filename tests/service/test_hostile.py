@@ -74,6 +74,7 @@ def job(**dataset):
     return {"reference": "ref", "dataset": dataset}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -202,6 +202,7 @@ def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
         page.wait_for_url(f"**/jobs/{done}")
 
 
+@pytest.mark.slow
 def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp_path):
     """More jobs than fit on a page; the first of them is only on the last."""
     with Client(service) as client:
@@ -219,6 +220,7 @@ def test_older_jobs_are_on_further_pages(chromium, service, done, pair_rows, tmp
         page.locator(f"#job-{last}").wait_for()
 
 
+@pytest.mark.slow
 def test_an_empty_list_teaches_the_first_submission(chromium, reference_folder, tmp_path):
     with serving("--config", config_file(tmp_path, reference_folder)) as url, opened(chromium) as page:
         page.goto(url)
@@ -245,6 +247,7 @@ def test_what_is_not_there_is_said_on_a_page(chromium, service):
         assert IMAGE in page.locator("main").inner_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_need_no_sideways_scrolling(chromium, service, done, scheme):
     with opened(chromium, allowed_errors=["404"], viewport={"width": 380, "height": 700}, color_scheme=scheme) as page:
@@ -352,6 +355,7 @@ def test_without_javascript_a_page_loads_again_until_all_is_done(chromium, servi
         assert page.locator("meta[http-equiv=refresh]").count() == 0
 
 
+@pytest.mark.slow
 def test_the_list_says_that_the_service_does_not_answer(chromium, service, done):
     with opened(chromium, allowed_errors=["Failed to load resource"]) as page:
         page.goto(service)

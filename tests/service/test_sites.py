@@ -96,6 +96,7 @@ def guarded(tmp_path_factory, reference_folder):
     with running(
         "--config", settings_file(folder, folder / "store", {"ref": float32(reference_folder)}, tokens, **more)
     ) as service:
+        service.worker_ready(token=TOKENS["boss"])
         yield service
 
 
@@ -405,6 +406,7 @@ def test_a_restart_and_a_removed_token_end_sessions(tmp_path):
         assert httpx.get(f"{service.url}/v1/jobs", cookies=copied).status_code == 401
 
 
+@pytest.mark.slow
 def test_two_services_of_one_host_keep_a_browser_signed_in_each(tmp_path):
     """Browsers send cookies to every port."""
     tokens = {name: (token, SCOPES[name]) for name, token in TOKENS.items()}
@@ -480,6 +482,7 @@ SECRET = "s3cr3tsignature"
 QUERY = f"X-Amz-Credential=AKIA{SECRET}&X-Amz-Signature={SECRET}&sig={SECRET}&token={SECRET}&{SECRET}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["good.jsonl", "missing.jsonl", "out.jsonl"])
 def test_a_signed_uri_is_fetched_whole_and_shown_nowhere(opened, remote, reflogp, name, tmp_path):
     """Where the dataset arrives, where it is not there, and where it redirects to what is not allowed."""

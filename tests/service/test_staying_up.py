@@ -167,6 +167,7 @@ def test_a_stopped_worker_is_noticed_and_replaced(service, client, place):
     assert any("it did not answer for" in line for line in service.log)
 
 
+@pytest.mark.slow
 def test_requests_for_a_stopped_worker_do_not_fill_the_memory(service, client):
     wait_until(lambda: ready(service.url))
     [worker] = service.workers()
@@ -217,6 +218,7 @@ def test_fetched_datasets_and_uploads_share_their_room(service, client, host, pl
     assert client.watch(by_uri(service.url, f"{host}/small.jsonl")).state == "done"
 
 
+@pytest.mark.slow
 def test_a_fetched_file_that_was_deleted_is_fetched_again(service, client, host, place):
     service.workers()[0].suspend()
     long = by_uri(service.url, f"{host}/again.jsonl", priority=-50)

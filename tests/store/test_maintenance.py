@@ -262,6 +262,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     assert not list(tmp_path.glob(".*partial"))
 
 
+@pytest.mark.slow
 def test_the_log_keeps_every_entry_through_checkpoints(table):
     for i in range(105):
         table.append(some_rows(i, 1)[1])

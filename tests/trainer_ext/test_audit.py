@@ -105,6 +105,7 @@ def test_another_model_that_runs_in_a_training_step(audited, policy):
         audited(Scoring).train()
 
 
+@pytest.mark.slow
 def test_any_trainer_can_be_watched(trl_trainer, tmp_path):
     trainer = trl_trainer()
     audit = ReferenceAudit().attach(trainer)
@@ -275,6 +276,7 @@ class TestSchedule:
         schedule.came("logging", 3)
         assert not schedule.missed()
 
+    @pytest.mark.slow
     def test_a_real_run_with_everything(self, cached_trainer, dataset):
         events = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2}
         trainer = cached_trainer(
@@ -296,6 +298,7 @@ class TestSchedule:
         }
 
 
+@pytest.mark.slow
 def test_metrics_of_one_process_shown_as_everybodys(reference_folder, data_file, store, tmp_path):
     """TRL before 0.14: each process logged its own rewards, and the first one's were shown. Told, and the run goes on."""
     settings = {"model": str(reference_folder), "data": str(data_file), "source": str(store), "rank_local_metrics": True}

@@ -62,6 +62,7 @@ def test_twenty_steps_equal_trls_and_no_reference_model_runs(cached_trainer, trl
     assert losses(ours)[-1] != losses(ours)[0]
 
 
+@pytest.mark.slow
 def test_joined_columns_equal_trls_precomputed_ones(cached_trainer, trl_trainer):
     for changes in ({}, {"max_length": 150}, {"max_length": 150, "ld_alpha": 0.4}, {"max_length": None, "ld_alpha": 0.4}):
         ours, trl = cached_trainer(**changes).train_dataset, trl_trainer(**changes).train_dataset
@@ -83,6 +84,7 @@ def test_the_policy_may_be_a_path(cached_trainer, reference_folder):
     assert trainer.audit.step_zero.max_difference < 1e-2
 
 
+@pytest.mark.slow
 def test_evaluation_data_is_joined_too_also_after_training(cached_trainer, dataset):
     trainer = cached_trainer({"eval_dataset": dataset.select(range(8))}, eval_strategy="steps", eval_steps=1)
     trainer.train()

@@ -85,6 +85,7 @@ def test_an_in_memory_dataset_is_what_trl_fails_on(settings, tmp_path):
     assert "FileNotFoundError" in {seen.get("error") for seen in ranks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     loop = {"max_length": 220, "accelerator_config": {"dispatch_batches": dispatch}}
@@ -92,6 +93,7 @@ def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     assert all(len(seen["logs"]) == 3 and seen["audit"]["verdict"] == "passed" for seen in ranks)
 
 
+@pytest.mark.slow
 def test_two_nodes_without_a_shared_disk(settings, alone, tmp_path):
     """Each node's process looks up for itself and maps a file of its own cache folder."""
     caches = [str(tmp_path / "first"), str(tmp_path / "second")]
@@ -102,6 +104,7 @@ def test_two_nodes_without_a_shared_disk(settings, alone, tmp_path):
         assert np.abs(series(seen, "loss") - series(alone, "loss")).max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_uneven_last_batches(settings, tmp_path):
     """11 rows in batches of 2 on 2 processes: the last step has 3 rows for 4 places."""
     epoch = {"max_steps": -1, "num_train_epochs": 2, "max_length": 220, "gradient_accumulation_steps": 2}
@@ -144,6 +147,7 @@ class TestBadInput:
         seen = self.errors({**settings, "source": str(bad)}, tmp_path)
         assert [error for error, _ in seen] == ["UnusableLogpsError", "RankFailedError"]
 
+    @pytest.mark.slow
     def test_a_service_that_goes_away_while_it_scores(self, settings, reference_folder, tmp_path):
         models = {"sft": {"model": str(reference_folder), "dtype": "float32"}}
         service = Service("--config", settings_file(tmp_path, tmp_path / "store", models))

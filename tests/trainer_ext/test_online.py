@@ -145,6 +145,7 @@ class TestEqualToTrl:
         settings |= {"trainer": trainer, "args": {"max_steps": 4, **changes}}
         assert_equal(train(build(settings)), train(build({**settings, "trl": True})))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("trainer", TRAINERS)
     def test_learned_positions_see_left_padding_as_the_policy_does(self, trainer, settings, models):
         settings |= {"trainer": trainer, "model": str(models["gpt2"]), "args": {"max_steps": 3}}
@@ -163,6 +164,7 @@ class TestEqualToTrl:
         assert_equal(train(remote), theirs)
         assert not passes
 
+    @pytest.mark.slow
     def test_evaluation_asks_too(self, settings):
         settings["args"] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
         seen = []

@@ -85,6 +85,7 @@ def test_train_twice(cached_trainer, trl_trainer):
     assert "have changed since the trainer was made" in audited["not_run"]["spot_check"]
 
 
+@pytest.mark.slow
 def test_a_policy_that_trained_does_not_compute_reference_values(cached_trainer, partly_scored, pair_rows):
     new = Dataset.from_list(pair_rows[120:124])
     trainer = cached_trainer({"reference": partly_scored})
@@ -107,6 +108,7 @@ def test_a_policy_that_was_trained_before_its_trainer_was_made(audit, cached_tra
         cached_trainer({"model": model, "reference": partly_scored, "audit": audit})
 
 
+@pytest.mark.slow
 def test_an_adapter_may_move_and_still_computes_them(cached_trainer, trl_trainer, partly_scored, pair_rows):
     lora = {"peft_config": LoraConfig(**LORA)}
     trainer = cached_trainer({**lora, "reference": partly_scored}, learning_rate=1e-3)
@@ -132,6 +134,7 @@ class ChangesWhenTrainingBegins(TrainerCallback):
         setattr(self, event, lambda args, state, control, model=None, **kwargs: changed(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before train", "on_train_begin", "on_step_begin"])
 def test_a_policy_that_a_user_changes(when, cached_trainer):
     options = {} if when == "before train" else {"callbacks": [ChangesWhenTrainingBegins(when)]}
@@ -144,6 +147,7 @@ def test_a_policy_that_a_user_changes(when, cached_trainer):
     assert "have changed" in audited["not_run"]["step_zero"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_alone(cached_trainer, tmp_path):
     """Its global_step may say anything; the weights are not the reference's."""
     settings = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, "save_only_model": True}
@@ -164,6 +168,7 @@ def test_a_wrong_reference_is_still_found_at_the_first_train(cached_trainer, pol
         cached_trainer({"model": other}).train()
 
 
+@pytest.mark.slow
 def test_any_trainer_is_watched_from_when_it_is_attached(trl_trainer):
     trainer = trl_trainer()
     audit = ReferenceAudit().attach(trainer)
@@ -220,6 +225,7 @@ def test_tags_are_trls_and_ours(kind, cached_trainer, cached_kto_trainer, tmp_pa
     assert all(f"- {tag}\n" in card for tag in ("trl", kind, "reflogp"))
 
 
+@pytest.mark.slow
 def test_a_store_with_nothing_in_it(cached_trainer, policy, reference_folder, tmp_path):
     """Where no value can be compared, the weights are: those of the reference's files, or nothing is computed."""
     empty = ReferenceSource(tmp_path / "none", model=str(reference_folder), dtype="float32", on_miss="compute")

@@ -92,6 +92,7 @@ def test_an_adapter_under_autocast(by_default):
     assert trainer.audit.step_zero.policy_dtype == AUTOCAST
 
 
+@pytest.mark.slow
 def test_kto_under_autocast(policy, config, dataset, tokenizer, reference_folder, stores):
     source = ReferenceSource(stores[AUTOCAST], model=str(reference_folder), dtype=AUTOCAST)
     arguments = {"train_dataset": dataset, "processing_class": tokenizer, "reference": source}
@@ -133,6 +134,7 @@ def test_what_a_run_computes_in(weights, changes, launched_with, expected, polic
     assert seen["states"] == getattr(torch, weights)
 
 
+@pytest.mark.slow
 def test_the_policy_computes_as_it_is_said_to(by_default):
     """The gate's batch goes through the policy under autocast: bfloat16 products of float32 states."""
     trainer, seen = by_default(AUTOCAST), set()
@@ -143,6 +145,7 @@ def test_the_policy_computes_as_it_is_said_to(by_default):
     assert seen == {(torch.float32, torch.bfloat16)}
 
 
+@pytest.mark.slow
 def test_a_model_that_is_given_by_path_is_such_a_run(reference_folder, config, dataset, tokenizer, stores):
     """TRL loads a path in float32, whatever the checkpoint is in."""
     source = ReferenceSource(stores[AUTOCAST], model=str(reference_folder), dtype=AUTOCAST)
@@ -163,6 +166,7 @@ class TestDtypeNotGiven:
         assert trainer.audit.step_zero.reference_dtype == dtype
         assert trainer.audit.step_zero.passed
 
+    @pytest.mark.slow
     def test_of_one_source_for_two_runs_is_each_ones_own(self, cached_trainer, stores, reference_folder, reflogp, data_file):
         assert reflogp("score", reference_folder, data_file, "--store", stores["float32"], "--dtype", "bfloat16")[0] == 0
         source = ReferenceSource(stores["float32"], model=str(reference_folder))
@@ -185,6 +189,7 @@ class TestDtypeNotGiven:
         [said] = [record.message for record in caplog.records if "reference log-probs in" in record.message]
         assert "reference log-probs in float32" in said and "the policy computes in bfloat16" in said
 
+    @pytest.mark.slow
     def test_of_two_that_are_not_the_runs_is_asked_for(self, cached_trainer, tmp_path, reference_folder, data_file):
         for dtype in ("float32", "bfloat16"):
             score_pairs(reference_folder, data_file, tmp_path / "store", dtype)

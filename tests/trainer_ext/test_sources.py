@@ -98,6 +98,7 @@ def test_a_file_that_lacks_rows(cached_trainer, store, reference_folder, data_fi
     assert caught.value.rows == [4, 5]
 
 
+@pytest.mark.slow
 def test_this_trainers_own_model_computes_what_is_missing(cached_trainer, trl_trainer, reference_folder, data_file, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(line + "\n" for line in data_file.read_text().splitlines()[:30]))
@@ -136,6 +137,7 @@ def test_a_stream_in_a_data_loaders_worker(cached_trainer, dataset):
     assert np.isfinite(losses(trainer)).all()
 
 
+@pytest.mark.slow
 def test_several_evaluation_sets_and_a_new_one_after_training_began(cached_trainer, dataset):
     sets = {"first": dataset.select(range(8)), "second": dataset.select(range(8, 16))}
     trainer = cached_trainer({"eval_dataset": sets}, eval_strategy="steps", eval_steps=1)
@@ -159,6 +161,7 @@ class CachedOwnTrainer(CachedReferenceMixin, OwnTrainer):
     pass
 
 
+@pytest.mark.slow
 def test_a_users_own_subclass(policy, config, dataset, tokenizer, source, cached_trainer):
     trainer = CachedOwnTrainer(policy(), args=config(), train_dataset=dataset, processing_class=tokenizer, reference=source)
     trainer.train()
@@ -168,6 +171,7 @@ def test_a_users_own_subclass(policy, config, dataset, tokenizer, source, cached
     assert losses(trainer) == losses(usual)
 
 
+@pytest.mark.slow
 def test_lora(cached_trainer, trl_trainer):
     from peft import LoraConfig
 

@@ -44,6 +44,7 @@ def assert_right(trainer, folder, max_length, mode="keep_start", ld_alpha=None):
     assert np.abs(columns(trainer)[:, :12] - truth(trainer, folder, max_length, mode, ld_alpha)).max() <= 1e-3
 
 
+@pytest.mark.slow
 def test_keep_end_with_another_max_length(trl_trainer, cached_trainer, reference_folder, data_file, tmp_path):
     long, short = {"max_length": 512, "truncation_mode": "keep_end"}, {"max_length": 32, "truncation_mode": "keep_end"}
     assert (columns(trl_trainer(**long)) == columns(trl_trainer(**short))).all(), "TRL serves the first run's values"
@@ -83,6 +84,7 @@ class ForwardPasses:
         self._handle.remove()
 
 
+@pytest.mark.slow
 def test_a_changed_learning_rate_scores_nothing_again(trl_trainer, cached_trainer):
     trl_trainer(learning_rate=1e-4)
     with ForwardPasses() as passes:
@@ -94,6 +96,7 @@ def test_a_changed_learning_rate_scores_nothing_again(trl_trainer, cached_traine
     assert passes.count == 0
 
 
+@pytest.mark.slow
 def test_columns_that_a_dataset_brings_along(trl_trainer, cached_trainer, dataset):
     brought = dataset.add_column("ref_chosen_logps", [-1.0] * 80).add_column("ref_rejected_logps", [-2.0] * 80)
     with pytest.raises(ValueError, match="duplicate"):
