@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 #: What the benchmark's machine lacks. transformers itself needs httpx, for a hub that nobody asks.
 HIDDEN = "deltalake,datasets,trl,ray,vllm,pydantic,httpx!huggingface_hub"
 NUMBERS = ("seconds", "tokens_per_second", "utilization", "operations", "error_rms", "prepare_s", "elapsed_s")
@@ -37,7 +39,6 @@ def measured(tmp_path_factory) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.slow
 def test_every_side_has_its_figures_or_a_reason(measured):
     sides = measured["shapes"]["tiny"]["sides"]
     chosen = sides["reflogp"]["self_check"]["kernels"]
@@ -67,7 +68,6 @@ def test_the_sides_compute_the_same_log_probs(measured):
     assert sides["reflogp"]["error_rms"] <= sides["transformers, padded"]["error_rms"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("minutes", ["0", "0.001"], ids=["before the model is made", "after it"])
 def test_what_there_is_no_time_for_is_skipped_by_name(minutes, tmp_path):
     done, results = run_benchmark(tmp_path, "--minutes", minutes)
@@ -78,7 +78,6 @@ def test_what_there_is_no_time_for_is_skipped_by_name(minutes, tmp_path):
         assert entry["skipped"] in ("no time left", "not installed", "not installed, or not for this device")
 
 
-@pytest.mark.slow
 def test_the_gpu_tests_are_collected_on_such_a_machine():
     """Where there is no GPU they are skipped, with the reason."""
     command = [

@@ -22,6 +22,8 @@ from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.test_identity import in_place, link_swapped, renamed_over
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE = {"prompt_ids": [5, 6, 7, 8], "completion_ids": [9, 10, 11]}
 
 
@@ -37,7 +39,6 @@ def other_model(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_weights_that_were_replaced_while_they_were_unloaded_are_refused_and_other_references_go_on(tmp_path, reference_folder):
     first, second = shutil.copytree(reference_folder, tmp_path / "first"), other_model(reference_folder, tmp_path / "second")
     expected = {
@@ -95,7 +96,6 @@ def expected_keys(rows) -> list[bytes]:
     return sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows]).to_pylist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "restarted"), [(renamed_over, False), (in_place, False), (link_swapped, False), (in_place, True)]
 )
@@ -151,7 +151,6 @@ def link_led_outside(file, content) -> None:
 CHANGES = [renamed_over, in_place, appended, link_led_outside, folder_swapped]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "change", "whole_folder"),
     [("before it is opened", change, whole) for change in CHANGES for whole in (False, True)]
@@ -198,7 +197,6 @@ def test_a_dataset_that_is_replaced_after_its_job_begins(service, place, tmp_pat
         assert keys_of(client, again, tmp_path) == expected_keys(rows)
 
 
-@pytest.mark.slow
 def test_what_a_killed_worker_left_half_written_is_deleted(service, place, tmp_path):
     rows = token_rows(3, seed=1) * 10_000
     file = write_rows(tmp_path / "rows.jsonl", rows)

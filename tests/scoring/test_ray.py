@@ -30,6 +30,8 @@ from tests.scoring.stored_rows import rows_of, same_rows
 from tests.scoring.watching import Watching
 from tests.service.serving import running, settings_file, token_rows, wait_for
 
+pytestmark = pytest.mark.slow
+
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
 
@@ -74,7 +76,6 @@ def actors(name):
     ]
 
 
-@pytest.mark.slow
 def test_the_same_rows_as_without_ray_and_the_same_bad_ones(cluster, score, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", odd_rows())
     watching = Watching()
@@ -84,7 +85,6 @@ def test_the_same_rows_as_without_ray_and_the_same_bad_ones(cluster, score, tmp_
     assert (again.scored, again.failed, again.bad_rows) == (0, 1, 5)
 
 
-@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=2))
 
@@ -98,7 +98,6 @@ def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
 
 
-@pytest.mark.slow
 def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(cluster, score, tmp_path, reference_folder):
     model = deadly_model(reference_folder, tmp_path / "deadly")
     rows = token_rows(2, seed=3)
@@ -124,7 +123,6 @@ def test_a_worker_that_can_be_placed_nowhere_is_not_waited_for_for_ever(cluster,
         ClusterWorkers(str(reference_folder), None, reference, EngineChoice(device="cuda:1"))
 
 
-@pytest.mark.slow
 def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_path, reference_folder):
     """As the workers see it: the model's folder changes, or the store's is gone, after the run has begun."""
     file = write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6))
@@ -145,7 +143,6 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
         require_visible(str(tmp_path / "elsewhere" / "probe"))
 
 
-@pytest.mark.slow
 def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference_folder, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(600, seed=7))
     numerics = ["--dtype", "float32", "--token-budget", "256", "--device", "cpu"]
@@ -177,7 +174,6 @@ def test_no_cluster_at_an_address_is_said_at_once(reference_folder, tmp_path):
     assert "no Ray cluster at 127.0.0.1:9: " in run.stderr and "ray start --head" in run.stderr
 
 
-@pytest.mark.slow
 def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(cluster, reference_folder, tmp_path):
     on_ray = {"executor": "ray", "ray_address": cluster.address, "ray_workers": 1, "devices": ["cpu"]}
     passes = {"token_budget": 128, "commit_seconds": 0.1}
@@ -197,7 +193,6 @@ def test_a_service_runs_its_workers_on_the_cluster_and_survives_a_killed_one(clu
     assert Store(tmp_path / "store").table(ended.reference_id).totals()[1] == 800
 
 
-@pytest.mark.slow
 def test_a_killed_node_loses_nothing_though_its_worker_can_be_placed_nowhere(cluster, score, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", token_rows(3000, seed=4))
 

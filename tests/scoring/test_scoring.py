@@ -138,16 +138,22 @@ def test_a_run_of_many_commits_compacts_as_it_goes(score, tmp_path, monkeypatch,
     assert len(at.rows_of) <= 4
 
 
-def test_utilization_is_at_most_1_however_much_is_shared(score, tmp_path, tokenizer):
+def test_utilization_counts_what_is_computed_and_not_what_is_shared(score, tmp_path, tokenizer):
     """A prompt of 800 tokens with 50 completions: computed one by one it would be 45 times as much, and pass any device."""
     size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
     folder = save_llama(tmp_path / "wide", tokenizer, **size)
     prompt = [1 + at % 100 for at in range(800)]
     rows = [{"prompt_ids": prompt, "chosen_ids": [at, 1], "rejected_ids": [at, 2]} for at in range(25)]
-    summary = score(write_rows(tmp_path / "t.jsonl", rows), lambda: TorchEngine(str(folder), "float32"))
-    assert 40 < summary.sharing_gain < 50
-    assert 0 < summary.model_flops_utilization <= 1
-    assert summary.model_flops_utilization * summary.sharing_gain > 1, "what it would be if what is shared were counted"
+    engines = []
+
+    def load() -> TorchEngine:
+        engines.append(TorchEngine(str(folder), "float32"))
+        return engines[0]
+
+    summary = score(write_rows(tmp_path / "t.jsonl", rows), load)
+    counted, peak = engines[0].operations(), engines[0].peak_flops_per_second()
+    assert 40 < summary.sharing_gain < 50 and summary.sharing_gain == counted.plain / counted.computed
+    assert summary.model_flops_utilization == pytest.approx(counted.computed / summary.scoring_seconds / peak)
     again = score(tmp_path / "t.jsonl", must_not_load)
     assert again.model_flops_utilization is None and again.sharing_gain is None
 

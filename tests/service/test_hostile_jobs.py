@@ -14,6 +14,8 @@ from tests.conftest import save_llama, write_rows
 from tests.scoring.hostile_rows import obedient, pair, write_raw
 from tests.service.serving import float32, running, settings_file, token_rows, wait_for, wait_until
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LONG = "x" * 200_000
 
@@ -51,7 +53,6 @@ def hanging_job(client, service, tmp_path, name: str):
     return job
 
 
-@pytest.mark.slow
 def test_a_cancel_acts_while_a_row_hangs(client, service, tmp_path, record_property):
     job = hanging_job(client, service, tmp_path, "cancelled")
     began = time.monotonic()
@@ -134,7 +135,6 @@ def test_no_text_of_a_row_is_kept_whole(client, service, place, tmp_path):
     assert {file.name: file.stat().st_size for file in kept if file.stat().st_size > 2_000_000} == {}
 
 
-@pytest.mark.slow
 def test_no_text_of_a_row_is_printed_whole(reflogp, model, tmp_path):
     rows = [pair("good"), *LONG.values()]
     lines = [row if isinstance(row, str) and row.startswith("{") else json.dumps(row) for row in rows]

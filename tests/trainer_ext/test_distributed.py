@@ -15,6 +15,8 @@ from tests.service.serving import Service, settings_file
 from tests.trainer_ext.conftest import damaged_copy, score_pairs
 from tests.trainer_ext.distributed_run import launch
 
+pytestmark = pytest.mark.slow
+
 SHARED = (
     "loss",
     "rewards/chosen",
@@ -44,7 +46,6 @@ def series(seen, name) -> np.ndarray:
     return np.array([entry[name] for entry in seen["logs"]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "kind"), [("ddp", "MULTI_CPU"), ("fsdp2", "FSDP"), ("zero3", "DEEPSPEED")])
 def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
     _, ranks, _ = launch({**settings, "mode": mode}, tmp_path)
@@ -61,7 +62,6 @@ def test_two_processes_equal_one(mode, kind, settings, alone, tmp_path):
     assert json.loads((tmp_path / "run" / "reflogp_audit.json").read_text())["step_zero"]["sequences"] == 8
 
 
-@pytest.mark.slow
 def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     """Its KL sequences depend on the batch of a process, so the values come from the rows that TRL prepared."""
     args = {"max_length": 220}
@@ -78,14 +78,12 @@ def test_kto_in_two_processes(settings, reference_folder, tmp_path):
     assert np.abs(series(ranks[0], "loss") - series(trl[0], "loss")).max() <= 1e-5
 
 
-@pytest.mark.slow
 def test_an_in_memory_dataset_is_what_trl_fails_on(settings, tmp_path):
     status, ranks, _ = launch({**settings, "trl": True, "args": {"precompute_ref_log_probs": True}}, tmp_path, check=False)
     assert status != 0
     assert "FileNotFoundError" in {seen.get("error") for seen in ranks}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     loop = {"max_length": 220, "accelerator_config": {"dispatch_batches": dispatch}}
@@ -93,7 +91,6 @@ def test_a_stream_in_two_processes(dispatch, settings, tmp_path):
     assert all(len(seen["logs"]) == 3 and seen["audit"]["verdict"] == "passed" for seen in ranks)
 
 
-@pytest.mark.slow
 def test_two_nodes_without_a_shared_disk(settings, alone, tmp_path):
     """Each node's process looks up for itself and maps a file of its own cache folder."""
     caches = [str(tmp_path / "first"), str(tmp_path / "second")]
@@ -104,7 +101,6 @@ def test_two_nodes_without_a_shared_disk(settings, alone, tmp_path):
         assert np.abs(series(seen, "loss") - series(alone, "loss")).max() <= 1e-5
 
 
-@pytest.mark.slow
 def test_uneven_last_batches(settings, tmp_path):
     """11 rows in batches of 2 on 2 processes: the last step has 3 rows for 4 places."""
     epoch = {"max_steps": -1, "num_train_epochs": 2, "max_length": 220, "gradient_accumulation_steps": 2}
@@ -147,7 +143,6 @@ class TestBadInput:
         seen = self.errors({**settings, "source": str(bad)}, tmp_path)
         assert [error for error, _ in seen] == ["UnusableLogpsError", "RankFailedError"]
 
-    @pytest.mark.slow
     def test_a_service_that_goes_away_while_it_scores(self, settings, reference_folder, tmp_path):
         models = {"sft": {"model": str(reference_folder), "dtype": "float32"}}
         service = Service("--config", settings_file(tmp_path, tmp_path / "store", models))
