@@ -2,7 +2,7 @@
 
 `check_uri` checks a URI without any connection. `fetch` blocks, so it is called in a thread.
 
-A host that a prefix in the settings names (https://data.example.org/prefs/, s3://team/) is trusted, whether its addresses are
+A host named by a prefix in the settings (https://data.example.org/prefs/, s3://team/) is trusted, whether its addresses are
 internal or public. A bare http scheme (https://) allows any host whose addresses are all public: the name is resolved once, and
 the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket.
 

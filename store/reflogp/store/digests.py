@@ -1,6 +1,6 @@
 """Compute the sha256 of files, and open files once so that what is hashed is what is read.
 
-A digest is remembered for a file's path, inode, size, modification time and change time. The change time is included because a
+Digests are cached by the file's path, inode, size, modification time and change time. The change time is included because a
 program that rewrites a file in place can restore all the others.
 """
 

@@ -38,7 +38,7 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if other files lie at their paths now.
+        """Load the tokenizer from the open files, even if the files at their paths have been replaced since.
 
         Raises:
             TokenizerError: there is no tokenizer, or it cannot be loaded.

@@ -67,7 +67,7 @@ class Scorer(Protocol):
         """Number of misses worth collecting before `score` is called, unless the scorer is starved."""
 
     def open(self, table: LogprobTable) -> None:
-        """Set the table of the values. Called once, before any other method."""
+        """Set the table that workers commit values to. Called once, before any other method."""
 
     def is_starved(self) -> bool:
         """Return True if the scorer would compute misses at once, however few."""

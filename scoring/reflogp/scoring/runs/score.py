@@ -54,9 +54,9 @@ class ScoreSummary:
         seconds: wall time of the run.
         scoring_seconds: part of the wall time in which an engine computed.
         tokens_per_second: tokens divided by scoring_seconds.
-        model_flops_utilization: operations computed per scoring second, divided by the rate of a product of random matrices on
-            all devices: at most 1. Shared tokens count once and padding does not count (see Operations). None if
-            nothing was computed, or if the engine cannot count.
+        model_flops_utilization: operations computed per scoring second, divided by the measured matmul throughput (random
+            matrices) of all devices together: at most 1. Shared tokens count once and padding does not count (see Operations).
+            None if nothing was computed, or if the engine cannot count.
         sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
             least 1. None if nothing was computed, or if the engine cannot count.
         workers: largest number of engines that computed at the same time; 0 if nothing was computed.

@@ -61,7 +61,7 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens of the longest sequence: one less than vLLM's limit, for the token that vLLM samples."""
+        """Maximum tokens of a sequence: one less than vLLM's limit, for the token that vLLM samples."""
         return int(self._about["max_model_len"]) - 1
 
     @property

@@ -26,7 +26,7 @@ from reflogp.store import Reference
 
 
 def sharing_order(sequences: Several[Sequence]) -> list[int]:
-    """Return indices in dictionary order of the token ids, so that sequences with long common prefixes are neighbours."""
+    """Return indices that sort the sequences lexicographically by token ids, so that long common prefixes are adjacent."""
     # Big-endian bytes sort like the numbers.
     return sorted(range(len(sequences)), key=lambda at: sequences[at].ids().astype(">u4").tobytes())
 
@@ -73,7 +73,7 @@ class Transport(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Number of tokens of the longest sequence."""
+        """Maximum number of tokens in a sequence that vLLM can score."""
 
     @property
     def token_budget(self) -> int:

@@ -94,7 +94,7 @@ class ServerPlace:
     """The address of a server and the settings of its client.
 
     Attributes:
-        url: URL such as http://host:8000; a path before /v1 is kept.
+        url: base URL such as http://host:8000 or http://host/prefix, with or without a final /v1.
         model: name under which the server serves the reference; None if it serves one model only.
         key: API key of the server, or None.
         concurrency: maximum number of requests in flight at the same time.

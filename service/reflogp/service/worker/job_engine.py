@@ -120,9 +120,9 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """Incoming groups without their suspects.
+    """Iterate over incoming groups, with the suspects held back.
 
-    Iteration stops at a group that has suspects, so that they can be taken. The rest of the group is the next item.
+    Iteration stops at a group that has suspects. After `take_suspects` it goes on, and the rest of the group is the next item.
     """
 
     def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:

@@ -403,7 +403,8 @@ class ReferenceAudit(TrainerCallback):
     def _weighs_losses(self) -> bool:
         """Whether the loss is a list of losses.
 
-        Before 0.29, TRL adds up the rewards of several losses, and some losses define their rewards differently.
+        If it is, the rewards need not be beta times (log-prob minus reference): before 0.29, TRL adds up the rewards of the
+        losses, and some losses define theirs differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 

@@ -126,7 +126,7 @@ def compared(
 
     Args:
         parts: the `differences` of each part.
-        allowed: nats per root token; None chooses the tolerance for the dtypes and the kind of model.
+        allowed: maximum of |policy - reference| / sqrt(tokens), in nats; None chooses it by the dtypes and the kind of model.
         reference_dtype: dtype in which the reference was scored.
         policy: the unwrapped model.
         accelerator: the trainer's, which may run the policy in mixed precision; None if there is none.

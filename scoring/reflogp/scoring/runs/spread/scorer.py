@@ -73,7 +73,7 @@ class Workers(Protocol):
     may_come: bool
 
     def open(self, table: LogprobTable) -> None:
-        """Set the table of the values. Called once, before any other method."""
+        """Set the table that workers commit values to. Called once, before any other method."""
 
     def begin(self, have: int) -> list[Worker]:
         """Start further workers and return them; `have` workers exist already."""
