@@ -1,6 +1,8 @@
 """The process that reads an untrusted Parquet file: whatever happens to it, its parent goes on and keeps no child."""
 
+import errno
 import os
+import random
 import signal
 import struct
 import threading
@@ -17,6 +19,7 @@ from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.confined_process import SOCKET
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.errors import DatasetError
+from reflogp.store import ReflogpError
 
 MIB = 1 << 20
 BOUNDS = ReadBounds(row_bytes=1 * MIB, dataset_bytes=256 * MIB, group_bytes=16 * MIB)
@@ -74,6 +77,83 @@ def test_rows_are_neither_lost_nor_repeated_when_a_reader_is_killed_from_outside
     killed: list[psutil.Process] = []
     rows = list(RowSource(str(parquet), bounds=BOUNDS, check=kill_once))
     assert killed and [row.columns["n"] for row in rows] == list(range(8000))
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_rows_are_neither_lost_nor_repeated_when_readers_are_killed_within_a_message(tmp_path, monkeypatch, times):
+    """The reader is killed after some bytes of its stream, wherever they are: in a schema, a head or a body."""
+    rows = [{"n": n, "text": f"{n}" * 1000} for n in range(3000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
+    draw, left = random.Random(times), [times]
+    read = parquet_process._Reader.read
+
+    def killing(self, size):
+        if left[0] and draw.random() < 0.2 and self._received > 50_000 * (times - left[0]):
+            left[0] -= 1
+            self.socket.recv(min(size // 2, 1000))
+            os.kill(self.pid, signal.SIGKILL)
+            while self.socket.recv(1 << 20):
+                pass
+        return read(self, size)
+
+    monkeypatch.setattr(parquet_process._Reader, "read", killing)
+    found = [row.columns for row in RowSource(str(tmp_path / "a.parquet"), bounds=BOUNDS)]
+    assert found == rows and left[0] < times
+
+
+def test_after_a_group_that_takes_much_memory_the_first_plan_reads_again(parquet, monkeypatch):
+    plans = []
+    begin = parquet_process._Reader.__init__
+
+    def noting(self, file, meter, plan, *rest):
+        plans.append((plan.encoded, plan.rows))
+        begin(self, file, meter, plan, *rest)
+
+    monkeypatch.setattr(parquet_process._Reader, "__init__", noting)
+    assert [row.columns["n"] for row in RowSource(str(parquet), bounds=BOUNDS)] == list(range(8000))
+    assert [encoded for encoded, _ in plans][-1] is False and True in [encoded for encoded, _ in plans]
+
+
+def test_names_of_fields_do_not_decide_how_batches_are_sent(tmp_path):
+    text = pa.array([{"review": "x" * (MIB // 4)}] * 200)
+    pq.write_table(pa.table({"n": range(200), "overview": text}), tmp_path / "a.parquet")
+    rows = list(RowSource(str(tmp_path / "a.parquet"), bounds=BOUNDS))
+    assert [row.columns["n"] for row in rows] == list(range(200)) and rows[0].problem is None
+
+
+def test_ctrl_c_during_the_fork_leaves_no_child(parquet, monkeypatch):
+    fork = os.fork
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(RowSource(str(parquet), bounds=BOUNDS))
+
+
+def test_handlers_of_the_parent_do_not_run_in_the_child(parquet, monkeypatch, capfd):
+    def handler(*_):
+        os.write(2, b"the parent's handler ran")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        in_child(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        assert "ended the process that read it" in refusal(parquet)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "the parent's handler" not in capfd.readouterr().err
+
+
+def test_a_machine_without_room_for_a_process_is_named(parquet, monkeypatch):
+    def full():
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", full)
+    with pytest.raises(ReflogpError, match="cannot start a process") as caught:
+        list(RowSource(str(parquet), bounds=BOUNDS))
+    assert not isinstance(caught.value, DatasetError)
 
 
 def test_a_file_whose_readers_are_all_killed_is_an_error(parquet, monkeypatch):

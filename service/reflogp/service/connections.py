@@ -1,9 +1,9 @@
-"""Add deadlines and bounds to uvicorn's connections, so that nobody holds one without sending or reading.
+"""Add deadlines to uvicorn's connections, so that nobody holds one without sending a request or reading the response.
 
 A request's head must be complete within `head_seconds`, also on a connection that is kept alive. A reader of a response must
-not pause for longer than `answer_idle_seconds`. A connection that sends a long body after the response to its request is
-closed. At most `max_waiting` connections wait for a head. Beyond that number, the connection that has waited longest is closed
-for the new one, so that complete requests are served while other clients send a byte at a time.
+not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections wait for a head. Beyond that number, the
+connection that has waited longest is closed for the new one, so that complete requests are served while other clients send a
+byte at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 #: Files that the process needs in addition to connections: shards, pipes, the ledger.
 _OTHER_FILES = 512
 _LEAST_WAITING = 32
-#: Bytes of a body that are received and discarded after the response to its request is complete. A sender whose connection is
-#: closed at once might not see the response.
-_MOST_DISCARDED = 4 << 20
 
 
 class ConnectionConfig(uvicorn.Config):
@@ -56,7 +53,6 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._head_timer: asyncio.TimerHandle | None = None
         self._answer_timer: asyncio.TimerHandle | None = None
-        self._discarded = 0
         super().connection_made(transport)
         self._wait_for_head()
 
@@ -65,21 +61,12 @@ class BoundedProtocol(H11Protocol):
         self.resume_writing()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._discarded += len(data)
-            if self._discarded > _MOST_DISCARDED:
-                self.transport.close()
-                return
-        super().data_received(data)
-
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._discarded = 0
         self._wait_for_head()  # even if the rest of the body has not arrived: nobody reads it any more
         super().on_response_complete()
 

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import psutil
 
+from reflogp.store import ReflogpError
 from reflogp.store.texts import shortened
 
 #: Maximum seconds to wait for a child between two calls of the caller's `check`.
@@ -53,14 +54,24 @@ class ConfinedProcess:
         self._status: int | None = None
         self._stood, self._seen, self._looked = 0.0, (0, 0.0), time.monotonic()
         self.socket, theirs = socket.socketpair()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a child must not run its parent's handler of Ctrl-C
+        self.pid = 0
+        # Handlers of the parent must not run in the child, nor interrupt the fork: the child would be left behind.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = os.fork()
             if self.pid == 0:
                 _run(work, memory, (theirs.fileno(), *files))
+        except OSError as error:
+            self.socket.close()
+            raise ReflogpError(f"the machine cannot start a process to read or tokenise data: {error.strerror}") from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            except BaseException:  # a signal that waited: the handler's exception, such as KeyboardInterrupt
+                if self.pid:
+                    self.end()
+                raise
 
     def stir(self) -> None:
         """Restart the measurement of how long the child makes no progress."""
@@ -125,9 +136,11 @@ def _run(work: Callable[[], None], memory: int, files: Sequence[int]) -> NoRetur
 
 def _confine(memory: int, files: Sequence[int]) -> None:
     """Close inherited files, restore default signal handlers, ignore SIGINT and limit memory."""
-    for number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) or number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.freeze()  # a garbage collection would copy every page that is shared with the parent
     end = SOCKET + len(files)
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, end) for file in files]

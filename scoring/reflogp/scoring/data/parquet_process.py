@@ -72,24 +72,39 @@ class _MemoryExceededError(DatasetError):
     """Reading the file took too much memory, or crashed, which can have the same cause."""
 
 
+class _ReaderKilledError(_MemoryExceededError):
+    """A signal ended the reader: of the kernel or of somebody else, or because it crashed."""
+
+
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
+
+    A reader that a signal ended is started once more. A row group that takes too much memory is read by the next plan; the
+    groups after it are read by the first plan again.
 
     Raises:
         DatasetError: the file is beyond the bounds, or takes too much memory or time.
         pa.ArrowException, OSError: the file cannot be read.
     """
-    sent = 0
-    for attempt, plan in enumerate(_PLANS, 1):
-        with _reader(file, meter, replace(plan, skip=sent)) as reader:
+    sent = at = 0
+    again = True
+    while True:
+        start = sent
+        with _reader(file, meter, replace(_PLANS[at], skip=sent)) as reader:
             try:
                 for batch in reader.batches():
                     sent += batch.num_rows
                     yield batch
-                return
-            except _MemoryExceededError:
-                if attempt == len(_PLANS):
+                if at == 0 or sent >= reader.rows():
+                    return
+                at, again = 0, True
+            except _MemoryExceededError as error:
+                if isinstance(error, _ReaderKilledError) and (again or sent > start):
+                    again = sent > start
+                elif at == len(_PLANS) - 1:
                     raise
+                else:
+                    at, again = at + 1, True
 
 
 def parquet_description(file: Path, meter: Meter) -> tuple[int, pa.Schema]:
@@ -130,7 +145,11 @@ class _Reader(ConfinedProcess):
     def description(self) -> tuple[int, pa.Schema]:
         with self._failures():
             schema = pa.ipc.open_stream(pa.PythonFile(self, "r")).schema
-        return _RESULT.unpack_from(self._result)[1], schema
+        return self.rows(), schema
+
+    def rows(self) -> int:
+        """Return the file's number of rows, which the child leaves when it has opened the file."""
+        return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
         """Return the next `size` bytes of the stream, fewer at its end."""
@@ -168,7 +187,7 @@ class _Reader(ConfinedProcess):
             yield
             while self.read(1):
                 pass
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for a stream that ends within a message
             problem = error
         if self._ended:
             self._raise_for(self.end())
@@ -190,7 +209,8 @@ class _Reader(ConfinedProcess):
             )
         if status:
             name = signal.strsignal(-status) if status < 0 else f"status {status}"
-            raise _MemoryExceededError(
+            kind = _ReaderKilledError if status < 0 else _MemoryExceededError
+            raise kind(
                 f"{self._file} ended the process that read it ({name}): it is damaged, or cannot be read in "
                 f"{self._memory:,} bytes of memory"
             )
@@ -239,13 +259,19 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
     """Yield a batch in pieces of at most `size` bytes or one row; whole if every piece would contain the values of all rows."""
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
-    shared = any(kind in str(field.type) for field in batch.schema for kind in ("dictionary", "view"))
-    if whole or batch.num_rows <= 1 or shared:
+    if whole or batch.num_rows <= 1 or any(_shares_values(field.type) for field in batch.schema):
         yield batch
         return
     half = batch.num_rows // 2
     yield from _pieces(batch.slice(0, half), size)
     yield from _pieces(batch.slice(half), size)
+
+
+def _shares_values(kind: pa.DataType) -> bool:
+    """Return True if a slice of a column of this type contains the values of all rows."""
+    if pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return True
+    return any(_shares_values(kind.field(number).type) for number in range(kind.num_fields))
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
@@ -285,6 +311,7 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
 
 
 def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
+    """Yield a file's batches. A plan that keeps strings encoded stops after the row group in which it starts."""
     skip = plan.skip
     for number in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(number).num_rows
@@ -295,6 +322,10 @@ def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.Rec
             rows -= batch.num_rows
             if skip < batch.num_rows:
                 yield batch.slice(skip)
+            else:
+                signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
             skip = max(0, skip - batch.num_rows)
         if rows:
             raise DatasetError(f"{file} is damaged: a row group has fewer or more rows than it claims")
+        if plan.encoded:
+            return

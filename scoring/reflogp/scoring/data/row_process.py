@@ -21,6 +21,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
@@ -171,7 +172,8 @@ class RowTokenizer:
 
     def _end(self, child: _Child) -> int:
         self._children.remove(child)
-        self._selector.unregister(child.socket)
+        with suppress(KeyError):  # Ctrl-C came before it was registered
+            self._selector.unregister(child.socket)
         return child.end()
 
     def _take(self, child: _Child, found: list[list[TokenArrays | RowError]]) -> None:

@@ -347,6 +347,7 @@ def main() -> None:
     """Read the configuration, then run the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as a parent may have left it, it would hide how children end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # keeps printed text out of the frames
     handler = logging.StreamHandler(sys.stderr)
