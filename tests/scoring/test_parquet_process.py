@@ -121,18 +121,6 @@ def test_names_of_fields_do_not_decide_how_batches_are_sent(tmp_path):
     assert [row.columns["n"] for row in rows] == list(range(200)) and rows[0].problem is None
 
 
-def test_ctrl_c_during_the_fork_leaves_no_child(parquet, monkeypatch):
-    fork = os.fork
-
-    def interrupted():
-        os.kill(os.getpid(), signal.SIGINT)
-        return fork()
-
-    monkeypatch.setattr(os, "fork", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(RowSource(str(parquet), bounds=BOUNDS))
-
-
 def test_handlers_of_the_parent_do_not_run_in_the_child(parquet, monkeypatch, capfd):
     def handler(*_):
         os.write(2, b"the parent's handler ran")
