@@ -16,12 +16,12 @@ from reflogp.scoring.machine.devices import Place, gpus_in_a_child, places
 from reflogp.scoring.machine.memory import total_memory
 from reflogp.service import problems
 from reflogp.service.auth import Sessions
-from reflogp.service.connections import ActiveRequests
+from reflogp.service.connections import ActiveRequests, HeadLimit
 from reflogp.service.context import Context
 from reflogp.service.fetched import DatasetQuota, FetchedFolder
 from reflogp.service.ledger import Ledger
 from reflogp.service.ledger_file import StateLock
-from reflogp.service.metrics import HeadLimit, Metrics, Timed
+from reflogp.service.metrics import Metrics, Timed
 from reflogp.service.online import OnlineScoring
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute

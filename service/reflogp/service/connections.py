@@ -115,6 +115,32 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
 
+class HeadLimit:
+    """Middleware that refuses requests with a long target or long headers.
+
+    The server's own limit applies only to heads that arrive in several pieces.
+
+    Args:
+        max_bytes: maximum size of all headers together, and of the target.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refused = None
+            if len(scope["raw_path"]) + len(scope["query_string"]) > self._max_bytes:
+                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send what is long in a body")
+            elif sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
+                refused = Problem(431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer")
+            if refused is not None:
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class ActiveRequests:
     """Middleware that responds with 503 to a request while `most` others are under way.
 

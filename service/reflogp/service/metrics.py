@@ -1,4 +1,4 @@
-"""Define the Prometheus metrics of the service, and count and time every request. Refuse requests with a long head.
+"""Define the Prometheus metrics of the service, and count and time every request.
 
 Gauges are set when the metrics are requested.
 """
@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp.service.models import JOB_STATES, JobState
-from reflogp.service.problems import Problem
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -115,29 +114,3 @@ class Timed:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, status).observe(time.perf_counter() - start)
-
-
-class HeadLimit:
-    """Middleware that refuses requests with a long target or long headers.
-
-    The server's own limit applies only to heads that arrive in several pieces.
-
-    Args:
-        max_bytes: maximum size of all headers together, and of the target.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            refused = None
-            if len(scope["raw_path"]) + len(scope["query_string"]) > self._max_bytes:
-                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send what is long in a body")
-            elif sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
-                refused = Problem(431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer")
-            if refused is not None:
-                await refused.response()(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
