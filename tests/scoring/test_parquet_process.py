@@ -1,6 +1,7 @@
 """The process that reads an untrusted Parquet file: whatever happens to it, its parent goes on and keeps no child."""
 
 import errno
+import logging
 import os
 import random
 import signal
@@ -119,6 +120,23 @@ def test_names_of_fields_do_not_decide_how_batches_are_sent(tmp_path):
     pq.write_table(pa.table({"n": range(200), "overview": text}), tmp_path / "a.parquet")
     rows = list(RowSource(str(tmp_path / "a.parquet"), bounds=BOUNDS))
     assert [row.columns["n"] for row in rows] == list(range(200)) and rows[0].problem is None
+
+
+def test_ctrl_c_during_forks_leaves_no_child_and_no_lock(parquet, monkeypatch):
+    fork = os.fork
+
+    def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    for _ in range(20):
+        with pytest.raises(KeyboardInterrupt):
+            list(RowSource(str(parquet), bounds=BOUNDS))
+    taken = threading.Thread(target=lambda: logging.getLogger("reflogp.test").setLevel("INFO"))
+    taken.start()
+    taken.join(10)
+    assert not taken.is_alive() and not psutil.Process().children()
 
 
 def test_handlers_of_the_parent_do_not_run_in_the_child(parquet, monkeypatch, capfd):

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -55,23 +56,41 @@ class ConfinedProcess:
         self._stood, self._seen, self._looked = 0.0, (0, 0.0), time.monotonic()
         self.socket, theirs = socket.socketpair()
         self.pid = 0
-        # Handlers of the parent must not run in the child, nor interrupt the fork: the child would be left behind.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        failed: list[Exception] = []
+        done = threading.Event()
+
+        def fork() -> None:
+            # Handlers of the parent must not run in the child before it restores the defaults.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self.pid = os.fork()
+                if self.pid == 0:
+                    _run(work, memory, (theirs.fileno(), *files))
+            except OSError as error:
+                failed.append(error)
+            finally:
+                done.set()
+
+        # Python runs signal handlers in the main thread. An exception from one, such as KeyboardInterrupt, in the middle of a
+        # fork would leave the child behind, and locks held that Python takes around a fork (logging's).
         try:
-            self.pid = os.fork()
-            if self.pid == 0:
-                _run(work, memory, (theirs.fileno(), *files))
-        except OSError as error:
-            self.socket.close()
-            raise ReflogpError(f"the machine cannot start a process to read or tokenise data: {error.strerror}") from error
+            try:
+                threading.Thread(target=fork, name="reflogp-fork").start()
+            except RuntimeError as error:  # no thread can be started
+                failed.append(error)
+                done.set()
+            done.wait()
+        except BaseException:
+            done.wait(5.0)
+            if self.pid:
+                self.end()
+            raise
         finally:
             theirs.close()
-            try:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            except BaseException:  # a signal that waited: the handler's exception, such as KeyboardInterrupt
-                if self.pid:
-                    self.end()
-                raise
+        if failed:
+            self.socket.close()
+            reason = getattr(failed[0], "strerror", None) or failed[0]
+            raise ReflogpError(f"the machine cannot start a process to read or tokenise data: {reason}") from failed[0]
 
     def stir(self) -> None:
         """Restart the measurement of how long the child makes no progress."""
