@@ -3,7 +3,8 @@
 Every route gets its heaviest requests (tests/service/heavy_requests.py), with the largest body that the default settings allow,
 four at a time. The peaks of both processes are reported, with their memory at rest and the bounds.
 
-    python benchmarks/memory.py [--requests 1000] [--only POST/v1/score …] [--seconds 0] [--out benchmarks/results]
+    python benchmarks/memory.py [--requests 1000] [--only POST/v1/score …] [--seconds 0]
+        [--unread-mib 256] [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=1000, help="of each route, over its cases")
     parser.add_argument("--seconds", type=float, default=0, help="go to the next case after this; 0: send all requests")
     parser.add_argument("--only", nargs="*", default=[], metavar="METHOD/PATH", help="these routes alone, and write no file")
+    parser.add_argument("--unread-mib", type=int, default=256, help="of bodies that are sent to routes that read none")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 
@@ -71,6 +73,7 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         keys=fields["max_lookup_keys"],
         sequences=fields["max_score_sequences"],
         tokens=fields["max_score_tokens"],
+        unread=options.unread_mib * MIB,
     )
     request_memory = default_request_memory(total_memory())
     place = ("--store", folder / "store", "--state", folder / "state", "--model", f"ref={model}", "--pin", "ref")

@@ -36,6 +36,7 @@ class Bounds:
         json: bytes of a JSON body.
         keys: of a lookup.
         sequences, tokens: of a score request.
+        unread: bytes of a body that is sent to a route that reads none; None: as `size`.
     """
 
     size: int
@@ -43,6 +44,7 @@ class Bounds:
     keys: int
     sequences: int
     tokens: int
+    unread: int | None = None
 
 
 @dataclass(frozen=True)
@@ -237,9 +239,10 @@ def heavy_requests(bounds: Bounds, long_key: bytes, job: str) -> dict[tuple[str,
     def with_body(path: str, *statuses: int, **headers: str) -> dict[str, Heavy]:
         """A route that reads no body is sent one, with its length and without."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
+        size = bounds.size if bounds.unread is None else bounds.unread
         return {
-            "a body": Heavy(path, full, statuses or (200,), named),
-            "a chunked body": Heavy(path, full, statuses or (200,), named, chunked=True),
+            "a body": Heavy(path, lambda: b"x" * size, statuses or (200,), named),
+            "a chunked body": Heavy(path, lambda: b"x" * size, statuses or (200,), named, chunked=True),
         }
 
     file = {"content-type": "application/octet-stream"}
