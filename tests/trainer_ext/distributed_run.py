@@ -114,7 +114,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Train as the settings say; gives what this process saw."""
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, ReferenceSource
@@ -122,11 +122,15 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
-    rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
-    rows = rows[: settings.get("rows")]
-    if rank in settings.get("other_rows_on", []):
-        rows = rows[1:]
-    dataset = Dataset.from_list(rows)
+    has_images = bool(settings.get("images"))
+    if has_images:
+        dataset = Dataset.load_from_disk(settings["data"])
+    else:
+        rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
+        rows = rows[: settings.get("rows")]
+        if rank in settings.get("other_rows_on", []):
+            rows = rows[1:]
+        dataset = Dataset.from_list(rows)
     if settings.get("stream"):
         dataset = dataset.to_iterable_dataset(num_shards=4)
     is_kto = settings.get("trainer") == "kto"
@@ -140,8 +144,10 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
     args = (KTOConfig if is_kto else DPOConfig)(**chosen)
     shard_on_a_cpu(args)
-    policy = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    options: dict[str, Any] = {"train_dataset": dataset, "processing_class": AutoTokenizer.from_pretrained(settings["model"])}
+    model_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    policy = model_class.from_pretrained(settings["model"], dtype=torch.float32)
+    processing_class = (AutoProcessor if has_images else AutoTokenizer).from_pretrained(settings["model"])
+    options: dict[str, Any] = {"train_dataset": dataset, "processing_class": processing_class}
     if settings.get("trl"):
         trainer = (KTOTrainer if is_kto else DPOTrainer)(policy, args=args, **options)
     else:

@@ -28,11 +28,16 @@ def open_rows(arguments: ScoreArguments) -> RowSource:
 
 def tokenized(rows: RowSource, folder: str, arguments: ScoreArguments) -> TokenizedDataset:
     """Return the dataset as token ids of the chosen tokenizer; `folder` is the model's folder."""
-    from reflogp.scoring.data.tokenize import chosen_tokenizer
+    from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
     from reflogp.scoring.data.tokenized import TokenizedDataset
 
     chosen = arguments.tokenizer, arguments.chat_template, arguments.trust_remote_code
-    return TokenizedDataset(rows, lambda: chosen_tokenizer(folder, *chosen), arguments.form)  # type: ignore[arg-type]
+    return TokenizedDataset(
+        rows,
+        lambda: chosen_tokenizer(folder, *chosen),
+        arguments.form,  # type: ignore[arg-type]
+        load_vision=lambda: chosen_processor(folder, *chosen),
+    )
 
 
 def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[TokenizedDataset, Snapshot]:

@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from reflogp.scoring.data.image_rows import VisionProcessor
 from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import chosen_tokenizer
+from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import NotScoredError
@@ -89,6 +91,7 @@ def score(
         _say(reason)
     folder = str(resolve_model(model, None))
     find_tokenizer = _tokenizer(folder, tokenizer, choice.trust_remote_code)
+    find_vision = _vision(folder, tokenizer, choice.trust_remote_code)
 
     def score_rows(rows: Any, split: str) -> ScoreSummary:
         source = open_dataset(rows)
@@ -97,7 +100,7 @@ def score(
             progress_bar(f"scoring {split}".strip(), progress) as bar,
         ):
             summary = score_dataset(
-                TokenizedDataset(source, find_tokenizer),
+                TokenizedDataset(source, find_tokenizer, load_vision=find_vision),
                 opened,
                 reference,
                 scorer,
@@ -169,12 +172,14 @@ def join(
         reference, reason = choose_reference(opened, model, dtype)
         at = opened.table_of(reference).snapshot(snapshot)
     _say(reason)
-    loaded = _tokenizer(str(resolve_model(model, None)), tokenizer)()
+    folder = str(resolve_model(model, None))
+    loaded = _tokenizer(folder, tokenizer)()
+    find_vision = cache(_vision(folder, tokenizer))
 
     def windows(source: RowSource, is_stream: bool) -> Iterator[JoinedWindow]:
         summary = JoinSummary(reference_id=at.reference_id, snapshot=at.number, store=opened.uri)
         problems: dict[int, str] = {}
-        tokenized = TokenizedDataset(source, lambda: loaded)
+        tokenized = TokenizedDataset(source, lambda: loaded, load_vision=find_vision)
         for window in joined_windows(tokenized, at, summary, settings, _BadRows(problems)):
             if on_miss == "error" and is_stream:
                 _require_values(summary, problems, command)
@@ -238,7 +243,8 @@ def report(
         at = opened.table_of(reference).snapshot(None)
     if progress is not False:
         _say(reason)
-    tokenized = TokenizedDataset(source, _tokenizer(str(resolve_model(model, None)), tokenizer))
+    folder = str(resolve_model(model, None))
+    tokenized = TokenizedDataset(source, _tokenizer(folder, tokenizer), load_vision=_vision(folder, tokenizer))
     with progress_bar("reading", progress) as bar:
         return write_report(tokenized, at, os.fspath(output), settings, score=command, model=model, watcher=bar)
 
@@ -291,6 +297,18 @@ def _tokenizer(
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer
+
+
+def _vision(
+    folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
+) -> Callable[[], VisionProcessor | None]:
+    """Return a function that returns a given processor object, or loads the processor of a folder or hub id."""
+    if tokenizer is None or isinstance(tokenizer, str):
+        return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
+    if getattr(tokenizer, "image_processor", None) is None:
+        return lambda: chosen_processor(folder, None, None, trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return lambda: VisionProcessor.of(tokenizer, config)
 
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:

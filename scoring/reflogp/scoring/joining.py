@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from reflogp.scoring.data.images import IMAGE_COLUMNS
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
@@ -212,7 +213,7 @@ def is_usable(columns: dict[str, Any]) -> bool:
         if form == "tokens":
             token_row(columns, output_columns(form, columns))
         else:
-            examples_of(columns, form)
+            examples_of(columns, form, images=any(name in columns for name in IMAGE_COLUMNS))
     except (DatasetError, RowError, RecursionError):
         return False
     return True

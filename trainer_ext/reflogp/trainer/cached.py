@@ -17,7 +17,7 @@ import numpy as np
 from datasets import IterableDataset
 
 from reflogp.store import UsageError
-from reflogp.store.joins import Join
+from reflogp.store.joins import PAIR_COLUMNS, Join
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.audit import ReferenceAudit, watching
 from reflogp.trainer.audit.metrics import begin_report
@@ -40,6 +40,7 @@ from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
 from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag
 from reflogp.trainer.values import Where
+from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, require_vision, token_rows
 
 #: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object
@@ -78,6 +79,8 @@ class CachedReferenceMixin(_AnyTrainer):
 
     train_dataset: Any
     eval_dataset: Any
+    data_collator: Any
+    _signature_columns: list[str] | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -117,15 +120,20 @@ class CachedReferenceMixin(_AnyTrainer):
         self._is_audited = audit is not False
         datasets = [*more, *kwargs.values()]
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
-        for dataset, called in _named_datasets(more, kwargs):
-            refuse_media(dataset, called, raw=True)
-        joins_later = streams or self._is_legacy
+        named = list(_named_datasets(more, kwargs))
+        takes_images = may_take_images(model, kwargs.get("processing_class"))
+        self._has_images = takes_images and any(has_images(dataset) for dataset, _ in named)
+        if self._has_images:
+            require_vision(type(self), [dataset for dataset, _ in named], reference)
+        for dataset, called in named:
+            refuse_media(dataset, called, raw=True, images=self._has_images)
+        joins_later = streams or self._is_legacy or self._has_images
         begin_report(args.output_dir, args.process_index)
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
             args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL writes into it
-        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses the setting for streams.
-        args.precompute_ref_log_probs = not streams
+        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses it for streams and for images.
+        args.precompute_ref_log_probs = not streams and not self._has_images
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):
                 super().__init__(model, None, args, *more, **kwargs)
@@ -147,13 +155,15 @@ class CachedReferenceMixin(_AnyTrainer):
         return self._join(dataset, name)
 
     def _join_after_construction(self) -> None:
-        """Join the datasets of trainers without the hook, and streams, for which TRL's constructor refuses to precompute."""
+        """Join the datasets of trainers without the hook, and streams and images, for which TRL refuses to precompute."""
         trained_on, evaluated_on = self.train_dataset, self.eval_dataset
         self.train_dataset = self._join(trained_on, "train")
         if isinstance(evaluated_on, dict):
             self.eval_dataset = {name: self._join(dataset, name) for name, dataset in evaluated_on.items()}
         elif evaluated_on is not None:
             self.eval_dataset = self._join(evaluated_on, "eval")
+        if self._has_images:
+            self.data_collator = CollatorWithReference(self.data_collator)
         self.args.precompute_ref_log_probs = True
         done = ("_precomputed_train_ref_log_probs", "_precomputed_eval_ref_log_probs")
         for flag in ("precompute_ref_logps", "precompute_ref_log_probs", *done):
@@ -166,7 +176,7 @@ class CachedReferenceMixin(_AnyTrainer):
         An error about rows without values is raised only after all datasets have been looked up. Until then, a dataset with
         such rows is returned unchanged.
         """
-        refuse_media(dataset, name, raw=False)
+        refuse_media(dataset, name, raw=False, images=self._has_images)
         settings = self._reference_settings()
         policy = self.accelerator.unwrap_model(self.model)
         self.reference = agree_on_dtype(self.reference, computes_in(policy, self.accelerator))
@@ -174,11 +184,11 @@ class CachedReferenceMixin(_AnyTrainer):
         if isinstance(dataset, IterableDataset):
             joined = self._join_stream(dataset, name, where, settings)
         elif isinstance(where, NothingScored):
-            joined = dataset
-            misses = all_missing(dataset, name, layout_of(dataset.column_names, self), settings)
-            self._misses += [misses] if misses is not None else []
+            joined, rows = dataset, self._rows_to_key(dataset, name)
+            misses = all_missing(rows, name, layout_of(rows.column_names, self), settings)
             if misses is None:
                 raise where.error
+            self._misses.append(replace(misses, has_images=self._has_images))
         else:
             joined = self._join_rows(dataset, name, where, settings)
         if self._joins_to_come is not None:
@@ -188,15 +198,16 @@ class CachedReferenceMixin(_AnyTrainer):
         return joined
 
     def _join_rows(self, dataset: Any, name: str, where: Where, settings: TrainerSettings) -> Any:
-        layout = layout_of(dataset.column_names, self)
-        found = join_on_all_ranks(dataset, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
+        rows = self._rows_to_key(dataset, name)
+        layout = layout_of(rows.column_names, self)
+        found = join_on_all_ranks(rows, name, layout, self.reference, where, settings, self._sums_as_the_loss_reads_them)
         columns, misses = found.columns, found.misses
         if misses is not None and self.reference.on_miss == "compute":
             columns = {column: values.copy() for column, values in columns.items()}
             why = fill_in(self, dataset, misses.rows, columns, list(found.asked.needed.values()), where.reference_dtype)
             misses = replace(misses, why=why) if why else None
         if misses is not None:
-            self._misses.append(misses)
+            self._misses.append(replace(misses, has_images=self._has_images))
             return dataset
         tokens = list(found.asked.needed.values())
         joined, brought = on_all_ranks(f"joining {name}", lambda: with_columns(dataset, columns, tokens, where.reference_dtype))
@@ -204,6 +215,15 @@ class CachedReferenceMixin(_AnyTrainer):
         counts = {"rows": len(joined), "scored": found.scored, "computed": computed}
         self._record(name, JoinRecord(found.where, settings, brought=brought, **counts))
         return joined
+
+    def _rows_to_key(self, dataset: Any, name: str) -> Any:
+        """Return the tokenised rows of a dataset: itself, or for pairs with images, which TRL tokenises later, their tokens."""
+        return token_rows(dataset, self, name) if self._has_images else dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self._has_images and self._signature_columns is not None:
+            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *PAIR_COLUMNS.values()]))
 
     def _join_stream(self, dataset: IterableDataset, name: str, where: Where | NothingScored, settings: TrainerSettings) -> Any:
         if self.reference.on_miss == "compute":
@@ -270,7 +290,12 @@ class CachedReferenceMixin(_AnyTrainer):
 
     def _evaluate_joined(self, eval_dataset: Any, given: bool, *args: Any, **kwargs: Any) -> Any:
         prepare = getattr(self, "_prepare_dataset", None)
-        if given and prepare is not None and not self._trl_prepares_for_evaluate():
+        if given and self._has_images:
+            many = isinstance(eval_dataset, dict)
+            each = eval_dataset if many else {"eval": eval_dataset}
+            joined = {name: self._join(dataset, name) for name, dataset in each.items()}
+            eval_dataset = joined if many else joined["eval"]
+        elif given and prepare is not None and not self._trl_prepares_for_evaluate():
             if isinstance(eval_dataset, dict):
                 eval_dataset = {
                     name: self._join(prepare(dataset, self.processing_class, self.args, name), name)

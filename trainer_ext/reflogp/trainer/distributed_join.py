@@ -130,7 +130,8 @@ def raise_missing(
     def tell() -> None:
         if Rank.here().local_rank:
             return
-        file = write_tokens(misses, output_dir)
+        has_images = any(part.has_images for part in misses)  # a file of tokens would lack the images
+        file = "DATA" if has_images else write_tokens(misses, output_dir)
         if isinstance(where, NothingScored):
             raise source.nothing_scored(where.error, file, settings, dtype)
         raise missing_error(misses, where, source.open(where.snapshot).command(source.model, file, settings))

@@ -59,6 +59,7 @@ class Misses:
         own_found: True if some rows' own completions have values.
         tokens: the rows' token ids, if this process looked them up.
         why: why on_miss="compute" did not compute them; empty otherwise.
+        has_images: True if the rows hold images.
     """
 
     dataset: str
@@ -68,6 +69,7 @@ class Misses:
     own_found: bool
     tokens: pa.Table | None = None
     why: str = ""
+    has_images: bool = False
 
     def __str__(self) -> str:
         where = self.dataset if self.dataset in ("train", "eval", THE_DATASET) else f"eval_dataset[{self.dataset!r}]"

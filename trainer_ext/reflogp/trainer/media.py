@@ -18,7 +18,7 @@ _READ_BY_TRL = ("image", "images")
 _BATCH_ROWS = 1000
 
 
-def refuse_media(dataset: Any, name: str, raw: bool) -> None:
+def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
     """Raise UsageError, with the number of the first such row, if a dataset holds more than text and token ids.
 
     Args:
@@ -26,7 +26,11 @@ def refuse_media(dataset: Any, name: str, raw: bool) -> None:
             anything else passes.
         name: the dataset's name in messages: train, eval, …
         raw: True if TRL has yet to prepare the dataset; then columns named for images are refused even if they hold none.
+        images: True if the trainer takes pairs with images; then only other media are refused, by the names of columns.
     """
+    if images:
+        _refuse_other_media(dataset, name)
+        return
     if isinstance(dataset, IterableDataset):
         first = next(iter(dataset), None) if raw else None
         refuse_row(first or {}, name, 0)
@@ -47,6 +51,16 @@ def refuse_media(dataset: Any, name: str, raw: bool) -> None:
             f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; they hold none, so "
             f"remove it: dataset.remove_columns({unused})"
         )
+
+
+def _refuse_other_media(dataset: Any, name: str) -> None:
+    """Raise UsageError if a dataset with images has columns of other media, which TRL would leave out without a word."""
+    for column in getattr(dataset, "column_names", None) or ():
+        if column not in _READ_BY_TRL and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
+            raise UsageError(
+                f"the {name} dataset has a column {column}, which TRL does not read: only images are scored and trained on "
+                f"beside text. Remove it: dataset.remove_columns({[column]})"
+            )
 
 
 def refuse_row(row: dict[str, Any], name: str, number: int) -> None:

@@ -49,8 +49,8 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
     return outcome
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """Return the number of leading tokens that two lists share."""
+def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
+    """Return the number of leading tokens, or characters, that two lists or texts share."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.data.bounds import BATCH_ROWS
-from reflogp.scoring.data.read import RowSource, rows_of_dataset
+from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
 #: Name of a dataset in memory, for messages.
@@ -39,7 +39,7 @@ def open_dataset(dataset: Any) -> RowSource:
             raise UsageError("the dataset has a transform, which would not be applied: apply it with map, or reset_format()")
         return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
-        return _ObjectRows(lambda: iter(dataset.with_format(None)), 0)
+        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
             raise UsageError(f"the data frame has several columns of one name: {', '.join(map(str, dataset.columns))}")

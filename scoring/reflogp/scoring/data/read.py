@@ -116,6 +116,11 @@ class RowSource:
         if self.format in ("folder", "hub"):
             self._dataset = _load_with_datasets(data, self.format, split)
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the dataset's files, from which relative paths in rows start; None for datasets in memory."""
+        return self.files[0].parent if self.files else None
+
     def __iter__(self) -> Iterator[Row]:
         for number, (columns, problem, size) in enumerate(self._rows()):
             if self._numbers is None or number in self._numbers:
@@ -219,10 +224,36 @@ class RowSource:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset`, with its output format applied, reading a batch of rows at a time."""
+    """Yield the rows of a `datasets.Dataset`, with its output format applied, reading a batch of rows at a time.
+
+    Images are yielded as the dataset holds them, {"bytes": …, "path": …}, and not decoded.
+    """
+    dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
+
+
+def without_decoding(dataset: Any) -> Any:
+    """Return a `datasets.Dataset` or `IterableDataset` whose columns of images are not decoded."""
+    for name, feature in (dataset.features or {}).items():
+        kept = _undecoded(feature)
+        if kept is not feature:
+            dataset = dataset.cast_column(name, kept)
+    return dataset
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature of `datasets` that does not decode images; the same object if it has none."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False) if feature.decode else feature
+    inner = getattr(feature, "feature", None)
+    if inner is None:
+        return feature
+    kept = _undecoded(inner)
+    return feature if kept is inner else type(feature)(kept)
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:

@@ -32,8 +32,11 @@ import psutil
 
 from reflogp.scoring.data.confined_process import POLL_SECONDS, SOCKET, STILL, ConfinedProcess
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, encode, render
+from reflogp.scoring.data.image_rows import image_row_tokens, prepare_child
+from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.shape import TEXT_COLUMNS, Format, RowError, RowLimitError, examples_of, require_text
 from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.store.images import ImageTokens
 from reflogp.store.texts import shortened
 
 #: Processor time limit for one row, in seconds.
@@ -82,7 +85,7 @@ class RowTokenizer:
     """A tokeniser of one dataset's rows; a context manager that ends its child processes on exit.
 
     Args:
-        tokenizer: the loaded tokenizer; children inherit it.
+        tokenizer: the loaded tokenizer, or ImageTokens for pairs with images; children inherit it.
         form: "preference" or "kto".
         limits: limits of each row; None for the defaults.
         check: called about ten times a second while rows are tokenised; may raise to stop.
@@ -107,8 +110,14 @@ class RowTokenizer:
             self._end(child)
         self._selector.close()
 
-    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[list[TokenArrays | RowError]]:
+    def tokenize(
+        self, rows: Sequence[dict[str, Any]], images: Sequence[tuple[RowImage, ...] | RowError] | None = None
+    ) -> list[list[TokenArrays | RowError]]:
         """Tokenise rows.
+
+        Args:
+            rows: their columns.
+            images: the images of each row, or why it has none; None for rows of text.
 
         Returns:
             For each row, in order, a list with one entry per example: its token ids, or the error. A row that cannot be used at
@@ -119,7 +128,7 @@ class RowTokenizer:
             DatasetError: SLOW_ROWS rows reached their time limit.
         """
         found: list[list[TokenArrays | RowError]] = [[] for _ in rows]
-        waiting = deque(self._chunks(rows, found))
+        waiting = deque(self._chunks(rows, images, found))
         while waiting or any(child.chunk for child in self._children):
             self._check()
             self._hand_out(waiting)
@@ -139,12 +148,17 @@ class RowTokenizer:
                     child.watch(STILL * self._limits.seconds, child.mark())
         return found
 
-    def _chunks(self, rows: Sequence[dict[str, Any]], found: list[list[TokenArrays | RowError]]) -> Iterable[_Chunk]:
+    def _chunks(
+        self,
+        rows: Sequence[dict[str, Any]],
+        images: Sequence[tuple[RowImage, ...] | RowError] | None,
+        found: list[list[TokenArrays | RowError]],
+    ) -> Iterable[_Chunk]:
         chunk = _Chunk([], [])
         size = 0
         for at, columns in enumerate(rows):
             try:
-                text = _as_json(columns)
+                text = _as_json(columns, None if images is None else images[at])
             except RowError as error:
                 found[at] = [error]
                 continue
@@ -302,13 +316,21 @@ class _Child(ConfinedProcess):
         return status
 
 
-def _as_json(columns: dict[str, Any]) -> bytes:
-    """Return the columns that tokens are made from, as JSON. Raises RowError for values that JSON text cannot hold."""
-    require_text(columns)
-    used = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
+def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
+    """Return the columns that tokens are made from, as JSON; of images, `images` has their digests and sizes.
+
+    Raises RowError for values that JSON text cannot hold, and for images that cannot be used.
+    """
+    if isinstance(images, RowError):
+        raise images
+    if images is None:
+        require_text(columns)
+    used: dict[str, Any] = {name: columns[name] for name in TEXT_COLUMNS if name in columns}
     for name, value in used.items():
         if not isinstance(value, str | int | float | list | dict | None):
             raise RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
+    if images is not None:
+        used["images"] = [(image.digest.hex(), image.size) for image in images]
     try:
         return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
     except UnicodeEncodeError:
@@ -345,6 +367,7 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 def _work(tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap) -> None:
     """Answer chunks until the parent closes the socket."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; children run in parallel instead
+    prepare_child()
     with os.fdopen(SOCKET, "rb", closefd=False) as reader:
         while (texts := _read_chunk(reader)) is not None:
             _send(*_answer(texts, tokenizer, form, limits, place))
@@ -370,10 +393,13 @@ def _answer(
 
     #: For each row, its examples: rendered texts, token ids or errors.
     found: list[list[Any]] = []
-    rendered: list[tuple[int, int]] = []
+    rendered: list[tuple[int, int]] = []  # (row, example) of what is not encoded yet
     try:
         for at, columns in enumerate(rows):
             begin(at)
+            if isinstance(tokenizer, ImageTokens):
+                found.append(_of_row(partial(_with_images, columns, tokenizer)))
+                continue
             examples = _of_row(partial(_rendered, columns, form, tokenizer))
             if not tokenizer.is_fast or sum(len(t) for e in examples if isinstance(e, list) for t in e) > _TOGETHER:
                 examples = _of_row(partial(encode, examples, tokenizer))
@@ -407,6 +433,11 @@ def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
         return [RowError(TOO_MUCH_MEMORY)]
     except Exception as error:
         return [RowError(f"it cannot be tokenised: {type(error).__name__}: {_first_line(error)}")]
+
+
+def _with_images(columns: dict[str, Any], tokens: ImageTokens) -> list[Tokens]:
+    images = [(digest, (width, height)) for digest, (width, height) in columns.pop("images")]
+    return [image_row_tokens(columns, images, tokens)]
 
 
 def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[list[Any] | RowError]:

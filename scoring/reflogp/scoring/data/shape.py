@@ -88,15 +88,21 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
     return ("completion_ids",)
 
 
-def examples_of(columns: dict[str, Any], form: Format) -> list[Example]:
+def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> list[Example]:
     """Return a row's examples: one, or two for a pair that is read as KTO rows (unpaired as TRL does).
+
+    Args:
+        columns: the row's columns.
+        form: the dataset's format.
+        images: True if the caller scores the row's images and checks its message parts; False refuses rows with media.
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
             and chosen or rejected is empty; the row holds images, video or audio; `tools` is not JSON; or chat_template_kwargs
             holds more than variables of the template.
     """
-    require_text(columns)
+    if not images:
+        require_text(columns)
     pair = form == "preference" or "completion" not in columns
     names = ("chosen", "rejected") if pair else ("completion",)
     for name in names if "prompt" not in columns and pair else ("prompt", *names):

@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
+from reflogp.scoring.data.images import IMAGE_COLUMNS, ImageReader, RowImage
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
@@ -36,6 +38,8 @@ class TokenizedRows:
         problems: row number -> the reason why an example of the row is not in the table.
         last_row: number of the last row that was read, usable or not.
         limited: True if some problems are limits of time or memory, so that another run might have another result.
+        images: the images of the same rows; empty for a dataset of text.
+        vision: makes the images' pixels what the model reads; None for a dataset of text.
     """
 
     table: pa.Table
@@ -43,6 +47,8 @@ class TokenizedRows:
     problems: dict[int, str] = field(default_factory=dict)
     last_row: int = -1
     limited: bool = False
+    images: list[tuple[RowImage, ...]] = field(default_factory=list)
+    vision: VisionProcessor | None = None
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -62,6 +68,7 @@ def tokenize_dataset(
     *,
     limits: RowLimits | None = None,
     check: Callable[[], None] | None = None,
+    load_vision: Callable[[], VisionProcessor | None] | None = None,
 ) -> Iterator[TokenizedRows]:
     """Tokenise a dataset, `window` rows at a time, in bounded memory.
 
@@ -72,6 +79,8 @@ def tokenize_dataset(
         window: maximum rows per item.
         limits: limits for tokenising a row, beyond which it is a bad row; None for the defaults.
         check: called about ten times a second, and for each row of tokens; may raise to stop.
+        load_vision: loads the model's image processor, for pairs with a column `image` or `images`. None, or a function that
+            returns None for a model of text, makes such rows bad rows.
 
     Yields:
         The rows of one window, in the dataset's order.
@@ -84,21 +93,26 @@ def tokenize_dataset(
     outputs: tuple[str, ...] | None = None
     why = "it is empty"
     children: RowTokenizer | None = None
+    images: _Images | None = None
     with ExitStack() as stack:
         for rows in batched(source, window):
             if outputs is None and any(row.columns is not None for row in rows):
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
-                    if tokenizer is None:
+                    vision = load_vision() if form == "preference" and load_vision is not None and _have_images(rows) else None
+                    if vision is not None:
+                        images = _Images(vision, ImageReader(source.folder), check)
+                    if tokenizer is None and images is None:
                         raise TokenizerError("text rows need a tokenizer")
-                    children = stack.enter_context(RowTokenizer(tokenizer, form, limits, check))
+                    made_by = tokenizer if images is None else images.vision.tokens
+                    children = stack.enter_context(RowTokenizer(made_by, form, limits, check))
             if outputs is None and rows[0].number == 0:
                 why = f"row 0: {shortened(rows[0].problem or 'unreadable')}"
             if outputs is None:
                 problems = {row.number: shortened(row.problem or "") for row in rows}
                 yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
                 continue
-            yield _tokenize_window(rows, children, outputs, check)
+            yield _tokenize_window(rows, children, outputs, check, images)
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
 
@@ -121,8 +135,25 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
     raise error
 
 
+@dataclass(frozen=True)
+class _Images:
+    """What a dataset with images needs beside its rows."""
+
+    vision: VisionProcessor
+    reader: ImageReader
+    check: Callable[[], None] | None
+
+
+def _have_images(rows: list[Row]) -> bool:
+    return any(name in (row.columns or {}) for row in rows for name in IMAGE_COLUMNS)
+
+
 def _tokenize_window(
-    rows: list[Row], children: RowTokenizer | None, outputs: tuple[str, ...], check: Callable[[], None] | None
+    rows: list[Row],
+    children: RowTokenizer | None,
+    outputs: tuple[str, ...],
+    check: Callable[[], None] | None,
+    images: _Images | None,
 ) -> TokenizedRows:
     """Tokenise one window of rows; `children` is None for the tokens format."""
     problems: dict[int, str] = {}
@@ -133,12 +164,14 @@ def _tokenize_window(
         else:
             readable.append(row)
     columns = [row.columns or {} for row in readable]
-    found = children.tokenize(columns) if children is not None else _token_rows(columns, outputs, check)
+    opened = None if images is None else images.reader.read(columns, images.check)
+    found = children.tokenize(columns, opened) if children is not None else _token_rows(columns, outputs, check)
+    kept_images: list[tuple[RowImage, ...]] = []
     numbers: list[int] = []
     kept: list[dict[str, Any]] = []
     ids: list[TokenArrays] = []
     limited = False
-    for row, examples in zip(readable, found, strict=True):
+    for at, (row, examples) in enumerate(zip(readable, found, strict=True)):
         for example in examples:
             if isinstance(example, RowError):
                 problems[row.number] = shortened(str(example))
@@ -147,7 +180,13 @@ def _tokenize_window(
             numbers.append(row.number)
             kept.append(row.columns or {})
             ids.append(example)
-    return TokenizedRows(_table(numbers, ids, outputs), kept, dict(sorted(problems.items())), rows[-1].number, limited)
+            if opened is not None:
+                of_row = opened[at]
+                assert not isinstance(of_row, RowError)
+                kept_images.append(of_row)
+    vision = None if images is None else images.vision
+    table, sorted_problems = _table(numbers, ids, outputs), dict(sorted(problems.items()))
+    return TokenizedRows(table, kept, sorted_problems, rows[-1].number, limited, kept_images, vision)
 
 
 def _token_rows(
@@ -198,6 +237,18 @@ def chosen_tokenizer(
     if template is not None:
         loaded.chat_template = template
     return loaded
+
+
+def chosen_processor(
+    model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
+) -> VisionProcessor | None:
+    """Load the processor for pairs with images; return None for a model of text.
+
+    The arguments and errors are those of `chosen_tokenizer`.
+    """
+    folder = model if tokenizer is None else str(resolve_model(tokenizer, None, weights=False))
+    template = None if chat_template is None else _text_of(chat_template)
+    return load_processor(folder, model, template, trust_remote_code)
 
 
 def _text_of(file: str) -> str:

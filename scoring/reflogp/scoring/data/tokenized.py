@@ -22,6 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from reflogp.scoring.data.image_rows import VisionProcessor
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import Format
@@ -46,6 +47,7 @@ class TokenizedDataset:
             differ from the content that `kept` is named after.
         limits: limits for tokenising a row; None for the defaults.
         check: called many times a second while rows are read and tokenised; may raise to stop.
+        load_vision: loads the model's image processor, for pairs with images; see `tokenize_dataset`.
 
     Attributes:
         source: the rows.
@@ -61,7 +63,9 @@ class TokenizedDataset:
         unchanged: Callable[[], None] = lambda: None,
         limits: RowLimits | None = None,
         check: Callable[[], None] | None = None,
+        load_vision: Callable[[], VisionProcessor | None] | None = None,
     ) -> None:
+        self._load_vision = load_vision
         self._unchanged = unchanged
         self.source = source
         self._load = load
@@ -85,6 +89,7 @@ class TokenizedDataset:
             unchanged=self._unchanged,
             limits=self._limits,
             check=self._check_given,
+            load_vision=self._load_vision,
         )
 
     def stop(self) -> None:
@@ -110,7 +115,9 @@ class TokenizedDataset:
         return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
-        yield from tokenize_dataset(self.source, self.tokenizer, self._form, limits=self._limits, check=self._check)
+        yield from tokenize_dataset(
+            self.source, self.tokenizer, self._form, limits=self._limits, check=self._check, load_vision=self._load_vision
+        )
         self._unchanged()
 
     def _tokenized_and_kept(self, kept: Path) -> Iterator[TokenizedRows]:

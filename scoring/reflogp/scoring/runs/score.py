@@ -15,12 +15,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
 from reflogp.scoring.runs.prefetch import Prefetch
-from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
@@ -180,6 +181,7 @@ class _Window:
         rows: numbers of the rows in the views, int64 (n,).
         bare: True for rows without a prompt, bool (n,).
         looked_up: for each completion its view, its keys, and what the snapshot found for them.
+        images: the images of each row in the views; empty for rows of text.
     """
 
     rows_in_all: int
@@ -189,6 +191,7 @@ class _Window:
     rows: npt.NDArray[np.int64]
     bare: npt.NDArray[np.bool_]
     looked_up: list[tuple[Windows, pa.Array, Found]]
+    images: list[SequenceImages | None]
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
@@ -208,6 +211,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             window.table["row"].to_numpy(),
             pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
             [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)],
+            images_for_engine(window),
         )
 
 
@@ -274,7 +278,7 @@ class _Run:
             self._summary.duplicates += int((hit_now & ~hit_before)[usable].sum())
             self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
-                self._wait(keys[at].as_py(), view, int(at), int(rows[at]))
+                self._wait(keys[at].as_py(), view, int(at), int(rows[at]), window.images[at] if window.images else None)
         if len(self._collected) >= self._scorer.batch or self._scorer.is_starved():
             self._hand_on()
 
@@ -317,7 +321,7 @@ class _Run:
         if self._watcher:
             self._watcher.committed(snapshot)
 
-    def _wait(self, key: bytes, view: Any, at: int, row: int) -> None:
+    def _wait(self, key: bytes, view: Any, at: int, row: int, images: SequenceImages | None) -> None:
         needed = int(view.needed[at])
         tokens, problem = self._failed.get(key, (needed + 1, ""))
         if tokens <= needed:  # it would fail again
@@ -335,7 +339,7 @@ class _Run:
             if enough:
                 return
         completion = view.completion_ids[at].values.to_numpy()
-        sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed])
+        sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed], images=images)
         self._collected[key] = Miss(key, sequence, len(completion), collected.rows if collected else [row])
 
     def _hand_on(self) -> None:
@@ -371,6 +375,25 @@ class _Run:
             self._summary.bad_row_numbers.append(row)
         if self._watcher:
             self._watcher.bad_row(row, problem)
+
+
+def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
+    """Return what an engine needs of each row's images; an empty list for rows of text."""
+    vision = rows.vision
+    if vision is None:
+        return []
+    return [
+        SequenceImages(
+            tuple(image.digest for image in images),
+            tuple(vision.tokens.count(image.size) for image in images),
+            tuple(image.load for image in images),
+            vision.processor,
+            vision.image_token_id,
+        )
+        if images
+        else None
+        for images in rows.images
+    ]
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:

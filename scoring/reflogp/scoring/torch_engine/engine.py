@@ -23,10 +23,11 @@ from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_se
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
 from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches, should_compile
 from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.images import is_packable
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
-from reflogp.scoring.torch_engine.selfcheck import SelfCheck, check
+from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images
 from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, short_repr
@@ -66,6 +67,7 @@ class TorchEngine:
         token_budget: maximum number of tokens of a pass.
         pass_seconds: maximum device time of a pass in seconds; None for no limit. Set it while other work waits for the engine.
         self_check: result of the check at load.
+        image_check: result of the check on the first sequences with images; None before.
 
     Raises:
         UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
@@ -107,6 +109,7 @@ class TorchEngine:
         if compile_layers is None:
             compile_layers = should_compile(self._loaded.model, self.device)
         self.pass_seconds: float | None = None
+        self.image_check: ImageCheck | None = None
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
         with memory_errors(self.device, "the self-check ran"), on_device(self.device):
@@ -215,9 +218,12 @@ class TorchEngine:
                 if unit.tokens > self._pass_limit() and len(places) > 1:
                     again.extendleft(reversed(list(self._units_of(places, waiting))))
                     continue
-                if before is not None:
-                    before(places)
                 try:
+                    if unit.with_images is not None and not self._agrees_on_images(unit.with_images):
+                        again.extendleft(reversed(list(self._units_of(places, waiting))))
+                        continue
+                    if before is not None:
+                        before(places)
                     launched = self._launch(unit, temperature)
                 except EngineError:
                     if flying is not None:  # keep the values of the previous pass
@@ -238,6 +244,18 @@ class TorchEngine:
                     again.appendleft(unit)
             if flying is not None:
                 yield self._landed(flying, waiting)
+
+    def _agrees_on_images(self, sequences: list[Sequence]) -> bool:
+        """Return True if a pack with images gives the values of a padded batch; computed for the first sequences only."""
+        if self.image_check is None:
+            some = sequences[:IMAGE_CHECKS]
+            try:
+                with on_device(self.device), self._loaded.computing():
+                    refused = self.self_check.refused_kernels
+                    self.image_check = check_images(self._head, self._loaded, some, refused, self._own_attention)
+            except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+                raise EngineError(f"images could not be tried: {str(error).splitlines()[0]}") from error
+        return self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
         """Count a pass that fit; after enough of them double a halved budget. The new budget applies to the next packs."""
@@ -323,26 +341,38 @@ class TorchEngine:
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Yield passes over all sequences within the current budget.
 
-        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded.
+        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded. Passes with
+        images have no other sequences.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
+        seen: list[int] = []
         for index, sequence in enumerate(sequences):
             if limit is not None and len(sequence) > limit:
                 groups.append([index])
+            elif sequence.images is not None:
+                seen.append(index)
             else:
                 (plain if sequence.attention_mask is None else masked).append(index)
-        for chosen in (*groups, plain, masked):
+        for chosen in (*groups, plain, seen, masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
                 yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
-        if self.self_check.path == "packed" and not is_masked:
+        images = sequences[0].images if sequences else None
+        has_images = images is not None
+        if images is not None and self.image_check is None and not is_packable(images):
+            self.image_check = ImageCheck(
+                "padded", None, "the model's attention or positions depend on which tokens are images"
+            )
+        is_padded = has_images and self.image_check is not None and self.image_check.path == "padded"
+        if self.self_check.path == "packed" and not is_masked and not is_padded:
             for pack in packs(sequences, self._pass_limit()):
-                yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences))
+                with_images = sequences if has_images else None
+                yield Unit(pack, pack.members, len(pack), self._flops.packed(pack, sequences), with_images)
             return
         budget = 1 if self.self_check.path == "single" else self._pass_limit()
         for batch in padded_batches(sequences, budget):
@@ -364,7 +394,8 @@ class TorchEngine:
             with on_device(self.device), self._loaded.computing():
                 if isinstance(unit.work, Pack):
                     refused = self.self_check.refused_kernels
-                    values = forward_pack(model, self._head, unit.work, self.device, temperature, refused)
+                    images = unit.with_images, self._own_attention
+                    values = forward_pack(model, self._head, unit.work, self.device, temperature, refused, *images)
                 else:
                     with attention_of(model, self._own_attention):
                         values = forward_padded(model, self._head, unit.work, self.device, temperature)

@@ -27,12 +27,14 @@ class Unit:
         members: (index of a sequence, places of its values among the values of the pass).
         tokens: size of the pass, padding included.
         operations: operations of the pass.
+        with_images: the sequences of a pack, if they have images.
     """
 
     work: Pack | list[Sequence]
     members: tuple[tuple[int, npt.NDArray[np.int64]], ...]
     tokens: int
     operations: Operations
+    with_images: list[Sequence] | None = None
 
 
 @dataclass(frozen=True)

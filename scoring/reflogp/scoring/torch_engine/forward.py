@@ -19,6 +19,7 @@ import torch
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
 from reflogp.scoring.torch_engine.flops import expert_count
 from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.images import on_device, pack_embeddings, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
@@ -70,27 +71,45 @@ Path = Literal["packed", "padded", "single"]
 
 @torch.inference_mode()
 def forward_pack(
-    model: Any, head: Head, pack: Pack, device: torch.device, temperature: float = 1.0, refused: Collection[str] = ()
+    model: Any,
+    head: Head,
+    pack: Pack,
+    device: torch.device,
+    temperature: float = 1.0,
+    refused: Collection[str] = (),
+    with_images: list[Sequence] | None = None,
+    own_attention: str | None = None,
 ) -> torch.Tensor:
     """Return the log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must use packed attention.
 
     Args:
         refused: names of attention kernels that may not be used.
+        with_images: the sequences that the pack was made of, if they have images.
+        own_attention: the model's own attention implementation, for its vision tower.
 
     Raises:
         UnsupportedAttentionError: a layer does not support packed attention.
         KernelFailedError: an attention kernel raised.
     """
     layout = PackLayout(pack, device, refused)
-    return head.logps(pack_states(model, layout), layout.parents, layout.targets, temperature)
+    embeddings = None
+    if with_images is not None:
+        with attention_of(model, own_attention):
+            embeddings = pack_embeddings(model, pack, with_images, device)
+    return head.logps(pack_states(model, layout, embeddings), layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()
-def pack_states(model: Any, layout: PackLayout) -> torch.Tensor:
-    """Return the last hidden states of a pack's tokens, (tokens, hidden size)."""
+def pack_states(model: Any, layout: PackLayout, embeddings: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the last hidden states of a pack's tokens, (tokens, hidden size).
+
+    Args:
+        embeddings: (tokens, hidden size); None for those of the tokens.
+    """
+    tokens = {"input_ids": layout.token_ids[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
     with packed(layout):
         states: torch.Tensor = model.base_model(
-            input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False
+            **tokens, position_ids=layout.positions[None], use_cache=False
         ).last_hidden_state[0]
     return states
 
@@ -101,7 +120,8 @@ def forward_padded(
 ) -> torch.Tensor:
     """Return log-probs of all completion tokens of a batch, float32 (tokens,) on the device, sequence by sequence.
 
-    The batch is padded on the right. Sequences with an attention mask keep it: their own padding stays in its place.
+    The batch is padded on the right. Sequences with an attention mask keep it: their own padding stays in its place. Either all
+    sequences have images, or none.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)
@@ -109,13 +129,18 @@ def forward_padded(
     mask = torch.zeros(len(batch), width, dtype=torch.long)
     predicts = torch.zeros(len(batch), width, dtype=torch.bool)  # positions whose next token is a completion token
     for row, sequence in enumerate(batch):
-        input_ids[row, : lengths[row]] = torch.from_numpy(sequence.ids())
+        input_ids[row, : lengths[row]] = torch.from_numpy(sequence.model_ids())
         own = sequence.attention_mask
         mask[row, : lengths[row]] = 1 if own is None else torch.from_numpy(np.array(own, np.int64))
         predicts[row, len(sequence.prompt_ids) - 1 : lengths[row] - 1] = True
     targets = torch.roll(input_ids, -1, 1)[predicts].to(device)
-    padding = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}
-    states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **padding).last_hidden_state
+    more = {} if bool(mask.all()) else {"attention_mask": mask.to(device)}
+    images = [sequence.images for sequence in batch if sequence.images is not None]
+    if images:
+        pixels, types = pixel_inputs(images)
+        more |= on_device(pixels, device)
+        more |= {name: torch.from_numpy(token_types(images[0], input_ids.numpy())).to(device) for name in types}
+    states = model.base_model(input_ids=input_ids.to(device), use_cache=False, **more).last_hidden_state
     parents = predicts.flatten().nonzero()[:, 0].to(device)
     return head.logps(states.flatten(0, 1), parents, targets, temperature)
 

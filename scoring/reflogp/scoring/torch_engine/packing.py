@@ -33,11 +33,13 @@ class Branch:
         start, stop: places of the added tokens in the pack, start … stop - 1.
         path: places of the whole sequence, from its first token to its last, int64 (length,). It ends with start … stop - 1;
             the places before them are shared with earlier branches.
+        sequence: index of the sequence.
     """
 
     start: int
     stop: int
     path: Int64s
+    sequence: int
 
     @property
     def shared(self) -> int:
@@ -153,7 +155,7 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
             added = len(ids[index]) - shared
             path = np.concatenate([path[:shared], np.arange(size, size + added)])
             if added:
-                branches.append(Branch(size, size + added, path))
+                branches.append(Branch(size, size + added, path, index))
                 tokens.append(ids[index][shared:])
                 positions.append(np.arange(shared, shared + added))
                 size += added

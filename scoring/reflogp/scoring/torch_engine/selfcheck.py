@@ -27,6 +27,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding grows with the logits. If log-probs are larger than this (root mean square), the tolerance grows with them.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
+#: Number of sequences with images that are scored both ways before others are packed.
+IMAGE_CHECKS = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,52 @@ class SelfCheck:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class ImageCheck:
+    """The result of the check on sequences with images.
+
+    Attributes:
+        path: the path that sequences with images take: "packed" or "padded".
+        difference: root mean square difference between the two, nats per token; None if only one was possible.
+        reason: why they are not packed; empty for a packed path.
+    """
+
+    path: Path
+    difference: float | None
+    reason: str
+
+
+def check_images(
+    head: Head, loaded: LoadedModel, sequences: list[Sequence], refused: Collection[str], own_attention: str | None
+) -> ImageCheck:
+    """Score sequences with images in a pack and one by one; return the path to take, and warn if it is the padded one.
+
+    Args:
+        head: the model's output layer.
+        loaded: the model; it must use packed attention.
+        sequences: at least one sequence, all with images.
+        refused: attention kernels that may not be used.
+        own_attention: the model's own attention implementation.
+    """
+    model, device = loaded.model, loaded.device
+    with forward.attention_of(model, own_attention):
+        plain = np.concatenate([_padded(model, head, [sequence], device) for sequence in sequences])
+    try:
+        [pack] = packs(sequences, sum(map(len, sequences)))
+        values = forward_pack(model, head, pack, device, 1.0, refused, sequences, own_attention).cpu().numpy()
+        by_sequence = {index: values[where] for index, where in pack.members}
+        packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
+        difference, problem = _compare(packed, plain, tolerance_of(loaded.product_dtype, plain))
+    except Exception as error:  # models fail in many ways; any error means that the path does not work
+        if is_out_of_memory(error):
+            raise
+        difference, problem = None, _first_line(error)
+    if problem is None:
+        return ImageCheck("packed", difference, "")
+    warnings.warn(f"sequences with images are scored on the padded path, which is slower ({problem})", stacklevel=2)
+    return ImageCheck("padded", difference, problem)
 
 
 def check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: Collection[str] = ()) -> SelfCheck:

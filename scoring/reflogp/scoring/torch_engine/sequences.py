@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.errors import InvalidSequencesError
+from reflogp.store.images import FIRST_IMAGE_ID
 
 #: Token ids of a prompt or a completion: a list, a numpy array or an Arrow scalar's values.
 Ids = Any
@@ -21,6 +22,29 @@ Logps = npt.NDArray[np.float32]
 #: The token_logps of a sequence, or a text that says why there are none.
 Outcome = Logps | str
 NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SequenceImages:
+    """The images of a prompt, in order.
+
+    Attributes:
+        digests: a digest of each image's pixels (reflogp.store.images).
+        counts: number of tokens of each image.
+        load: a function for each image that returns it decoded, as a PIL.Image.
+        processor: transformers' processor of the model.
+        token_id: the token in whose places the model puts an image's features.
+    """
+
+    digests: tuple[bytes, ...]
+    counts: tuple[int, ...]
+    load: tuple[Callable[[], Any], ...]
+    processor: Any
+    token_id: int
+
+    def only(self, at: int) -> SequenceImages:
+        """Return image number `at` alone."""
+        return SequenceImages((self.digests[at],), (self.counts[at],), (self.load[at],), self.processor, self.token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,7 @@ class Sequence:
         attention_mask: None for a sequence without padding. For a row of a padded batch 0 for padding tokens and 1 for others.
             The row is then scored by the model's own forward with this mask and the model's default positions, and padding
             tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
+        images: the images of the prompt, whose tokens are image ids (reflogp.store.images); None for a sequence of text.
 
     Examples:
         >>> from reflogp.scoring import Sequence
@@ -46,6 +71,7 @@ class Sequence:
     prompt_ids: Ids
     completion_ids: Ids
     attention_mask: Ids | None = None
+    images: SequenceImages | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -53,6 +79,11 @@ class Sequence:
     def ids(self) -> npt.NDArray[np.int64]:
         """Return prompt_ids + completion_ids, int64."""
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
+
+    def model_ids(self) -> npt.NDArray[np.int64]:
+        """Return the ids that the model reads, int64: `ids` with its own token in the places of image ids."""
+        ids = self.ids()
+        return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.token_id, ids)
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
@@ -66,6 +97,11 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
     if sequence.attention_mask is not None and (problem := _problem_of_mask(sequence)):
         return problem
     ids = sequence.ids()
+    if sequence.images is not None:
+        is_image = ids >= FIRST_IMAGE_ID
+        if is_image.sum() != sum(sequence.images.counts) or is_image[len(sequence.prompt_ids) :].any():
+            return "max_length cuts tokens of its images; set a larger one"
+        ids = ids[~is_image]
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"

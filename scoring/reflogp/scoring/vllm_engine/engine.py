@@ -204,6 +204,8 @@ class VllmEngine:
     def _problem(self, sequence: Sequence) -> str | None:
         if sequence.attention_mask is not None:
             return "it is a row of a padded batch, which vLLM cannot score; use --engine torch"
+        if sequence.images is not None:
+            return "it has images, and vLLM is asked for text only; use --engine torch"
         if len(sequence) > self._transport.max_tokens:
             return (
                 f"it has {len(sequence)} tokens and vLLM was given room for {self._transport.max_tokens}; set a max_length, "

@@ -1,0 +1,169 @@
+"""Make the tokens of rows with images as TRL's DataCollatorForVisionPreference makes them, without processing their pixels.
+
+The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py): messages get content parts, with the images at the
+front of the first user message unless parts of type image say otherwise; the chat template is rendered; prompt and completions
+are tokenised apart, without special tokens; plain text is taken as it is, without EOS. trl is not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoProcessor
+
+from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
+from reflogp.scoring.data.shape import Example, RowError, examples_of
+from reflogp.scoring.errors import TokenizerError
+from reflogp.store import resolve_model
+from reflogp.store.images import ImageTokens, Size
+from reflogp.store.media import media_of
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, eq=False)
+class VisionProcessor:
+    """A model's processor, for tokens and for pixels.
+
+    Attributes:
+        processor: transformers' processor.
+        image_token_id: the token in whose places the model puts an image's features.
+        tokens: makes tokens from sizes of images.
+    """
+
+    processor: Any
+    image_token_id: int
+    tokens: ImageTokens
+
+    @classmethod
+    def of(cls, processor: Any, config: Any) -> VisionProcessor | None:
+        """Make it from a processor and a model's config; return None if one of the two takes text only."""
+        token = getattr(config, "image_token_id", None)
+        token = getattr(config, "image_token_index", None) if token is None else token
+        if getattr(processor, "image_processor", None) is None or not isinstance(token, int):
+            return None
+        return cls(processor, token, ImageTokens(processor, token))
+
+
+def load_processor(
+    folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
+) -> VisionProcessor | None:
+    """Load the processor for a model; return None if the model takes text only.
+
+    Args:
+        folder: folder of the processor.
+        model: folder of the model, whose config names its image token.
+        chat_template: a Jinja template that replaces the processor's; None keeps it.
+        trust_remote_code: run code from the folder.
+
+    Raises TokenizerError when the processor cannot be loaded.
+    """
+    if not any((Path(folder) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model), trust_remote_code=trust_remote_code, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TokenizerError(f"{folder}: the image processor cannot be loaded: {text}") from error
+    if chat_template is not None and hasattr(processor, "tokenizer"):
+        processor.chat_template = processor.tokenizer.chat_template = chat_template
+    return VisionProcessor.of(processor, config)
+
+
+def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Size]], tokens: ImageTokens) -> Tokens:
+    """Return (prompt_ids, (chosen_ids, rejected_ids)) of a pair with images.
+
+    Args:
+        columns: the row's text columns.
+        images: (hexadecimal pixel_digest, size) of its images, in order.
+        tokens: makes the model's tokens.
+
+    Raises RowError: the row is no pair with a prompt, its images and placeholders do not match, or a template or processor
+        refuses it.
+    """
+    if "prompt" not in columns:
+        raise RowError("a pair with images needs a prompt column")
+    [example] = examples_of({name: value for name, value in columns.items() if name != "tools"}, "preference", images=True)
+    try:
+        prompt, *completions = _rendered(example, len(images), tokens.processor)
+        sizes = [size for _, size in images]
+        prompt_ids = tokens.identified(tokens.ids(prompt, sizes), [(bytes.fromhex(digest), size) for digest, size in images])
+        return prompt_ids.tolist(), tuple(tokens.ids(text, []) for text in completions)
+    except RowError:
+        raise
+    except MemoryError:
+        raise RowError(TOO_MUCH_MEMORY) from None
+    except Exception as error:  # a template is a program, and processors raise whatever they like
+        raise RowError(f"the processor refuses it: {(str(error).splitlines() or [repr(error)])[0]}") from error
+
+
+def prepare_child() -> None:
+    """Let a forked process use torch, which some image processors do: threads of the parent's pool are not there."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def _rendered(example: Example, images: int, processor: Any) -> list[str]:
+    """Return the prompt's text and the completions'."""
+    if not example.conversational:
+        return [example.prompt, *example.completions]
+    prompt = with_image_parts(example.prompt, images)
+    completions = [with_image_parts(messages, 0) for messages in example.completions]
+    last = prompt[-1]["role"]
+    if last not in ("user", "tool", "assistant"):
+        raise RowError(f"the prompt's last message has the role {last!r}")
+    render: Callable[..., str] = processor.apply_chat_template
+    kwargs = {name: value for name, value in example.template_kwargs.items() if name != "tools"}
+    continued = {"continue_final_message": last == "assistant", "add_generation_prompt": last != "assistant"}
+    begun = render(prompt, tools=None, tokenize=False, **continued, **kwargs)
+    whole = [render(prompt + completion, tools=None, tokenize=False, **kwargs) for completion in completions]
+    shared = begun
+    for text in whole:
+        shared = shared[: common_prefix(shared, text)]
+    return [shared, *(text[len(shared) :] for text in whole)]
+
+
+def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+    """Return messages whose content is a list of parts, with `images` parts of type image among them.
+
+    A first user message whose content is text gets them at its front; otherwise parts of type image must be there.
+
+    Raises RowError if there are more or fewer of them, for an unknown role, and for parts that bring their own image.
+    """
+    found: list[dict[str, Any]] = []
+    placed = False
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES:
+            raise RowError(f"a message has the role {role!r}")
+        if isinstance(content, str):
+            first = role == "user" and not placed
+            parts = [{"type": "image"}] * images if first else []
+            placed |= role == "user"
+            message = {**message, "content": [*parts, {"type": "text", "text": content}]}
+        found.append(message)
+    parts = [
+        part
+        for message in found
+        if isinstance(message.get("content"), list) and message["role"] != "tool"
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") == "image"
+    ]
+    if any(part.get("image") is not None for part in parts):
+        raise RowError("a content part brings its own image; give the images in a column images")
+    if len(parts) != images:
+        raise RowError(f"it has {images} images, and its messages have {len(parts)} places for images")
+    other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
+    if other is not None:
+        raise RowError(f"it holds {other}; only images are scored beside text")
+    return found
+
+
+def _parts(message: dict[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

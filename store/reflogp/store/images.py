@@ -1,0 +1,198 @@
+"""Identify images inside token sequences, and make a processor's tokens without its pixels.
+
+A processor writes many copies of one placeholder token for an image. Two rows that differ only in their images would then have
+the same token ids, and the same key. So image ids take the place of these copies: numbers from FIRST_IMAGE_ID on, which no
+vocabulary has, made from the image's decoded pixels, the settings of the image processor and the position in the image. All
+that works on token ids then works on rows with images: keys, truncation, shared prefixes, joins. Keys of text do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Image ids are at least this; token ids are smaller.
+FIRST_IMAGE_ID = 1 << 31
+DIGEST_BYTES = 16
+#: An image with fewer tokens is refused: 31 bits for each token would identify it too weakly.
+FEWEST_TOKENS = 4
+#: Attributes of an image processor that change neither pixels nor the number of tokens.
+_NOT_SETTINGS = frozenset(
+    {"image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format", "device",
+     "return_tensors", "disable_grouping", "model_input_names", "auto_map", "do_convert_annotations"}
+)  # fmt: skip
+#: Sizes of images, and the outputs of an image processor for them, that are remembered.
+_REMEMBERED = 4096
+
+#: (width, height) in pixels.
+Size = tuple[int, int]
+Int64s = npt.NDArray[np.int64]
+
+
+def pixel_digest(image: Any) -> bytes:
+    """Return 16 bytes that identify an image's decoded pixels, whatever file they came from.
+
+    Args:
+        image: a decoded PIL.Image.
+
+    Returns:
+        blake2b(digest_size=16, person=b"reflogp.pixels.1") over mode, size, palette, transparency and pixels.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"reflogp.pixels.1")
+    palette = image.getpalette() if image.mode in ("P", "PA") else None
+    transparency = image.info.get("transparency")
+    digest.update(
+        json.dumps([image.mode, image.size, palette, repr(transparency) if transparency is not None else None]).encode()
+    )
+    digest.update(image.tobytes())
+    return digest.digest()
+
+
+def settings_digest(image_processor: Any) -> bytes:
+    """Return 16 bytes that identify what an image processor does to images: sizes, crops, means, limits on pixels.
+
+    The library that resizes (PIL or torchvision) is left out, like the kernels of an engine: results differ by rounding.
+    """
+    settings = {
+        name: value
+        for name, value in image_processor.to_dict().items()
+        if name not in _NOT_SETTINGS and not name.startswith("_") and value is not None
+    }
+    name = type(image_processor).__name__.removesuffix("Fast").removesuffix("Pil")
+    text = json.dumps([name, settings], sort_keys=True, default=_as_plain)
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"reflogp.improc.1").digest()
+
+
+def _as_plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else getattr(value, "value", None) or str(value)
+
+
+def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
+    """Return the image ids that take the place of an image's tokens, int64 (count,), each in [2**31, 2**32).
+
+    Args:
+        image: a `pixel_digest`.
+        settings: a `settings_digest`.
+        count: number of tokens of the image.
+
+    Examples:
+        >>> from reflogp.store.images import image_ids
+        >>> image_ids(bytes(16), bytes(16), 4).tolist() == image_ids(bytes(16), bytes(16), 5)[:4].tolist()
+        True
+    """
+    stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings).digest(4 * count)
+    ids: Int64s = np.frombuffer(stream, "<u4").astype(np.int64) | FIRST_IMAGE_ID
+    return ids
+
+
+class ImageTokens:
+    """Tokens of texts with images, from the images' sizes alone: no pixel is read, resized or copied.
+
+    A processor's text depends on an image only through its size. So the processor is called with blank images, and its image
+    processor runs once for each combination of sizes.
+
+    Args:
+        processor: a transformers processor with a tokenizer and an image processor. It is not changed.
+        image_token_id: the token in whose places the model puts an image's features (`image_token_id` of its config).
+
+    Attributes:
+        processor: a copy of the processor that processes blank images only.
+        settings: `settings_digest` of its image processor.
+    """
+
+    def __init__(self, processor: Any, image_token_id: int) -> None:
+        self.processor = copy.copy(processor)
+        self.processor.image_processor = _BySize(processor.image_processor)
+        self.settings = settings_digest(processor.image_processor)
+        self.image_token_id = image_token_id
+        self._counts: dict[Size, int] = {}
+
+    def ids(self, text: str, sizes: Sequence[Size]) -> list[int]:
+        """Return the token ids of a text with images of these sizes; the copies of the image token are not replaced yet.
+
+        Raises what the processor raises, such as ValueError where the placeholders in the text do not match the images.
+        """
+        images = {"images": [blanks(sizes)]} if sizes else {}
+        found = self.processor(text=[text], add_special_tokens=False, **images)["input_ids"][0]
+        return [int(token) for token in found]
+
+    def count(self, size: Size) -> int:
+        """Return the number of image tokens of an image of this size."""
+        if size not in self._counts:
+            self._counts[size] = self.ids(self.processor.image_token, [size]).count(self.image_token_id)
+        return self._counts[size]
+
+    def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Size]]) -> Int64s:
+        """Return token ids with image ids in the places of the images' tokens, int64 (n,).
+
+        Args:
+            ids: what `ids` returned.
+            images: (pixel_digest, size) of the images, in their order in the text.
+
+        Raises ValueError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
+        """
+        counts = [self.count(size) for _, size in images]
+        found: Int64s = np.array(ids, np.int64)
+        places = np.flatnonzero(found == self.image_token_id)
+        if len(places) != sum(counts):
+            raise ValueError(f"it has {len(places)} image tokens, and its {len(images)} images need {sum(counts)}")
+        if counts and min(counts) < FEWEST_TOKENS:
+            raise ValueError(f"an image of it has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
+        at = 0
+        for (digest, _), count in zip(images, counts, strict=True):
+            found[places[at : at + count]] = image_ids(digest, self.settings, count)
+            at += count
+        return found
+
+
+def blanks(sizes: Sequence[Size]) -> list[Any]:
+    """Return black RGB images of these sizes, as PIL.Images."""
+    from PIL import Image
+
+    return [Image.new("RGB", size) for size in sizes]
+
+
+class _BySize:
+    """An image processor that runs once for each combination of sizes, and then answers from memory, without pixels."""
+
+    def __init__(self, image_processor: Any) -> None:
+        self._image_processor = image_processor
+        self._answers: OrderedDict[str, Any] = OrderedDict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle look for these before the object has attributes
+            raise AttributeError(name)
+        return getattr(self._image_processor, name)
+
+    def __call__(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = repr((_sizes(images), sorted((name, repr(value)) for name, value in kwargs.items())))
+        if asked not in self._answers:
+            answer = self._image_processor(images, *args, **kwargs)
+            for name in list(answer):
+                answer[name] = _without_memory(answer[name])
+            self._answers[asked] = answer
+            if len(self._answers) > _REMEMBERED:
+                self._answers.popitem(last=False)
+        return copy.copy(self._answers[asked])
+
+
+def _sizes(images: Any) -> Any:
+    return [_sizes(entry) for entry in images] if isinstance(images, list | tuple) else images.size
+
+
+def _without_memory(value: Any) -> Any:
+    """Return zeros of the same shape and type that share one number, in place of arrays of pixels; other values unchanged."""
+    if isinstance(value, list | tuple):
+        return type(value)(_without_memory(entry) for entry in value)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    if hasattr(value, "expand") and value.is_floating_point():  # a torch tensor
+        return value.new_zeros(()).expand(value.shape)
+    return value

@@ -1,0 +1,386 @@
+"""Pairs with images: values against a plain forward, keys by pixels, every form of an image, and images that cannot be used."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset, List
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from reflogp.scoring import TorchEngine, join, score
+from reflogp.scoring.data.image_rows import VisionProcessor
+from reflogp.scoring.data.images import MAX_IMAGES, MAX_PIXELS
+from reflogp.scoring.data.objects import open_dataset
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.runs.score import images_for_engine
+from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
+from tests.vision_models import FAMILIES, encoded, make, pair, picture
+
+PICTURES = [picture(1), picture(2, (100, 30)), picture(3, (30, 90))]
+
+
+def rows() -> list[dict]:
+    """No image, one, three of different sizes, two, one again in another row, and a prompt of several turns."""
+    turns = [
+        {"role": "system", "content": "be short"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "look: "}, {"type": "image"}, {"type": "text", "text": " what?"}],
+        },
+        {"role": "assistant", "content": "a circle"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and this?"}]},
+    ]
+    return [
+        pair("what is it?", [PICTURES[0]]),
+        pair("which of the three?", PICTURES),
+        pair("no picture here", []),
+        pair("what is it?", [PICTURES[1]]),
+        {**pair("", PICTURES[:2]), "prompt": turns},
+        pair("and this one? " * 4, [PICTURES[0]], chosen="it is a blue circle, one"),
+    ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    make(request.param, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision") / "llava"
+    make("LLaVA", folder)
+    return str(folder)
+
+
+def engine_sequences(folder, data) -> list[Sequence]:
+    """Chosen, rejected, chosen, … as the engine gets them."""
+    [window] = tokenized(folder, open_dataset(data))
+    images = images_for_engine(window)
+    found = []
+    for at, row in enumerate(window.table.to_pylist()):
+        found += [Sequence(row["prompt_ids"], row[side], images=images[at]) for side in ("chosen_ids", "rejected_ids")]
+    return found
+
+
+def tokenized(folder, source) -> TokenizedDataset:
+    from reflogp.scoring.data.image_rows import load_processor
+    from reflogp.scoring.data.tokenize import load_tokenizer
+
+    return TokenizedDataset(
+        source, lambda: load_tokenizer(str(folder)), load_vision=lambda: load_processor(folder, str(folder))
+    )
+
+
+def plain_forward(folder, data, dtype=torch.float32) -> list[np.ndarray]:
+    """The log-probs of each side, from one forward of transformers with the processor's own inputs for each."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    found = []
+    for row in data:
+        prompt = row["prompt"]
+        if isinstance(prompt[0]["content"], str) and prompt[0]["role"] == "user":
+            parts = [{"type": "image"} for _ in row["images"]]
+            prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt[0]["content"]}]}]
+        begun = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        for side in ("chosen", "rejected"):
+            whole = processor.apply_chat_template(prompt + row[side], tokenize=False)
+            assert whole.startswith(begun)
+            images = {"images": [row["images"]]} if row["images"] else {}
+            inputs = processor(text=[whole], add_special_tokens=False, return_tensors="pt", **images)
+            length = len(processor.tokenizer(whole[len(begun) :], add_special_tokens=False)["input_ids"])
+            with torch.no_grad():
+                logps = model(**inputs).logits[0, :-1].float().log_softmax(-1)
+            targets = inputs["input_ids"][0, 1:]
+            found.append(logps.gather(1, targets[:, None])[-length:, 0].numpy())
+    return found
+
+
+def test_values_are_those_of_a_plain_forward(family):
+    expected = plain_forward(family, rows())
+    engine = TorchEngine(str(family), "float32", "cpu")
+    found = engine.score(engine_sequences(family, rows()))
+    assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) <= 1e-4
+    without = engine.score(engine_sequences(family, [{**row, "images": [picture(9)] * len(row["images"])} for row in rows()]))
+    for number, (one, other) in enumerate(zip(found, without, strict=True)):
+        assert (np.abs(one - other).max() > 1e-3) == bool(rows()[number // 2]["images"]), "the images are what is scored"
+
+
+def test_bfloat16_is_no_worse_than_a_forward_of_each(family):
+    expected = plain_forward(family, rows())
+    plain = plain_forward(family, rows(), torch.bfloat16)
+    found = TorchEngine(str(family), "bfloat16", "cpu").score(engine_sequences(family, rows()))
+
+    def error(values) -> float:
+        return float(np.sqrt(np.mean(np.concatenate([a - b for a, b in zip(values, expected, strict=True)]) ** 2)))
+
+    assert error(found) <= 1.2 * error(plain) + 1e-4
+
+
+def test_the_vision_tower_runs_once_for_each_distinct_image_of_a_pack(llava):
+    engine = TorchEngine(llava, "float32", "cpu")
+    sequences = engine_sequences(llava, rows())
+    engine.score(sequences)
+    assert engine.image_check.path == "packed" and engine.image_check.difference < 1e-5
+    seen = []
+    tower = engine._loaded.model.base_model.vision_tower
+    handle = tower.register_forward_pre_hook(lambda *args, **kwargs: seen.append(1), with_kwargs=True)
+    engine.score(sequences)
+    handle.remove()
+    assert len(seen) == len(PICTURES)
+    assert engine.operations().sharing_gain > 1.5
+
+
+def test_values_do_not_depend_on_what_shares_the_pass(llava):
+    engine = TorchEngine(llava, "float32", "cpu")
+    sequences = engine_sequences(llava, rows())
+    together = engine.score(sequences)
+    engine.token_budget = 40
+    apart = engine.score(sequences)
+    assert max(np.abs(a - b).max() for a, b in zip(together, apart, strict=True)) <= 1e-4
+
+
+# Keys
+
+
+def keys_of(folder, data) -> list[bytes]:
+    from reflogp.store import sequence_keys
+
+    [window] = tokenized(folder, open_dataset(data))
+    assert not window.problems, window.problems
+    return sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).to_pylist()
+
+
+def test_a_key_is_of_pixels_and_not_of_files(llava):
+    image = PICTURES[0]
+    forms = [image, encoded(image, "PNG"), encoded(image, "BMP"), encoded(image, "WEBP", lossless=True), encoded(image, "TIFF")]
+    assert len(set(keys_of(llava, [pair("what?", [form]) for form in forms]))) == 1
+
+
+def test_one_pixel_another_order_and_other_settings_are_other_keys(llava, tmp_path):
+    other = PICTURES[0].copy()
+    other.putpixel((3, 3), tuple(255 - value for value in other.getpixel((3, 3))))
+    images = [[PICTURES[0]], [other], [PICTURES[0], PICTURES[1]], [PICTURES[1], PICTURES[0]], [PICTURES[0].convert("L")], []]
+    keys = keys_of(llava, [pair("what?", entry) for entry in images])
+    assert len(set(keys)) == len(images)
+    processor = AutoProcessor.from_pretrained(llava)
+    before = settings_digest(processor.image_processor)
+    processor.image_processor.image_mean = [0.4, 0.4, 0.4]
+    assert settings_digest(processor.image_processor) != before
+    changed = tmp_path / "changed"
+    make("LLaVA", changed)
+    processor.save_pretrained(changed)
+    assert not set(keys_of(changed, [pair("what?", entry) for entry in images[:-1]])) & set(keys)
+    assert keys_of(changed, [pair("what?", [])]) == keys[-1:], "text depends on no image processor"
+
+
+def test_an_orientation_in_the_file_turns_the_image(llava):
+    turned = PICTURES[1].transpose(Image.Transpose.ROTATE_270)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by 90 degrees clockwise
+    assert len(set(keys_of(llava, [pair("?", [encoded(PICTURES[1], "PNG", exif=exif)]), pair("?", [turned])]))) == 1
+
+
+def test_image_ids_are_above_every_vocabulary():
+    ids = image_ids(bytes(16), bytes(16), 1000)
+    assert ids.min() >= FIRST_IMAGE_ID and ids.max() < 2**32 and len(set(ids.tolist())) == 1000
+    assert pixel_digest(PICTURES[0]) != pixel_digest(PICTURES[1])
+
+
+# Forms of data
+
+
+def test_every_form_of_a_dataset_gives_the_same_values(llava, tmp_path):
+    image = PICTURES[0]
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    png = encoded(image, "PNG")
+    (tmp_path / "data" / "sub" / "a.png").write_bytes(png)
+    plain = pair("what?", [])
+    del plain["images"]
+    uri = "data:image/png;base64," + base64.b64encode(png).decode()
+    lines = [
+        {**plain, "images": ["sub/a.png"]},
+        {**plain, "images": [uri]},
+        {**plain, "images": [str(tmp_path / "data/sub/a.png")]},
+    ]
+    (tmp_path / "data" / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    struct_type = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    columns = {name: [value] for name, value in plain.items()}
+    table = pa.table({**columns, "images": pa.array([[{"bytes": png, "path": None}]], struct_type)})
+    pq.write_table(table, tmp_path / "data" / "rows.parquet")
+    of_datasets = Dataset.from_list([{**plain, "images": [png]}]).cast_column("images", List(ImageFeature()))
+    single = Dataset.from_list([{**plain, "image": {"bytes": png, "path": None}}]).cast_column("image", ImageFeature())
+    first = score(llava, str(tmp_path / "data" / "rows.jsonl"), tmp_path / "store", dtype="float32", progress=False)
+    assert (first.scored, first.duplicates, first.bad_rows) == (2, 4, 0)
+    datasets = [
+        str(tmp_path / "data" / "rows.parquet"),
+        of_datasets,
+        single,
+        single.to_iterable_dataset(),
+        table,
+        table.to_pylist(),
+    ]
+    of_datasets.save_to_disk(tmp_path / "saved")
+    for data in [*datasets, str(tmp_path / "saved")]:
+        again = score(llava, data, tmp_path / "store", dtype="float32", progress=False)
+        assert (again.hits, again.scored, again.bad_rows) == (2, 0, 0), data
+    joined = join(llava, of_datasets, tmp_path / "store", dtype="float32")
+    assert joined.features["images"] == of_datasets.features["images"] and joined[0]["images"][0].size == image.size
+    assert np.isfinite(joined["ref_chosen_logps"][0])
+
+
+def test_a_joined_file_keeps_the_images(llava, tmp_path):
+    from typer.testing import CliRunner
+
+    from reflogp.cli.main import app
+
+    png = encoded(PICTURES[0], "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(png).decode()
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({**pair("what?", []), "images": [uri]}) + "\n" for _ in range(3)))
+    runner = CliRunner()
+    common = [llava, str(data), "--store", str(tmp_path / "store"), "--dtype", "float32"]
+    assert runner.invoke(app, ["score", *common]).exit_code == 0
+    done = runner.invoke(app, ["join", *common, "-o", str(tmp_path / "out.parquet")])
+    assert done.exit_code == 0, done.output
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table["images"].to_pylist() == [[uri]] * 3 and table["ref_chosen_logps"].null_count == 0
+    report = runner.invoke(app, ["report", *common, "-o", str(tmp_path / "report")])
+    assert report.exit_code == 0, report.output
+
+
+# Images that cannot be used
+
+
+def bomb(width: int = 20_000, height: int = 20_000) -> bytes:
+    """A small PNG of many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    lines = zlib.compress(bytes((width // 8 + 1) * height))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
+
+
+def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
+    png = encoded(PICTURES[0], "PNG")
+    (tmp_path / "text.png").write_text("not an image")
+    large = tmp_path / "large.png"
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    user = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    own = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "?"}]}]
+    video = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
+    return {
+        "truncated": (pair("?", [png[:60]]), "decoded"),
+        "cut pixels": (pair("?", [encoded(PICTURES[0], "JPEG")[:-200]]), "decoded"),
+        "a bomb": (pair("?", [bomb()]), f"at most {MAX_PIXELS:,}"),
+        "no image": (pair("?", [b"hello"]), "decoded"),
+        "empty": (pair("?", [b""]), "decoded"),
+        "a number": (pair("?", [7]), "expected bytes"),
+        "null": (pair("?", [None]), "expected bytes"),
+        "a null column": (pair("?", None), "images is null"),
+        "no list": (pair("?", "a.png"), "expected a list"),
+        "too many": (pair("?", [png] * (MAX_IMAGES + 1)), "at most"),
+        "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "address"),
+        "a missing file": (pair("?", [str(tmp_path / "none.png")]), "cannot be read"),
+        "a folder": (pair("?", [str(tmp_path)]), "cannot be read"),
+        "a text file": (pair("?", [str(tmp_path / "text.png")]), "decoded"),
+        "a large file": (pair("?", [str(large)]), "more than"),
+        "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "damaged"),
+        "a plain URI": (pair("?", ["data:image/png,abc"]), "without base64"),
+        "a zero byte in a path": (pair("?", ["a\0b"]), "cannot be read"),
+        "more placeholders": ({**pair("?", []), "prompt": user}, "1 places for images"),
+        "fewer placeholders": ({**pair("?", [png, png]), "prompt": user}, "2 images"),
+        "an own image": ({**pair("?", [png]), "prompt": own}, "brings its own image"),
+        "a video": ({**pair("?", [png]), "prompt": video}, "video"),
+        "a placeholder in the answer": (pair("?", [png], chosen="see <image>"), "refuses it"),
+        "no prompt": ({name: value for name, value in pair("?", [png]).items() if name != "prompt"}, "needs a prompt"),
+        "an unknown role": ({**pair("?", [png]), "prompt": [{"role": "critic", "content": "?"}]}, "role"),
+    }
+
+
+def test_rows_whose_images_cannot_be_used_are_named_and_the_others_go_on(llava, tmp_path):
+    bad = bad_images(tmp_path)
+    data = [pair("good", [PICTURES[0]]), *(row for row, _ in bad.values()), pair("good too", [PICTURES[1]])]
+    [window] = tokenized(llava, open_dataset(data))
+    assert window.table["row"].to_pylist() == [0, len(data) - 1]
+    for number, (name, (_, words)) in enumerate(bad.items(), 1):
+        assert words in window.problems[number], (name, window.problems[number])
+        assert len(window.problems[number]) < 600
+
+
+def test_a_length_that_cuts_an_image_is_a_bad_row_and_text_rows_go_on(llava, tmp_path):
+    data = [pair("what?", [PICTURES[0], PICTURES[1]]), pair("what?", [])]
+    summary = score(llava, data, tmp_path, dtype="float32", max_length=24, progress=False)
+    assert summary.bad_row_numbers == [] and summary.dropped_rows == 1  # TRL drops a pair whose prompt fills max_length
+    engine = TorchEngine(llava, "float32", "cpu")
+    [sequence, *_] = engine_sequences(llava, data)
+    [problem] = engine.problems([Sequence(sequence.prompt_ids[:24], sequence.completion_ids, images=sequence.images)]).values()
+    assert "max_length cuts" in problem
+
+
+def test_a_model_of_text_refuses_rows_with_images_by_name(tokenizer, tmp_path):
+    from tests.conftest import save_llama
+
+    folder = save_llama(tmp_path / "text", tokenizer, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    data = [{**pair("?", []), "images": None}, pair("?", [encoded(PICTURES[0], "PNG")])]
+    summary = score(str(folder), data, tmp_path / "store", dtype="float32", progress=False)
+    assert summary.bad_row_numbers == [1] and summary.scored == 2
+
+
+def test_other_engines_and_several_devices_refuse_images(llava, tmp_path):
+    from reflogp.scoring.runs.pending import Miss
+    from reflogp.scoring.runs.spread.scorer import ParallelScorer
+    from reflogp.scoring.vllm_engine.engine import VllmEngine
+    from reflogp.store import UsageError
+
+    [sequence, *_] = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
+    with pytest.raises(UsageError, match="leave out --devices"):
+        ParallelScorer(workers=None).score([Miss(b"k" * 16, sequence, 1, [0])], 0, None)
+    assert "--engine torch" in VllmEngine._problem(None, sequence)
+
+
+def test_pairs_for_kto_and_token_rows_with_images_are_refused(llava, tmp_path):
+    png = encoded(PICTURES[0], "PNG")
+    kto = [{"prompt": "a", "completion": "b", "label": True, "images": [png]}]
+    tokens = [{"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], "images": [png]}]
+    for data in (kto, tokens):
+        [window] = tokenized(llava, open_dataset(data))
+        assert "more than text" in window.problems[0]
+
+
+def test_relative_paths_start_at_the_datasets_folder(llava, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    (tmp_path / "a.png").write_bytes(encoded(PICTURES[0], "PNG"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pair("what?", ["a.png"])) + "\n")
+    [window] = tokenized(llava, RowSource(str(tmp_path / "rows.jsonl")))
+    assert not window.problems and window.images[0][0].load().size == PICTURES[0].size
+
+
+def test_a_processor_without_images_and_a_config_without_an_image_token(llava):
+    from transformers import AutoConfig, LlamaConfig
+
+    processor = AutoProcessor.from_pretrained(llava)
+    assert VisionProcessor.of(processor.tokenizer, AutoConfig.from_pretrained(llava)) is None
+    assert VisionProcessor.of(processor, LlamaConfig()) is None
+
+
+def test_decoding_keeps_the_first_frame(llava):
+    frames = [picture(1), picture(2)]
+    sink = io.BytesIO()
+    frames[0].save(sink, "PNG", save_all=True, append_images=frames[1:])
+    assert len(set(keys_of(llava, [pair("?", [sink.getvalue()]), pair("?", [frames[0]])]))) == 1

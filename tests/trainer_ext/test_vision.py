@@ -1,0 +1,185 @@
+"""DPO on pairs with images: TRL's losses without a reference model, wrong images are misses, and what is refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, List
+from datasets import Image as ImageFeature
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from trl import DPOConfig, DPOTrainer, KTOConfig
+from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+from reflogp.scoring import score
+from reflogp.scoring.data.image_rows import load_processor
+from reflogp.scoring.data.objects import open_dataset
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.store import UsageError
+from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
+from reflogp.trainer.vision import RowTokens
+from tests.trainer_ext.conftest import losses
+from tests.trainer_ext.distributed_run import launch
+from tests.trainer_ext.on_cpu import ON_CPU
+from tests.vision_models import FAMILIES, make, pair, picture
+
+
+def pairs_with_images(count: int) -> Dataset:
+    """Of 0 to 3 images of several sizes and modes."""
+    counts = [1, 2, 0, 3]
+    rows = [
+        pair(
+            "what is it? " * (n % 3 + 1),
+            [picture(10 * n + k, (40 + n, 50 + 7 * k)).convert("L" if n == 5 else "RGB") for k in range(counts[n % 4])],
+            chosen="a red square " * (n % 4 + 1),
+        )
+        for n in range(count)
+    ]
+    return Dataset.from_list(rows).cast_column("images", List(ImageFeature()))
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return pairs_with_images(12)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def scored(request, dataset, tmp_path_factory):
+    """(folder of a model, folder of a store that has its values)."""
+    return _scored(request.param, dataset, tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def llava(dataset, tmp_path_factory):
+    return _scored("LLaVA", dataset, tmp_path_factory.mktemp("vision"))
+
+
+def _scored(family, dataset, folder):
+    make(family, folder / "model")
+    summary = score(str(folder / "model"), dataset, folder / "store", dtype="float32", progress=False)
+    assert (summary.scored, summary.bad_rows) == (2 * len(dataset), 0)
+    return folder / "model", folder / "store"
+
+
+def trainer(scored, dataset, tmp_path, kind=CachedDPOTrainer, options=None, **changes):
+    model, store = scored
+    settings = {**ON_CPU, "output_dir": str(tmp_path / kind.__name__), "per_device_train_batch_size": 2, "max_length": None}
+    given = {"reference": ReferenceSource(store, model=str(model), dtype="float32")} if kind is not DPOTrainer else {}
+    given |= {"processing_class": AutoProcessor.from_pretrained(model), **(options or {})}
+    policy = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    config = KTOConfig if kind is CachedKTOTrainer else DPOConfig
+    return kind(policy, args=config(**{**settings, **changes}), train_dataset=dataset, **given)
+
+
+@pytest.mark.slow
+def test_losses_are_those_with_a_reference_model(scored, dataset, tmp_path):
+    ours = trainer(scored, dataset, tmp_path, max_steps=20, learning_rate=1e-3)
+    assert not ours.ref_model and ours.joins["train"].rows == len(dataset)
+    ours.train()
+    trl = trainer(scored, dataset, tmp_path, DPOTrainer, max_steps=20, learning_rate=1e-3)
+    trl.train()
+    assert len(losses(ours)) == 20
+    np.testing.assert_allclose(losses(ours), losses(trl), rtol=0, atol=1e-5)
+    audit = ours.audit.as_dict()
+    assert audit["verdict"] == "passed" and audit["forwards"]["policy_passes"] == 20
+    assert ours.audit.step_zero.sequences == 4 and ours.audit.step_zero.max_difference < 1e-3
+
+
+def test_a_run_on_images(llava, dataset, tmp_path):
+    ours = trainer(llava, dataset, tmp_path, max_steps=2, options={"eval_dataset": dataset.select(range(4))})
+    ours.train()
+    evaluated = ours.evaluate()["eval_loss"]
+    assert ours.audit.step_zero.passed and np.isfinite(evaluated)
+    assert ours.evaluate(dataset.select(range(4)))["eval_loss"] == pytest.approx(evaluated, abs=1e-6)
+    assert ours.train_dataset[0]["images"][0].size == dataset[0]["images"][0].size
+
+
+def test_the_tokens_of_scoring_and_of_training_are_equal(scored, dataset):
+    model, _ = scored
+    vision = load_processor(str(model), str(model))
+    rows = TokenizedDataset(open_dataset(dataset), lambda: load_tokenizer(str(model)), load_vision=lambda: vision)
+    [window] = rows
+    collator = DataCollatorForVisionPreference(AutoProcessor.from_pretrained(model))
+    made = [RowTokens(collator, vision.image_token_id, "train")(row, n) for n, row in enumerate(dataset)]
+    assert [{name: row[name] for name in made[0]} for row in window.table.to_pylist()] == made
+
+
+def changed(dataset: Dataset, number: int, images: list) -> Dataset:
+    rows = [{**row, "images": images} if n == number else row for n, row in enumerate(dataset)]
+    return Dataset.from_list(rows).cast_column("images", List(ImageFeature()))
+
+
+def test_a_changed_pixel_and_swapped_images_are_misses(llava, dataset, tmp_path):
+    image = dataset[0]["images"][0].copy()
+    image.putpixel((0, 0), tuple(255 - value for value in image.getpixel((0, 0))))
+    swapped = dataset[1]["images"][::-1]
+    for number, images in ((0, [image]), (1, swapped), (2, [image]), (3, dataset[3]["images"][:2])):
+        with pytest.raises(MissingLogpsError, match=rf"1 of 12 rows of train \(rows {number}\)") as caught:
+            trainer(llava, changed(dataset, number, images), tmp_path)
+        assert " DATA " in caught.value.command, "a file of tokens would lack the images"
+
+
+def test_another_image_processor_is_another_input(llava, dataset, tmp_path):
+    processor = AutoProcessor.from_pretrained(llava[0])
+    processor.image_processor.image_mean = [0.3, 0.3, 0.3]
+    with pytest.raises(MissingLogpsError, match="9 of 12 rows"):  # three rows are text alone
+        trainer(llava, dataset, tmp_path, options={"processing_class": processor})
+
+
+def test_nothing_scored_yet(llava, dataset, tmp_path):
+    from reflogp.store import ReflogpError
+
+    with pytest.raises(ReflogpError, match="reflogp score"):
+        trainer((llava[0], tmp_path / "empty"), dataset, tmp_path)
+
+
+def test_a_length_that_cuts_images_is_refused_before_training(llava, dataset, tmp_path):
+    with pytest.raises(UsageError, match=r"row \d+ of train: max_length 30 cuts the tokens of its images"):
+        trainer(llava, dataset, tmp_path, max_length=30)
+
+
+def test_a_row_that_the_collator_refuses_is_named(llava, dataset, tmp_path):
+    rows = [*dataset.select(range(3)), {**dataset[3], "prompt": [{"role": "user", "content": "<image> and its own"}]}]
+    with pytest.raises(UsageError, match="row 3 of train"):
+        trainer(llava, Dataset.from_list(rows).cast_column("images", List(ImageFeature())), tmp_path)
+
+
+def test_what_is_refused_with_images(llava, dataset, tmp_path):
+    model, store = llava
+    kto = dataset.remove_columns(["rejected"]).rename_column("chosen", "completion").add_column("label", [True, False] * 6)
+    with pytest.raises(UsageError, match="CachedKTOTrainer takes no images"):
+        trainer(llava, kto, tmp_path, CachedKTOTrainer)
+    with pytest.raises(UsageError, match="not as a stream"):
+        trainer(llava, dataset.to_iterable_dataset(), tmp_path, max_steps=1)
+    with pytest.raises(UsageError, match="column videos"):
+        trainer(llava, dataset.add_column("videos", [["a.mp4"]] * 12), tmp_path)
+    source = ReferenceSource(store, model=str(model), dtype="float32", on_miss="compute")
+    with pytest.raises(UsageError, match="on_miss='compute'"):
+        trainer(llava, dataset, tmp_path, options={"reference": source})
+    collator = type("Own", (DataCollatorForVisionPreference,), {})(AutoProcessor.from_pretrained(model))
+    with pytest.raises(UsageError, match="data collator Own"):
+        trainer(llava, dataset, tmp_path, options={"data_collator": collator})
+    with pytest.raises(ImportError, match=r"TRL 1\.9"):
+        _with_trl_version("1.8.0", lambda: trainer(llava, dataset, tmp_path))
+
+
+def _with_trl_version(version, work):
+    from unittest import mock
+
+    with mock.patch("reflogp.trainer.vision.trl_version", lambda: version):
+        work()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
+def test_two_processes(mode, llava, tmp_path):
+    model, _ = llava
+    data = pairs_with_images(12).filter(
+        lambda row: len(row["images"]) > 0
+    )  # TRL: text alone leaves the tower without gradients
+    data.save_to_disk(tmp_path / "data")
+    settings = {"model": str(model), "source": str(llava[1]), "data": str(tmp_path / "data"), "images": True, "mode": mode}
+    _, ranks, _ = launch(settings, tmp_path / "ours")
+    _, trl, _ = launch({**settings, "trl": True}, tmp_path / "trl")
+    for ours, theirs in zip(ranks, trl, strict=True):
+        assert [entry["loss"] for entry in ours["logs"]] == pytest.approx([entry["loss"] for entry in theirs["logs"]], abs=1e-5)
+        assert ours["audit"]["verdict"] == "passed"

@@ -1,0 +1,185 @@
+"""Train on pairs with images: make the rows' tokens without processing pixels, and bring the joined columns into each batch.
+
+TRL tokenises pairs with images in its collator, batch by batch (DataCollatorForVisionPreference). The same collator makes the
+tokens that the rows are keyed by, from blank images of the same sizes; image ids then take the places of the image tokens
+(reflogp.store.images). Reference columns are put back into the collator's output, from which it would drop them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, IterableDataset, List, Value
+from packaging.version import Version
+
+from reflogp.store import UsageError
+from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, pixel_digest
+from reflogp.store.joins import PAIR_COLUMNS
+from reflogp.store.texts import shortened
+from reflogp.trainer.layouts import load_table, reference_columns, save_table
+from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.trl_versions import trl_version
+
+#: Columns from which TRL concludes that a dataset holds images.
+IMAGE_COLUMNS = ("image", "images")
+_FIRST_TRL = Version("1.9.0")
+_COLLATOR = "DataCollatorForVisionPreference"
+_TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_COLUMNS)})
+
+
+def has_images(dataset: Any) -> bool:
+    """Return True if TRL reads a dataset's rows as pairs with images, by the names of its columns."""
+    names = getattr(dataset, "column_names", None) or ()
+    if isinstance(dataset, IterableDataset) and not names:
+        names = list(next(iter(dataset), {}))
+    return any(name in names for name in IMAGE_COLUMNS)
+
+
+def may_take_images(model: Any, processing_class: Any) -> bool:
+    """Return False if a run's processor or model, as they are given to the trainer, take text only."""
+    if processing_class is not None:
+        return getattr(processing_class, "image_processor", None) is not None
+    config = getattr(model, "config", None)
+    return config is None or image_token(config) is not None
+
+
+def image_token(config: Any) -> int | None:
+    """Return the token in whose places a model puts the features of images; None for a model of text."""
+    found: int | None = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if found is None else found
+
+
+def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
+    """Raise an error that names what a trainer, a kind of dataset or a source does not support with images.
+
+    Raises:
+        ImportError: this TRL's pairs with images are not supported.
+        UsageError: for everything else.
+    """
+    name = trainer_class.__name__
+    modules = [sys.modules[parent.__module__] for parent in trainer_class.__mro__ if parent.__module__.startswith("trl.")]
+    if not any(hasattr(module, _COLLATOR) for module in modules):
+        raise UsageError(f"{name} takes no images: stored values of pairs with images are for DPO. Use TRL's own trainer")
+    if Version(trl_version()) < _FIRST_TRL:
+        raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, and {trl_version()} is installed")
+    if any(isinstance(dataset, IterableDataset) for dataset in datasets):
+        raise UsageError(f"{name} takes pairs with images as a Dataset, not as a stream: their rows are keyed before training")
+    if source.on_miss != "error":
+        raise UsageError(f"on_miss={source.on_miss!r} is for rows of text; score pairs with images by `reflogp score` before")
+
+
+def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
+    """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids.
+
+    One process of each node computes them, with `dataset_num_proc` processes.
+
+    Args:
+        dataset: rows as TRL's collator takes them.
+        trainer: a constructed trainer.
+        name: the dataset's name, for errors and the progress bar.
+
+    Raises UsageError, with the row's number, for a row that TRL's collator refuses, or whose images `max_length` cuts.
+    """
+    collator = trainer.data_collator
+    collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
+    if type(collator).__name__ != _COLLATOR:
+        raise UsageError(
+            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's, by which rows are keyed: "
+            "leave data_collator out"
+        )
+    token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
+    if token is None:
+        raise UsageError(f"the config of {type(trainer.model).__name__} names no image token (image_token_id)")
+
+    def work() -> Any:
+        if Rank.here().local_rank:
+            return None
+        made = dataset.map(
+            RowTokens(collator, token, name),
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=_TOKENS,
+            num_proc=trainer.args.dataset_num_proc,
+            desc=f"Reading {name}'s images",
+        )
+        return made if Rank.here().count == 1 else save_table(made.with_format("arrow")[:])
+
+    found = of_my_node(gather(on_all_ranks_for_long(f"reading {name}'s images", work)))
+    rows = found if isinstance(found, Dataset) else Dataset(on_all_ranks(f"reading {name}", lambda: load_table(found)))
+    _require_whole_images(rows, trainer.args.max_length, name)
+    return rows
+
+
+class RowTokens:
+    """Makes the token ids of one row, as `datasets.map` calls it.
+
+    Args:
+        collator: TRL's collator of the run.
+        token: the model's image token.
+        name: the dataset's name, for errors.
+    """
+
+    def __init__(self, collator: Any, token: int, name: str) -> None:
+        self._tokens = ImageTokens(collator.processor, token)
+        self._collator = copy.copy(collator)
+        self._collator.processor, self._collator.max_length = self._tokens.processor, None
+        self._name = name
+
+    def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
+        try:
+            images = [row["image"]] if "image" in row else row["images"]
+            seen = [(pixel_digest(image), image.size) for image in images]
+            blank = blanks([size for _, size in seen])
+            made = self._collator([{**row, "image": blank[0]} if "image" in row else {**row, "images": blank}])
+            ids, mask, completion = (made[column].numpy() for column in ("input_ids", "attention_mask", "completion_mask"))
+            prompt = self._tokens.identified(ids[0][(mask[0] == 1) & (completion[0] == 0)].tolist(), seen)
+        except Exception as error:  # templates and processors raise whatever they like
+            raise UsageError(f"row {number} of {self._name} cannot be used: {shortened(str(error) or repr(error))}") from error
+        sides = {column: ids[side][completion[side] == 1].tolist() for side, column in enumerate(PAIR_COLUMNS)}
+        return {"prompt_ids": prompt.tolist(), **sides}
+
+
+class CollatorWithReference:
+    """TRL's collator, whose batches also have the reference columns of their rows, float32 (rows,).
+
+    Attributes:
+        collator: TRL's.
+    """
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "collator":
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        import torch
+
+        columns = reference_columns(rows[0])
+        plain = [{name: value for name, value in row.items() if name not in columns} for row in rows]
+        batch = self.collator(plain)
+        for name in columns:
+            batch[name] = torch.tensor([row[name] for row in rows], dtype=torch.float32)
+        return batch
+
+
+def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
+    """Raise UsageError if the collator's truncation cuts image tokens, which fails in the model in the middle of a run."""
+    if max_length is None:
+        return
+    prompts = rows.with_format("arrow")["prompt_ids"]
+    prompts = prompts.combine_chunks() if isinstance(prompts, pa.ChunkedArray) else pa.array(prompts[:])
+    for number, prompt in enumerate(prompts):
+        places = np.flatnonzero(prompt.values.to_numpy() >= FIRST_IMAGE_ID)
+        if len(places) and places[-1] >= max_length:
+            raise UsageError(
+                f"row {number} of {name}: max_length {max_length} cuts the tokens of its images, which end at token "
+                f"{places[-1] + 1}; set a larger max_length, or leave the row out"
+            )
