@@ -3,7 +3,9 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,7 +13,11 @@ import transformers as tf
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.processing_utils import ProcessorMixin
 
 from reflogp.cli.demo_model import train_tokenizer
 
@@ -104,19 +110,107 @@ def idefics3() -> tuple[Any, Any]:
     return tf.Idefics3ForConditionalGeneration(config), processor
 
 
-FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {"LLaVA": llava, "Gemma 3": gemma3, "Idefics 3": idefics3}
+def _without_videos(make: Callable[[Any], Any]) -> Any:
+    """Make a processor whose video processor, a part that needs torchvision, only takes its place."""
+    with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *args: None):
+        return make(SimpleNamespace(merge_size=2, to_dict=dict))
+
+
+def _qwen(kind: str, sight: dict[str, Any], **text: Any) -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
+    size = {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}
+    image_processor = Qwen2VLImageProcessorPil(size=size, patch_size=8)
+    processor = _without_videos(lambda videos: getattr(tf, f"{kind}Processor")(image_processor, tokenizer, videos))
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    config = getattr(tf, f"{kind}Config")(
+        text_config=_text(tokenizer, rope_parameters=rope, **text),
+        vision_config={"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, **sight},
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+    )
+    return getattr(tf, f"{kind}ForConditionalGeneration")(config), processor
+
+
+def qwen2_vl() -> tuple[Any, Any]:
+    return _qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": TEXT["hidden_size"], "mlp_ratio": 2})
+
+
+def qwen2_5_vl() -> tuple[Any, Any]:
+    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
+    return _qwen("Qwen2_5_VL", {**sight, "window_size": 32, "fullatt_block_indexes": [1]})
+
+
+def qwen3_vl() -> tuple[Any, Any]:
+    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
+    return _qwen("Qwen3VL", {**sight, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, head_dim=16)
+
+
+def internvl() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
+    )
+    image_processor = GotOcr2ImageProcessorPil(size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4)
+    processor = _without_videos(lambda videos: tf.InternVLProcessor(image_processor, tokenizer, videos, image_seq_length=4))
+    config = tf.InternVLConfig(
+        vision_config={**_SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
+        text_config=tf.Qwen2Config(**_text(tokenizer)).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    return tf.InternVLForConditionalGeneration(config), processor
+
+
+def llava_onevision() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(image_token="<image>", video_token="<video>")
+    points = [[32, 32], [32, 64], [64, 32], [64, 64]]
+    image_processor = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, image_grid_pinpoints=points)
+    processor = _without_videos(
+        lambda videos: tf.LlavaOnevisionProcessor(
+            image_processor, tokenizer, videos, num_image_tokens=16, vision_feature_select_strategy="full"
+        )
+    )
+    config = tf.LlavaOnevisionConfig(
+        vision_config=tf.SiglipVisionConfig(**_SIGHT, image_size=32, patch_size=8, vision_use_head=False),
+        text_config=tf.Qwen2Config(**_text(tokenizer)),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=points,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    return tf.LlavaOnevisionForConditionalGeneration(config), processor
+
+
+#: Families whose processors can be saved and loaded without torchvision.
+LOADABLE: dict[str, Callable[[], tuple[Any, Any]]] = {"LLaVA": llava, "Gemma 3": gemma3, "Idefics 3": idefics3}
+FAMILIES = {
+    **LOADABLE,
+    "Qwen2-VL": qwen2_vl,
+    "Qwen2.5-VL": qwen2_5_vl,
+    "Qwen3-VL": qwen3_vl,
+    "InternVL": internvl,
+    "LLaVA-OneVision": llava_onevision,
+}
 
 
 def make(family: str, folder: Path) -> Any:
-    """Write a model and its processor into a folder; return the processor."""
+    """Write a model and its tokenizer, and its processor if it is LOADABLE, into a folder; return the processor."""
     torch.manual_seed(0)
     model, processor = FAMILIES[family]()
-    template = _TEMPLATE.replace("IMAGE", processor.image_token)
+    token = processor.image_token
+    around = ("<|vision_start|>", "<|vision_end|>") if token == "<|image_pad|>" else ("", "")
+    template = _TEMPLATE.replace("IMAGE", around[0] + token + around[1])
     processor.chat_template = processor.tokenizer.chat_template = template
     for name, parameter in model.named_parameters():  # large at the connector, so that images matter
-        parameter.data.normal_(0, 0.5 if "project" in name or "connector" in name else 0.1)
+        parameter.data.normal_(0, 0.5 if any(part in name for part in ("project", "connector", "merger")) else 0.1)
     model.eval().save_pretrained(folder)
-    processor.save_pretrained(folder)
+    (processor if family in LOADABLE else processor.tokenizer).save_pretrained(folder)
     return processor
 
 

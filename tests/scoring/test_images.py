@@ -14,19 +14,22 @@ import torch
 from datasets import Dataset, List
 from datasets import Image as ImageFeature
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from reflogp.scoring import TorchEngine, join, score
-from reflogp.scoring.data.image_rows import VisionProcessor
+from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
 from reflogp.scoring.data.images import MAX_IMAGES, MAX_PIXELS
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
 
+#: Of the folders of `family`: some processors cannot be loaded without torchvision.
+PROCESSORS = {}
 PICTURES = [picture(1), picture(2, (100, 30)), picture(3, (30, 90))]
 
 
@@ -54,7 +57,7 @@ def rows() -> list[dict]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision") / "model"
-    make(request.param, folder)
+    PROCESSORS[folder] = make(request.param, folder)
     return folder
 
 
@@ -76,18 +79,18 @@ def engine_sequences(folder, data) -> list[Sequence]:
 
 
 def tokenized(folder, source) -> TokenizedDataset:
-    from reflogp.scoring.data.image_rows import load_processor
-    from reflogp.scoring.data.tokenize import load_tokenizer
+    def load() -> VisionProcessor | None:
+        if folder in PROCESSORS:
+            return VisionProcessor.of(PROCESSORS[folder], AutoConfig.from_pretrained(folder))
+        return load_processor(folder, str(folder))
 
-    return TokenizedDataset(
-        source, lambda: load_tokenizer(str(folder)), load_vision=lambda: load_processor(folder, str(folder))
-    )
+    return TokenizedDataset(source, lambda: load_tokenizer(str(folder)), load_vision=load)
 
 
 def plain_forward(folder, data, dtype=torch.float32) -> list[np.ndarray]:
     """The log-probs of each side, from one forward of transformers with the processor's own inputs for each."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = PROCESSORS[folder]
     found = []
     for row in data:
         prompt = row["prompt"]
@@ -372,8 +375,6 @@ def test_relative_paths_start_at_the_datasets_folder(llava, tmp_path, monkeypatc
 
 
 def test_a_processor_without_images_and_a_config_without_an_image_token(llava):
-    from transformers import AutoConfig, LlamaConfig
-
     processor = AutoProcessor.from_pretrained(llava)
     assert VisionProcessor.of(processor.tokenizer, AutoConfig.from_pretrained(llava)) is None
     assert VisionProcessor.of(processor, LlamaConfig()) is None

@@ -20,7 +20,7 @@ from reflogp.trainer.vision import RowTokens
 from tests.trainer_ext.conftest import losses
 from tests.trainer_ext.distributed_run import launch
 from tests.trainer_ext.on_cpu import ON_CPU
-from tests.vision_models import FAMILIES, make, pair, picture
+from tests.vision_models import LOADABLE, make, pair, picture
 
 
 def pairs_with_images(count: int) -> Dataset:
@@ -42,7 +42,7 @@ def dataset():
     return pairs_with_images(12)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=LOADABLE)
 def scored(request, dataset, tmp_path_factory):
     """(folder of a model, folder of a store that has its values)."""
     return _scored(request.param, dataset, tmp_path_factory.mktemp("vision"))

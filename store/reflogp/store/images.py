@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,10 +85,12 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
     Examples:
         >>> from reflogp.store.images import image_ids
-        >>> image_ids(bytes(16), bytes(16), 4).tolist() == image_ids(bytes(16), bytes(16), 5)[:4].tolist()
-        True
+        >>> ids = image_ids(bytes(16), bytes(16), 4)
+        >>> bool((ids >= 2**31).all()), len(ids)
+        (True, 4)
     """
-    stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings).digest(4 * count)
+    # With the count: some processors give an image fewer tokens, and other features, beside other images.
+    stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings + struct.pack("<I", count)).digest(4 * count)
     ids: Int64s = np.frombuffer(stream, "<u4").astype(np.int64) | FIRST_IMAGE_ID
     return ids
 
@@ -112,7 +115,9 @@ class ImageTokens:
         self.processor.image_processor = _BySize(processor.image_processor)
         self.settings = settings_digest(processor.image_processor)
         self.image_token_id = image_token_id
-        self._counts: dict[Size, int] = {}
+        tokenizer = processor.tokenizer
+        self._between = tokenizer.eos_token or tokenizer.pad_token
+        self._counts: dict[tuple[Size, ...], tuple[int, ...]] = {}
 
     def ids(self, text: str, sizes: Sequence[Size]) -> list[int]:
         """Return the token ids of a text with images of these sizes; the copies of the image token are not replaced yet.
@@ -123,11 +128,24 @@ class ImageTokens:
         found = self.processor(text=[text], add_special_tokens=False, **images)["input_ids"][0]
         return [int(token) for token in found]
 
-    def count(self, size: Size) -> int:
-        """Return the number of image tokens of an image of this size."""
-        if size not in self._counts:
-            self._counts[size] = self.ids(self.processor.image_token, [size]).count(self.image_token_id)
-        return self._counts[size]
+    def counts(self, sizes: Sequence[Size]) -> tuple[int, ...]:
+        """Return the number of image tokens of each image of a row. It may depend on the row's other images.
+
+        Raises ValueError for a tokenizer without an EOS and a padding token, one of which stands between the images here.
+        """
+        sizes = tuple(sizes)
+        if sizes not in self._counts:
+            if self._between is None:
+                raise ValueError("the tokenizer has no EOS token and no padding token")
+            end = self.processor.tokenizer.convert_tokens_to_ids(self._between)
+            ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(sizes)), sizes), end])
+            before = np.cumsum(ids == self.image_token_id)[ids == end]
+            if len(before) != len(sizes):
+                raise ValueError("the processor puts EOS or padding into the text of an image")
+            self._counts[sizes] = tuple(np.diff(before, prepend=0).tolist())
+            if len(self._counts) > _REMEMBERED:
+                del self._counts[next(iter(self._counts))]
+        return self._counts[sizes]
 
     def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Size]]) -> Int64s:
         """Return token ids with image ids in the places of the images' tokens, int64 (n,).
@@ -138,7 +156,7 @@ class ImageTokens:
 
         Raises ValueError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
         """
-        counts = [self.count(size) for _, size in images]
+        counts = self.counts([size for _, size in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):

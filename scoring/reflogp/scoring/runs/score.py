@@ -382,18 +382,14 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
     vision = rows.vision
     if vision is None:
         return []
-    return [
-        SequenceImages(
-            tuple(image.digest for image in images),
-            tuple(vision.tokens.count(image.size) for image in images),
-            tuple(image.load for image in images),
-            vision.processor,
-            vision.image_token_id,
-        )
-        if images
-        else None
-        for images in rows.images
-    ]
+    found: list[SequenceImages | None] = []
+    for images in rows.images:
+        counts = vision.tokens.counts([image.size for image in images]) if images else ()
+        alone = all(vision.tokens.counts([image.size]) == (count,) for image, count in zip(images, counts, strict=True))
+        digests, load = tuple(image.digest for image in images), tuple(image.load for image in images)
+        of_row = SequenceImages(digests, counts, load, vision.processor, vision.image_token_id, alone)
+        found.append(of_row if images else None)
+    return found
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:

@@ -52,7 +52,8 @@ def pack_embeddings(model: Any, pack: Pack, sequences: list[Sequence], device: t
     """Return the embeddings of a pack's tokens, with features in the places of images, (tokens, hidden size).
 
     Args:
-        model: the model; its vision tower runs once for each distinct image of the pack.
+        model: the model; its vision tower runs once for each distinct image of the pack, or for each distinct set of images of
+            a prompt where an image's features depend on the others.
         pack: a pack of sequences with images.
         sequences: the sequences that the pack was made of.
         device: the model's device.
@@ -66,7 +67,7 @@ def pack_embeddings(model: Any, pack: Pack, sequences: list[Sequence], device: t
         if images is None:
             continue
         at = branch.path[pack.token_ids[branch.path] >= FIRST_IMAGE_ID]
-        of_branch = torch.cat([features[digest] for digest in images.digests])
+        of_branch = torch.cat([features[part.digests] for part in images.parts()])
         own = at >= branch.start  # the others belong to earlier branches
         places.append(torch.from_numpy(at[own]).to(device))
         values.append(of_branch[torch.from_numpy(own).to(device)])
@@ -75,18 +76,14 @@ def pack_embeddings(model: Any, pack: Pack, sequences: list[Sequence], device: t
     return embeddings
 
 
-def _features(model: Any, sequences: Iterable[Sequence], device: torch.device) -> dict[bytes, torch.Tensor]:
-    """Return digest -> what the decoder gets in the places of that image, (tokens of the image, hidden size)."""
-    found: dict[bytes, torch.Tensor] = {}
+def _features(model: Any, sequences: Iterable[Sequence], device: torch.device) -> dict[tuple[bytes, ...], torch.Tensor]:
+    """Return digests of images -> what the decoder gets in the places of these images, (tokens of them, hidden size)."""
+    found: dict[tuple[bytes, ...], torch.Tensor] = {}
     for sequence in sequences:
-        images = sequence.images
-        if images is None:
-            continue
-        for at, digest in enumerate(images.digests):
-            if digest not in found:
-                alone = images.only(at)
-                ids = torch.full((1, alone.counts[0]), images.token_id, device=device)
-                found[digest] = _decoder_input(model, ids, on_device(pixel_inputs([alone])[0], device))
+        for part in [] if sequence.images is None else sequence.images.parts():
+            if part.digests not in found:
+                ids = torch.full((1, sum(part.counts)), part.token_id, device=device)
+                found[part.digests] = _decoder_input(model, ids, on_device(pixel_inputs([part])[0], device))
     return found
 
 

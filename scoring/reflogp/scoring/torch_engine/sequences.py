@@ -34,6 +34,7 @@ class SequenceImages:
         load: a function for each image that returns it decoded, as a PIL.Image.
         processor: transformers' processor of the model.
         token_id: the token in whose places the model puts an image's features.
+        independent: True if an image's features do not depend on the prompt's other images.
     """
 
     digests: tuple[bytes, ...]
@@ -41,10 +42,16 @@ class SequenceImages:
     load: tuple[Callable[[], Any], ...]
     processor: Any
     token_id: int
+    independent: bool
 
-    def only(self, at: int) -> SequenceImages:
-        """Return image number `at` alone."""
-        return SequenceImages((self.digests[at],), (self.counts[at],), (self.load[at],), self.processor, self.token_id)
+    def parts(self) -> list[SequenceImages]:
+        """Return the images that can be processed apart: each alone, or all together."""
+        if not self.independent:
+            return [self]
+        return [
+            SequenceImages((digest,), (count,), (load,), self.processor, self.token_id, True)
+            for digest, count, load in zip(self.digests, self.counts, self.load, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
