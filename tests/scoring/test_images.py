@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import struct
 import zlib
 
@@ -260,8 +261,24 @@ def test_a_joined_file_keeps_the_images(llava, tmp_path):
     assert done.exit_code == 0, done.output
     table = pq.read_table(tmp_path / "out.parquet")
     assert table["images"].to_pylist() == [[uri]] * 3 and table["ref_chosen_logps"].null_count == 0
-    report = runner.invoke(app, ["report", *common, "-o", str(tmp_path / "report")])
-    assert report.exit_code == 0, report.output
+
+
+def test_a_report_shows_small_copies_without_metadata(llava, tmp_path):
+    from reflogp.scoring import report
+
+    exif = Image.Exif()
+    exif[0x010E] = "a secret"
+    large = encoded(picture(5, (900, 700)), "PNG", exif=exif)
+    alike = {"chosen": "a red square " * 12 + "one", "rejected": "a red square " * 12 + "circle"}  # such pairs are shown
+    data = [pair("what?", [large], **alike), pair("which?", [large], **alike), pair("and?", [PICTURES[0], PICTURES[1]])]
+    score(llava, data, tmp_path / "store", dtype="float32", progress=False)
+    report(llava, data, tmp_path / "store", tmp_path / "report", dtype="float32", progress=False)
+    page = (tmp_path / "report" / "index.html").read_text()
+    found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image 1 of row ([01])">', page)
+    assert {row for _, row in found} == {"0", "1"} and "⟨image, 16 tokens⟩" in page and "img-src data:" in page
+    for text, _ in found:
+        small = Image.open(io.BytesIO(base64.b64decode(text)))
+        assert max(small.size) == 240 and not small.getexif() and b"secret" not in base64.b64decode(text)
 
 
 # Images that cannot be used

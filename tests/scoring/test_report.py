@@ -376,8 +376,8 @@ def test_every_token_is_visible_and_in_its_place(tokenizer):
     assert [text.special for text in texts if text.text == "<|eos|>"] == [True]
     assert not re.search("[\u202a-\u202e\u2066-\u2069\u200b\x00-\x08]", joined)
     assert visible("   ") == "···"
-    assert [(text.text, text.special) for text in token_texts([7, 2**31, 999_999], tokenizer)][1:] == [
-        ("⟨id 2147483648⟩", True),
+    assert [(text.text, text.special) for text in token_texts([7, 2**31 - 1, 999_999], tokenizer)][1:] == [
+        ("⟨id 2147483647⟩", True),
         ("⟨id 999999⟩", True),
     ]
 

@@ -89,12 +89,13 @@ def render_page(content: Content) -> str:
     environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
     return environment.get_template("report.html").render(
         content=content,
         draw=drawings,
         mark=Markup(MARK),
         style=Markup(style),
-        policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         name=Path(content.subject.data).name or content.subject.data,
         made=moment(datetime.now(UTC)),
         version=version("reflogp"),

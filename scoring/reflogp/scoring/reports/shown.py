@@ -5,6 +5,8 @@ Every token is shown as text of its own, without invisible characters and withou
 
 from __future__ import annotations
 
+import base64
+import io
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +17,19 @@ import numpy.typing as npt
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from reflogp.scoring.data.images import RowImage
+from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.reports.collect import Collected
 from reflogp.store import Snapshot
+from reflogp.store.images import FIRST_IMAGE_ID
+from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, windows
 
 #: Maximum characters shown of a token; a vocabulary can hold longer tokens.
 _LONGEST = 80
+#: Maximum width and height in pixels of a shown image, and number of images shown of an example.
+_THUMBNAIL, _MOST_IMAGES = (240, 240), 6
 #: Maximum tokens that together make one character (UTF-8).
 _MOST_PARTS = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -49,11 +57,16 @@ class TokenText:
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[TokenText]:
-    """Return the texts of token ids, in order; their `tokens` add up to len(ids)."""
+    """Return the texts of token ids, in order; their `tokens` add up to len(ids). A run of image ids is one text."""
     special, size = set(tokenizer.all_special_ids), len(tokenizer)
     found: list[TokenText] = []
     at = 0
     while at < len(ids):
+        if ids[at] >= FIRST_IMAGE_ID:
+            end = next((after for after in range(at, len(ids)) if ids[after] < FIRST_IMAGE_ID), len(ids))
+            found.append(TokenText(f"⟨image, {counted(end - at, 'token')}⟩", end - at, True))
+            at = end
+            continue
         if ids[at] >= size:
             found.append(TokenText(f"⟨id {ids[at]}⟩", 1, True))
             at += 1
@@ -139,13 +152,21 @@ class ShownSide:
 
 @dataclass(frozen=True)
 class Shown:
-    """The displayed form of an example. `label`: 1 for desirable, 0 for undesirable, None for pairs and without a label."""
+    """The displayed form of an example.
+
+    Attributes:
+        label: 1 for desirable, 0 for undesirable, None for pairs and without a label.
+        images: its first images as data URIs of small PNG files, which hold pixels alone: no metadata of the original.
+        more_images: number of images that are not shown.
+    """
 
     row: int
     label: int | None
     prompt: list[Piece]
     prompt_tokens: int
     sides: list[ShownSide]
+    images: list[str]
+    more_images: int
 
 
 def read_shown(
@@ -185,6 +206,7 @@ def read_shown(
                     snapshot,
                     settings,
                     place in compared,
+                    window.images[at] if window.images else (),
                 )
     return found
 
@@ -196,6 +218,7 @@ def _shown(
     snapshot: Snapshot,
     settings: TrainerSettings,
     compared: bool,
+    images: Sequence[RowImage],
 ) -> Shown:
     ids = {
         name: [int(i) for i in example[name].to_pylist()[0]]
@@ -216,7 +239,21 @@ def _shown(
     if len(prompt) > 2 * _PROMPT_END:
         ends = [(0, _PROMPT_END), (len(prompt) - _PROMPT_END, len(prompt))]
     pieces = _pieces(prompt, ends, tokenizer, None, 0, set())
-    return Shown(int(example["row"][0].as_py()), label, pieces, len(prompt), sides)
+    small = [thumbnail(image) for image in images[:_MOST_IMAGES]]
+    return Shown(int(example["row"][0].as_py()), label, pieces, len(prompt), sides, small, len(images) - len(small))
+
+
+def thumbnail(image: RowImage) -> str:
+    """Return a small copy of an image as a data URI; empty if it can no longer be decoded."""
+    try:
+        copy = image.load().convert("RGB")
+    except (RowError, OSError):
+        return ""
+    copy.thumbnail(_THUMBNAIL)
+    sink = io.BytesIO()
+    copy.info.clear()
+    copy.save(sink, "PNG")
+    return "data:image/png;base64," + base64.b64encode(sink.getvalue()).decode()
 
 
 def _side(
