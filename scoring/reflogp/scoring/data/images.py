@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.shape import RowError
 from reflogp.store.images import Size, pixel_digest
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 64, 64 << 20, 89_478_485
 #: Formats that are decoded. Pillow knows others, whose decoders start programs or are seldom used.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO")
-#: Encoded images whose pixel digest is remembered.
-_REMEMBERED = 1 << 18
 IMAGE_COLUMNS = ("image", "images")
 
 
@@ -54,15 +51,16 @@ class RowImage:
 
 
 class ImageReader:
-    """Opens the images of rows in several threads, and remembers the pixel digests of encoded images.
+    """Opens the images of rows in several threads.
 
     Args:
         folder: folder that relative paths in rows start from; None for the current folder.
+        cache: remembers the pixel digests of encoded images.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None, cache: PixelCache) -> None:
         self._folder = folder or Path()
-        self._known: OrderedDict[bytes, tuple[bytes, Size]] = OrderedDict()
+        self._cache = cache
 
     def read(
         self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
@@ -78,6 +76,7 @@ class ImageReader:
                     found.append(future.result())
             finally:
                 threads.shutdown(cancel_futures=True)
+                self._cache.write()
         return found
 
     def _of_row(self, columns: dict[str, Any]) -> tuple[RowImage, ...] | RowError:
@@ -92,16 +91,16 @@ class ImageReader:
             value.load()
             return RowImage(pixel_digest(value), value.size, value)
         data = self._bytes(name, value)
-        known = hashlib.blake2b(data, digest_size=16).digest()
-        if known not in self._known:
+        key = self._cache.key(data)
+        known = self._cache.get(key)
+        if known is None:
             try:
                 image = _decoded(data)
             except RowError as error:
                 raise RowError(f"{name}: {error}") from None
-            self._known[known] = pixel_digest(image), image.size
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return RowImage(*self._known[known], data)
+            known = pixel_digest(image), image.size
+            self._cache.put(key, *known)
+        return RowImage(*known, data)
 
     def _bytes(self, name: str, value: Any) -> bytes:
         """Return an image's encoded bytes. Raises RowError for values and files that are no image."""

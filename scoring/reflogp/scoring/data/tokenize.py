@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
 from reflogp.scoring.data.images import IMAGE_COLUMNS, ImageReader, RowImage
+from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
@@ -101,7 +102,7 @@ def tokenize_dataset(
                 if form != "tokens":
                     vision = load_vision() if form == "preference" and load_vision is not None and _have_images(rows) else None
                     if vision is not None:
-                        images = _Images(vision, ImageReader(source.folder), check)
+                        images = _Images(vision, ImageReader(source.folder, stack.enter_context(PixelCache())), check)
                     if tokenizer is None and images is None:
                         raise TokenizerError("text rows need a tokenizer")
                     made_by = tokenizer if images is None else images.vision.tokens

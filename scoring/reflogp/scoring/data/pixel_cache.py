@@ -1,0 +1,114 @@
+"""Remember the pixel digests of encoded images between runs, so that images are decoded once.
+
+A SQLite file in the user's cache folder. If it cannot be used, images are decoded again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sqlite3
+import threading
+from contextlib import suppress
+from types import TracebackType
+
+import PIL
+
+from reflogp.store.digests import cache_dir
+from reflogp.store.files import open_own_folder
+from reflogp.store.images import DIGEST_BYTES, Size
+
+logger = logging.getLogger(__name__)
+
+#: Seconds to wait for another process that writes.
+_PATIENCE = 5.0
+#: Rows that the file keeps, about 100 bytes each; when it has more, the older half is deleted.
+_MOST = 4_000_000
+
+
+class PixelCache:
+    """Pixel digests and sizes of encoded images; a context manager. Safe to use from several threads.
+
+    The folder must belong to this user and must not be writable by others, who could otherwise choose the keys of rows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: sqlite3.Connection | None = None
+        self._new: dict[bytes, tuple[bytes, Size]] = {}
+
+    def __enter__(self) -> PixelCache:
+        folder = cache_dir() / f"pixels-{os.getuid()}"
+        try:
+            os.close(open_own_folder(folder))
+            self._file = sqlite3.connect(folder / "pixels.sqlite", timeout=_PATIENCE, check_same_thread=False)
+            self._file.execute("PRAGMA journal_mode = WAL")
+            self._file.execute("PRAGMA synchronous = OFF")
+            with self._file:
+                self._file.execute(
+                    "CREATE TABLE IF NOT EXISTS pixels (file BLOB PRIMARY KEY, digest BLOB, width INT, height INT)"
+                )
+        except (OSError, sqlite3.Error) as error:
+            self._give_up(error)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @staticmethod
+    def key(data: bytes) -> bytes:
+        """Return the key of an encoded image. It depends on the version of Pillow, whose decoders make the pixels."""
+        return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
+
+    def get(self, key: bytes) -> tuple[bytes, Size] | None:
+        """Return (pixel digest, size), or None if it is not known."""
+        with self._lock:
+            if key in self._new:
+                return self._new[key]
+            try:
+                found = (
+                    self._file
+                    and self._file.execute("SELECT digest, width, height FROM pixels WHERE file = ?", (key,)).fetchone()
+                )
+            except sqlite3.Error as error:
+                self._give_up(error)
+                found = None
+        if not found or not isinstance(found[0], bytes) or len(found[0]) != DIGEST_BYTES:
+            return None
+        return found[0], (int(found[1]), int(found[2]))
+
+    def put(self, key: bytes, digest: bytes, size: Size) -> None:
+        """Remember an image; `write` makes it last."""
+        with self._lock:
+            self._new[key] = (digest, size)
+
+    def write(self) -> None:
+        """Write what is new."""
+        with self._lock:
+            new, self._new = self._new, {}
+            if self._file is None or not new:
+                return
+            rows = [(key, digest, *size) for key, (digest, size) in new.items()]
+            try:
+                with self._file:
+                    self._file.executemany("INSERT OR REPLACE INTO pixels VALUES (?, ?, ?, ?)", rows)
+                    [(last,)] = self._file.execute("SELECT COALESCE(MAX(rowid), 0) FROM pixels")
+                    [(count,)] = self._file.execute("SELECT COUNT(*) FROM pixels") if last > _MOST else [(0,)]
+                    if count > _MOST:
+                        self._file.execute(
+                            "DELETE FROM pixels WHERE rowid <= (SELECT rowid FROM pixels ORDER BY rowid LIMIT 1 OFFSET ?)",
+                            (count // 2,),
+                        )
+            except sqlite3.Error as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("digests of images are not remembered, so images are decoded again each time: %s", error)
+        if self._file is not None:
+            with suppress(sqlite3.Error):
+                self._file.close()
+        self._file = None
