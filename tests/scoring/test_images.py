@@ -7,6 +7,7 @@ import re
 import sqlite3
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,10 @@ from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.errors import EngineError
 from reflogp.scoring.runs.score import images_for_engine
+from reflogp.scoring.torch_engine import engine as engine_module
+from reflogp.scoring.torch_engine import selfcheck
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
@@ -464,3 +468,37 @@ class _ReadOnly:
 
     def executemany(self, *args):
         raise sqlite3.OperationalError("database or disk is full")
+
+
+# Memory and errors in a pass
+
+
+@pytest.mark.parametrize("of_check", [False, True])
+def test_memory_that_runs_out_with_images(of_check, llava, monkeypatch):
+    expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
+    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
+
+    def limited(original):
+        def call(*args, **kwargs):
+            if len(args[2]) > (150 if hasattr(args[2], "branches") else 2):
+                raise torch.OutOfMemoryError("no more memory")
+            return original(*args, **kwargs)
+
+        return call
+
+    for module in [engine_module, selfcheck] if of_check else [engine_module]:
+        monkeypatch.setattr(module, "forward_pack", limited(module.forward_pack))
+    found = engine.score(engine_sequences(llava, rows()))
+    assert engine.token_budget < 4096
+    assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) <= 1e-4
+
+
+def test_an_error_of_a_processor_in_a_pass_is_an_engine_error(llava):
+    sequences = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
+
+    def broken():
+        raise ValueError("the file is gone")
+
+    broken_images = [replace(sequence, images=replace(sequence.images, load=(broken,))) for sequence in sequences]
+    with pytest.raises(EngineError, match="the file is gone"):
+        TorchEngine(llava, "float32", "cpu").score(broken_images)

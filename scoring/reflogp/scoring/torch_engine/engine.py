@@ -246,16 +246,19 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, sequences: list[Sequence]) -> bool:
-        """Return True if a pack with images gives the values of a padded batch; computed for the first sequences only."""
-        if self.image_check is None:
-            some = sequences[:IMAGE_CHECKS]
+        """Return True if a pack with images gives the values of a padded batch; computed once, for the first sequences only."""
+        for count in (IMAGE_CHECKS, 1):
+            if self.image_check is not None:
+                break
             try:
                 with on_device(self.device), self._loaded.computing():
                     refused = self.self_check.refused_kernels
-                    self.image_check = check_images(self._head, self._loaded, some, refused, self._own_attention)
-            except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
-                raise EngineError(f"images could not be tried: {str(error).splitlines()[0]}") from error
-        return self.image_check.path == "packed"
+                    self.image_check = check_images(self._head, self._loaded, sequences[:count], refused, self._own_attention)
+            except (RuntimeError, MemoryError, ValueError, TypeError, LookupError) as error:
+                if not is_out_of_memory(error):
+                    first = (str(error).splitlines() or [repr(error)])[0]
+                    raise EngineError(f"images could not be scored: {first}") from error
+        return self.image_check is None or self.image_check.path == "packed"  # None: memory ran out, as the pass will report
 
     def _count_good_pass(self) -> None:
         """Count a pass that fit; after enough of them double a halved budget. The new budget applies to the next packs."""
@@ -404,6 +407,8 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
+        except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these for images
+            raise EngineError(f"the forward pass failed: {(str(error).splitlines() or [repr(error)])[0]}") from error
         # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

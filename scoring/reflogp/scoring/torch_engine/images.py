@@ -17,7 +17,7 @@ import torch
 
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
-from reflogp.store.images import FIRST_IMAGE_ID
+from reflogp.store.images import FIRST_IMAGE_ID, blanks
 
 #: Inputs of a model that name the type of each token, as processors make them.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -44,8 +44,10 @@ def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArr
 
 
 def is_packable(images: SequenceImages) -> bool:
-    """Return True if the decoder takes image tokens as ordinary positions. Processes one of the images."""
-    return not pixel_inputs([images])[1]
+    """Return True if the decoder takes image tokens as ordinary positions. Processes a blank image."""
+    processor = images.processor
+    made = processor(images=[blanks([(64, 64)])], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
+    return not any(name in made for name in _TYPES)
 
 
 def pack_embeddings(model: Any, pack: Pack, sequences: list[Sequence], device: torch.device) -> torch.Tensor:
