@@ -34,25 +34,26 @@ ON_CPU = {
 }
 
 
-def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> argparse.Namespace:
-    """Read the command line; `more` are an example's own options.
+def parser_of(
+    description: str, steps: int = 10, rows: int = 64, model: str = "a Llama of 4M parameters", folder: str = "model"
+) -> argparse.ArgumentParser:
+    """Return a parser of the options of all examples: --model, --rows, --out and --steps.
 
-    Returns:
-        model, data, store, out, steps, as text where they are paths, and the example's own options.
+    Args:
+        description: text of --help.
+        steps: default of --steps.
+        rows: default of --rows.
+        model: what the example builds without --model.
+        folder: where it builds it, in OUT.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(folder=folder)
     parser.add_argument(
         "--model",
-        help="folder or hub id of the model that is the reference and that training starts from; default: a Llama of 4M "
-        "parameters, built in OUT/model from the shipped pairs",
+        help="folder or hub id of the model that is the reference and that training starts from; default: "
+        f"{model}, built in OUT/{folder} from the example data",
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=PAIRS,
-        help="preference pairs, JSON lines with prompt, chosen, rejected; default: the example data",
-    )
-    parser.add_argument("--rows", type=int, default=64, help="how many of them, from the first on (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=rows, help="number of rows, from the first on (default: %(default)s)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -60,14 +61,40 @@ def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> arg
         help="folder for the store (OUT/logps, which the examples share) and the runs (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of a run (default: %(default)s)")
-    for name, settings in more.items():
-        parser.add_argument("--" + name.replace("_", "-"), **settings)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, and silence libraries.
+
+    Returns:
+        model and store as text, out, rows, steps, builds_model (True without --model), and the parser's other options.
+    """
     options = parser.parse_args()
     quiet_libraries()
     disable_progress_bars()
-    options.source, options.data = options.data, str(options.out / "pairs.jsonl")
-    options.builds_model, options.model = options.model is None, options.model or str(options.out / "model")
+    options.builds_model, options.model = options.model is None, options.model or str(options.out / options.folder)
     options.store = str(options.out / "logps")
+    return options
+
+
+def options_of(description: str, steps: int = 10, **more: dict[str, Any]) -> argparse.Namespace:
+    """Read the command line of an example on pairs of text; `more` are its own options.
+
+    Returns:
+        model, data, store, out, steps, as text where they are paths, and the example's own options.
+    """
+    parser = parser_of(description, steps)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=PAIRS,
+        help="preference pairs, JSON lines with prompt, chosen, rejected; default: the example data",
+    )
+    for name, settings in more.items():
+        parser.add_argument("--" + name.replace("_", "-"), **settings)
+    options = parsed(parser)
+    options.source, options.data = options.data, str(options.out / "pairs.jsonl")
     return options
 
 

@@ -10,17 +10,23 @@ import pytest
 from reflogp.store import describe_reference
 from tests.conftest import write_rows
 from tests.docs.workspace import Workspace
+from tests.vision_models import make, pair, picture
 
 
 @pytest.fixture(scope="module")
 def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Iterator[Workspace]:
-    """The docs' names: ./sft-model (a small model in bfloat16), pairs.jsonl, feedback.jsonl, tokens.jsonl, expected.json."""
+    """The docs' names: small models in bfloat16 (./sft-model, ./vision-model) and data (pairs.jsonl, image-pairs.jsonl, …)."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = tmp_path_factory.mktemp("docs")
     AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.bfloat16).save_pretrained(folder / "sft-model")
     tokenizer.save_pretrained(folder / "sft-model")
+    make("LLaVA", folder / "vision-model")
+    AutoModelForImageTextToText.from_pretrained(folder / "vision-model", dtype=torch.bfloat16).save_pretrained(
+        folder / "vision-model"
+    )
+    write_rows(folder / "image-pairs.jsonl", [_with_image(folder, number) for number in range(16)])
     rows = pair_rows[:32]
     write_rows(folder / "pairs.jsonl", rows)
     write_rows(folder / "feedback.jsonl", [_feedback(row, number) for number, row in enumerate(rows)])
@@ -35,6 +41,12 @@ def workspace(reference_folder, tokenizer, pair_rows, tmp_path_factory) -> Itera
     found.close()
     del os.environ["REFERENCE_ID"]
     os.chdir(before)
+
+
+def _with_image(folder: Path, number: int) -> dict:
+    (folder / "images").mkdir(exist_ok=True)
+    picture(number).save(folder / "images" / f"{number}.png")
+    return pair(f"Which colour is square {number}?", [f"images/{number}.png"], "It is red.", "It is blue.")
 
 
 def _feedback(row: dict, number: int) -> dict:

@@ -108,7 +108,7 @@ class Workspace:
             if form == "tokens":
                 token_row(columns, output_columns(form, columns))
             else:
-                examples_of(columns, form)
+                examples_of(columns, form, images="images" in columns)
 
     def run_line(self, line: str) -> None:
         """Run one line of a sh block."""

@@ -92,6 +92,19 @@ def test_dpo_with_the_model_it_builds(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_dpo_on_the_images_that_it_draws(run, tmp_path):
+    printed = run("vision_dpo", "--rows", "12", "--steps", "2")
+    report = assert_trained(printed, tmp_path / "out" / "vision_dpo")
+    assert report["joins"]["train"]["rows"] == 12
+    [count] = scored(printed)
+    assert 12 < count <= 24
+    model, data = str(tmp_path / "out" / "vision-model"), str(tmp_path / "out" / "images.jsonl")
+    again = run("vision_dpo", "--model", model, "--data", data, "--steps", "2")
+    assert_trained(again, tmp_path / "out" / "vision_dpo")
+    assert scored(again) == [0], "paths start at the folder of the file"
+
+
+@pytest.mark.slow
 def test_kto_scores_what_the_trainer_names(run, few, tmp_path):
     printed = run("kto", *few)
     report = assert_trained(printed, tmp_path / "out" / "kto")
@@ -175,7 +188,7 @@ def test_the_notebook_goes_from_rows_to_a_trained_step(tmp_path, monkeypatch):
     assert report_of(run)["joins"]["train"]["rows"] == 64
 
 
-@pytest.mark.parametrize("example", ["dpo", "kto", "lora", "fsdp", "sweep", "online"])
+@pytest.mark.parametrize("example", ["dpo", "vision_dpo", "kto", "lora", "fsdp", "sweep", "online"])
 def test_the_readme_has_its_command(example):
     readme = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")
     assert f"examples/{example}.py" in readme
