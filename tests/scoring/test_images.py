@@ -502,3 +502,20 @@ def test_an_error_of_a_processor_in_a_pass_is_an_engine_error(llava):
     broken_images = [replace(sequence, images=replace(sequence.images, load=(broken,))) for sequence in sequences]
     with pytest.raises(EngineError, match="the file is gone"):
         TorchEngine(llava, "float32", "cpu").score(broken_images)
+
+
+def test_an_adapter_of_a_vision_model_is_a_reference(llava, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)
+    adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapter.save_pretrained(tmp_path / "adapter")
+    data = [pair("what?", [PICTURES[0]])]
+    joined_to = tmp_path / "store"
+    assert score(str(tmp_path / "adapter"), data, joined_to, dtype="float32", progress=False).scored == 2
+    [row] = join(str(tmp_path / "adapter"), data, joined_to, dtype="float32")
+    fresh = AutoModelForImageTextToText.from_pretrained(llava, dtype=torch.float32)
+    PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().eval().save_pretrained(tmp_path / "merged")
+    PROCESSORS[tmp_path / "merged"] = AutoProcessor.from_pretrained(llava)
+    expected = plain_forward(tmp_path / "merged", data)
+    assert [row["ref_chosen_logps"], row["ref_rejected_logps"]] == pytest.approx([v.sum() for v in expected], abs=1e-3)

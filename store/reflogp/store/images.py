@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reflogp.store.errors import UsageError
+
 #: Image ids are at least this; token ids are smaller.
 FIRST_IMAGE_ID = 1 << 31
 DIGEST_BYTES = 16
@@ -131,17 +133,17 @@ class ImageTokens:
     def counts(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         """Return the number of image tokens of each image of a row. It may depend on the row's other images.
 
-        Raises ValueError for a tokenizer without an EOS and a padding token, one of which stands between the images here.
+        Raises UsageError for a tokenizer without an EOS and a padding token, one of which stands between the images here.
         """
         sizes = tuple(sizes)
         if sizes not in self._counts:
             if self._between is None:
-                raise ValueError("the tokenizer has no EOS token and no padding token")
+                raise UsageError("the tokenizer has no EOS token and no padding token")
             end = self.processor.tokenizer.convert_tokens_to_ids(self._between)
             ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(sizes)), sizes), end])
             before = np.cumsum(ids == self.image_token_id)[ids == end]
             if len(before) != len(sizes):
-                raise ValueError("the processor puts EOS or padding into the text of an image")
+                raise UsageError("the processor puts EOS or padding into the text of an image")
             self._counts[sizes] = tuple(np.diff(before, prepend=0).tolist())
             if len(self._counts) > _REMEMBERED:
                 del self._counts[next(iter(self._counts))]
@@ -154,15 +156,15 @@ class ImageTokens:
             ids: what `ids` returned.
             images: (pixel_digest, size) of the images, in their order in the text.
 
-        Raises ValueError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
+        Raises UsageError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
         """
         counts = self.counts([size for _, size in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
-            raise ValueError(f"it has {len(places)} image tokens, and its {len(images)} images need {sum(counts)}")
+            raise UsageError(f"it has {len(places)} image tokens, and its {len(images)} images need {sum(counts)}")
         if counts and min(counts) < FEWEST_TOKENS:
-            raise ValueError(f"an image of it has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
+            raise UsageError(f"an image of it has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
         at = 0
         for (digest, _), count in zip(images, counts, strict=True):
             found[places[at : at + count]] = image_ids(digest, self.settings, count)

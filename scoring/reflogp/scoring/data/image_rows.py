@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoProcessor
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.scoring.errors import TokenizerError
-from reflogp.store import resolve_model
+from reflogp.store import UsageError, read_checkpoint, resolve_model
 from reflogp.store.images import ImageTokens, Size
 from reflogp.store.media import media_of
 
@@ -55,21 +55,27 @@ def load_processor(
     """Load the processor for a model; return None if the model takes text only.
 
     Args:
-        folder: folder of the processor.
-        model: folder of the model, whose config names its image token.
+        folder: folder of the processor; the model's own or another.
+        model: folder of the model, or of an adapter of it. The model's config names its image token.
         chat_template: a Jinja template that replaces the processor's; None keeps it.
         trust_remote_code: run code from the folder.
 
     Raises TokenizerError when the processor cannot be loaded.
     """
-    if not any((Path(folder) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+    base = resolve_model(model)
+    if not (base / "config.json").is_file():
+        base = read_checkpoint(base).folder
+    names = ("processor_config.json", "preprocessor_config.json")
+    places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder seldom holds a processor
+    found = next((place for place in places if any((place / name).is_file() for name in names)), None)
+    if found is None:
         return None
     try:
-        config = AutoConfig.from_pretrained(resolve_model(model), trust_remote_code=trust_remote_code, local_files_only=True)
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(found, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
         text = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TokenizerError(f"{folder}: the image processor cannot be loaded: {text}") from error
+        raise TokenizerError(f"{found}: the image processor cannot be loaded: {text}") from error
     if chat_template is not None and hasattr(processor, "tokenizer"):
         processor.chat_template = processor.tokenizer.chat_template = chat_template
     return VisionProcessor.of(processor, config)
@@ -96,6 +102,8 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Size]], to
         return prompt_ids.tolist(), tuple(tokens.ids(text, []) for text in completions)
     except RowError:
         raise
+    except UsageError as error:
+        raise RowError(str(error)) from error
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
     except Exception as error:  # a template is a program, and processors raise whatever they like
