@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 import sqlite3
 import struct
@@ -173,6 +174,23 @@ def keys_of(folder, data) -> list[bytes]:
     return sequence_keys(window.table["prompt_ids"], window.table["chosen_ids"]).to_pylist()
 
 
+def test_an_image_that_datasets_converts_is_taken_as_it_gives_it(llava):
+    gray = encoded(PICTURES[0].convert("L"), "PNG")
+    data = Dataset.from_list([pair("what?", [{"bytes": gray, "path": None}])])
+    converted = data.cast_column("images", List(ImageFeature(mode="RGB")))
+    as_rgb = keys_of(llava, [pair("what?", [PICTURES[0].convert("L").convert("RGB")])])
+    assert keys_of(llava, converted) == as_rgb != keys_of(llava, data.cast_column("images", List(ImageFeature())))
+
+
+def test_an_image_of_a_mode_that_the_processor_does_not_take_is_a_bad_row(tmp_path):
+    processor = make("LLaVA", tmp_path / "model")
+    processor.image_processor.do_convert_rgb = False
+    PROCESSORS[tmp_path / "model"] = processor
+    data = [pair("what?", [PICTURES[0]]), pair("what?", [PICTURES[0].convert("L")])]
+    [window] = tokenized(tmp_path / "model", open_dataset(data))
+    assert window.table["row"].to_pylist() == [0] and "refuses it" in window.problems[1]
+
+
 def test_a_key_is_of_pixels_and_not_of_files(llava):
     image = PICTURES[0]
     forms = [image, encoded(image, "PNG"), encoded(image, "BMP"), encoded(image, "WEBP", lossless=True), encoded(image, "TIFF")]
@@ -307,6 +325,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
     large = tmp_path / "large.png"
     with large.open("wb") as file:
         file.truncate(1 << 30)
+    os.mkfifo(tmp_path / "fifo.png")
     user = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     own = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "?"}]}]
     video = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}]}]
@@ -324,6 +343,9 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "address"),
         "a missing file": (pair("?", [str(tmp_path / "none.png")]), "cannot be read"),
         "a folder": (pair("?", [str(tmp_path)]), "cannot be read"),
+        "a pipe": (pair("?", [str(tmp_path / "fifo.png")]), "no file"),
+        "a device without end": (pair("?", ["/dev/zero"]), "no file"),
+        "another format": (pair("?", [encoded(PICTURES[0], "PPM")]), "no image in one of the formats"),
         "a text file": (pair("?", [str(tmp_path / "text.png")]), "decoded"),
         "a large file": (pair("?", [str(large)]), "more than"),
         "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "damaged"),
@@ -389,6 +411,15 @@ def test_pairs_for_kto_and_token_rows_with_images_are_refused(llava, tmp_path):
         assert "more than text" in window.problems[0]
 
 
+def test_a_file_that_changes_before_it_is_scored_is_an_error(llava, tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(encoded(PICTURES[0], "PNG"))
+    sequences = engine_sequences(llava, [pair("what?", [str(file)])])
+    file.write_bytes(encoded(PICTURES[1], "PNG"))
+    with pytest.raises(EngineError, match="was changed after it was read"):
+        TorchEngine(llava, "float32", "cpu").score(sequences)
+
+
 def test_relative_paths_start_at_the_datasets_folder(llava, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     (tmp_path / "a.png").write_bytes(encoded(PICTURES[0], "PNG"))
@@ -433,17 +464,17 @@ def test_a_cache_that_cannot_be_used_is_left_out(harm, llava, tmp_path, monkeypa
         monkeypatch.setenv("REFLOGP_CACHE_DIR", "/proc/nowhere")
     elif harm == "others may write":
         with sqlite3.connect(file) as base:
-            base.execute("UPDATE pixels SET digest = ?", (bytes(16),))
+            base.execute("UPDATE images SET digest = ?", (bytes(16),))
         folder.chmod(0o777)
     elif harm == "not a database":
         for name in folder.iterdir():
             name.write_bytes(b"no database" * 1000)
     elif harm == "a row of other types":
         with sqlite3.connect(file) as base:
-            base.execute("UPDATE pixels SET digest = 'text'")
+            base.execute("UPDATE images SET digest = 'text'")
     else:
         with sqlite3.connect(file) as base:
-            base.execute("DELETE FROM pixels")
+            base.execute("DELETE FROM images")
         file.chmod(0o400)
         monkeypatch.setattr(
             sqlite3, "connect", lambda *args, **kwargs: _ReadOnly(sqlite3.Connection(str(file), check_same_thread=False))

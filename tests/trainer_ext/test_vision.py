@@ -155,6 +155,14 @@ def test_what_is_refused_with_images(llava, dataset, tmp_path):
     source = ReferenceSource(store, model=str(model), dtype="float32", on_miss="compute")
     with pytest.raises(UsageError, match="on_miss='compute'"):
         trainer(llava, dataset, tmp_path, options={"reference": source})
+    paths = Dataset.from_list([{**pair("?", ["a.png"])}])
+    with pytest.raises(UsageError, match=r"cast the column, as by dataset\.cast_column"):
+        trainer(llava, paths, tmp_path)
+    text = dataset.remove_columns(["images"])
+    with pytest.raises(UsageError, match="no column images"):
+        trainer(llava, dataset, tmp_path, options={"eval_dataset": text})
+    with pytest.raises(UsageError, match="of the eval dataset holds more than text"):
+        trainer(llava, text, tmp_path, options={"eval_dataset": dataset})
     collator = type("Own", (DataCollatorForVisionPreference,), {})(AutoProcessor.from_pretrained(model))
     with pytest.raises(UsageError, match="data collator Own"):
         trainer(llava, dataset, tmp_path, options={"data_collator": collator})

@@ -31,11 +31,11 @@ _NOT_SETTINGS = frozenset(
     {"image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format", "device",
      "return_tensors", "disable_grouping", "model_input_names", "auto_map", "do_convert_annotations"}
 )  # fmt: skip
-#: Sizes of images, and the outputs of an image processor for them, that are remembered.
+#: Combinations of kinds, and the outputs of an image processor for them, that are remembered.
 _REMEMBERED = 4096
 
-#: (width, height) in pixels.
-Size = tuple[int, int]
+#: (width and height in pixels, PIL's mode): all of an image that its number of tokens may depend on.
+Kind = tuple[tuple[int, int], str]
 Int64s = npt.NDArray[np.int64]
 
 
@@ -49,7 +49,7 @@ def pixel_digest(image: Any) -> bytes:
         blake2b(digest_size=16, person=b"reflogp.pixels.1") over mode, size, palette, transparency and pixels.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"reflogp.pixels.1")
-    palette = image.getpalette() if image.mode in ("P", "PA") else None
+    palette = [image.palette.mode, image.getpalette(None)] if image.mode in ("P", "PA") else None
     transparency = image.info.get("transparency")
     digest.update(
         json.dumps([image.mode, image.size, palette, repr(transparency) if transparency is not None else None]).encode()
@@ -98,10 +98,10 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
 
 
 class ImageTokens:
-    """Tokens of texts with images, from the images' sizes alone: no pixel is read, resized or copied.
+    """Tokens of texts with images, from the images' sizes and modes alone: no pixel is read, resized or copied.
 
     A processor's text depends on an image only through its size. So the processor is called with blank images, and its image
-    processor runs once for each combination of sizes.
+    processor runs once for each combination of sizes and modes. It refuses the blank image of a mode that it does not take.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor. It is not changed.
@@ -114,51 +114,51 @@ class ImageTokens:
 
     def __init__(self, processor: Any, image_token_id: int) -> None:
         self.processor = copy.copy(processor)
-        self.processor.image_processor = _BySize(processor.image_processor)
+        self.processor.image_processor = _ByKind(processor.image_processor)
         self.settings = settings_digest(processor.image_processor)
         self.image_token_id = image_token_id
         tokenizer = processor.tokenizer
         self._between = tokenizer.eos_token or tokenizer.pad_token
-        self._counts: dict[tuple[Size, ...], tuple[int, ...]] = {}
+        self._counts: dict[tuple[Kind, ...], tuple[int, ...]] = {}
 
-    def ids(self, text: str, sizes: Sequence[Size]) -> list[int]:
-        """Return the token ids of a text with images of these sizes; the copies of the image token are not replaced yet.
+    def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
+        """Return the token ids of a text with images of these kinds; the copies of the image token are not replaced yet.
 
         Raises what the processor raises, such as ValueError where the placeholders in the text do not match the images.
         """
-        images = {"images": [blanks(sizes)]} if sizes else {}
+        images = {"images": [blanks(kinds)]} if kinds else {}
         found = self.processor(text=[text], add_special_tokens=False, **images)["input_ids"][0]
         return [int(token) for token in found]
 
-    def counts(self, sizes: Sequence[Size]) -> tuple[int, ...]:
+    def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens of each image of a row. It may depend on the row's other images.
 
         Raises UsageError for a tokenizer without an EOS and a padding token, one of which stands between the images here.
         """
-        sizes = tuple(sizes)
-        if sizes not in self._counts:
+        kinds = tuple(kinds)
+        if kinds not in self._counts:
             if self._between is None:
                 raise UsageError("the tokenizer has no EOS token and no padding token")
             end = self.processor.tokenizer.convert_tokens_to_ids(self._between)
-            ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(sizes)), sizes), end])
+            ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(kinds)), kinds), end])
             before = np.cumsum(ids == self.image_token_id)[ids == end]
-            if len(before) != len(sizes):
+            if len(before) != len(kinds):
                 raise UsageError("the processor puts EOS or padding into the text of an image")
-            self._counts[sizes] = tuple(np.diff(before, prepend=0).tolist())
+            self._counts[kinds] = tuple(np.diff(before, prepend=0).tolist())
             if len(self._counts) > _REMEMBERED:
                 del self._counts[next(iter(self._counts))]
-        return self._counts[sizes]
+        return self._counts[kinds]
 
-    def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Size]]) -> Int64s:
+    def identified(self, ids: Sequence[int], images: Sequence[tuple[bytes, Kind]]) -> Int64s:
         """Return token ids with image ids in the places of the images' tokens, int64 (n,).
 
         Args:
             ids: what `ids` returned.
-            images: (pixel_digest, size) of the images, in their order in the text.
+            images: (pixel_digest, kind) of the images, in their order in the text.
 
         Raises UsageError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
         """
-        counts = self.counts([size for _, size in images]) if images else ()
+        counts = self.counts([kind for _, kind in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
@@ -172,15 +172,20 @@ class ImageTokens:
         return found
 
 
-def blanks(sizes: Sequence[Size]) -> list[Any]:
-    """Return black RGB images of these sizes, as PIL.Images."""
+def kind_of_image(image: Any) -> Kind:
+    """Return the kind of a PIL.Image."""
+    return (int(image.size[0]), int(image.size[1])), str(image.mode)
+
+
+def blanks(kinds: Sequence[Kind]) -> list[Any]:
+    """Return black images of these kinds, as PIL.Images."""
     from PIL import Image
 
-    return [Image.new("RGB", size) for size in sizes]
+    return [Image.new(mode, size) for size, mode in kinds]
 
 
-class _BySize:
-    """An image processor that runs once for each combination of sizes, and then answers from memory, without pixels."""
+class _ByKind:
+    """An image processor that runs once for each combination of kinds, and then answers from memory, without pixels."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -192,7 +197,7 @@ class _BySize:
         return getattr(self._image_processor, name)
 
     def __call__(self, images: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = repr((_sizes(images), sorted((name, repr(value)) for name, value in kwargs.items())))
+        asked = repr((_kinds(images), sorted((name, repr(value)) for name, value in kwargs.items())))
         if asked not in self._answers:
             answer = self._image_processor(images, *args, **kwargs)
             for name in list(answer):
@@ -203,8 +208,8 @@ class _BySize:
         return copy.copy(self._answers[asked])
 
 
-def _sizes(images: Any) -> Any:
-    return [_sizes(entry) for entry in images] if isinstance(images, list | tuple) else images.size
+def _kinds(images: Any) -> Any:
+    return [_kinds(entry) for entry in images] if isinstance(images, list | tuple) else kind_of_image(images)
 
 
 def _without_memory(value: Any) -> Any:

@@ -122,7 +122,8 @@ class CachedReferenceMixin(_AnyTrainer):
         streams = any(isinstance(dataset, IterableDataset) for given in datasets for dataset in _each(given))
         named = list(_named_datasets(more, kwargs))
         takes_images = may_take_images(model, kwargs.get("processing_class"))
-        self._has_images = takes_images and any(has_images(dataset) for dataset, _ in named)
+        trained_on = [dataset for dataset, called in named if called == "train"] or [dataset for dataset, _ in named]
+        self._has_images = takes_images and any(has_images(dataset) for dataset in trained_on)  # TRL decides by them too
         if self._has_images:
             require_vision(type(self), [dataset for dataset, _ in named], reference)
         for dataset, called in named:

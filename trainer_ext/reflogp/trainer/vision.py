@@ -17,7 +17,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from packaging.version import Version
 
 from reflogp.store import UsageError
-from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, pixel_digest
+from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, kind_of_image, pixel_digest
 from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
@@ -132,9 +132,16 @@ class RowTokens:
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:
+            if "image" not in row and "images" not in row:
+                raise UsageError("there is no column images; use one with an empty list for rows without an image")
             images = [row["image"]] if "image" in row else row["images"]
-            seen = [(pixel_digest(image), image.size) for image in images]
-            blank = blanks([size for _, size in seen])
+            if strange := [image for image in images if not hasattr(image, "tobytes")]:
+                raise UsageError(
+                    f"an image is a {type(strange[0]).__name__} and not decoded; cast the column, as by "
+                    'dataset.cast_column("images", List(Image()))'
+                )
+            seen = [(pixel_digest(image), kind_of_image(image)) for image in images]
+            blank = blanks([kind for _, kind in seen])
             made = self._collator([{**row, "image": blank[0]} if "image" in row else {**row, "images": blank}])
             ids, mask, completion = (made[column].numpy() for column in ("input_ids", "attention_mask", "completion_mask"))
             prompt = self._tokens.identified(ids[0][(mask[0] == 1) & (completion[0] == 0)].tolist(), seen)

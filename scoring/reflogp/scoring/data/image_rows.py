@@ -19,7 +19,7 @@ from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store import UsageError, read_checkpoint, resolve_model
-from reflogp.store.images import ImageTokens, Size
+from reflogp.store.images import ImageTokens, Kind
 from reflogp.store.media import media_of
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -81,12 +81,12 @@ def load_processor(
     return VisionProcessor.of(processor, config)
 
 
-def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Size]], tokens: ImageTokens) -> Tokens:
+def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], tokens: ImageTokens) -> Tokens:
     """Return (prompt_ids, (chosen_ids, rejected_ids)) of a pair with images.
 
     Args:
         columns: the row's text columns.
-        images: (hexadecimal pixel_digest, size) of its images, in order.
+        images: (hexadecimal pixel_digest, kind) of its images, in order.
         tokens: makes the model's tokens.
 
     Raises RowError: the row is no pair with a prompt, its images and placeholders do not match, or a template or processor
@@ -97,8 +97,8 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Size]], to
     [example] = examples_of({name: value for name, value in columns.items() if name != "tools"}, "preference", images=True)
     try:
         prompt, *completions = _rendered(example, len(images), tokens.processor)
-        sizes = [size for _, size in images]
-        prompt_ids = tokens.identified(tokens.ids(prompt, sizes), [(bytes.fromhex(digest), size) for digest, size in images])
+        kinds = [kind for _, kind in images]
+        prompt_ids = tokens.identified(tokens.ids(prompt, kinds), [(bytes.fromhex(digest), kind) for digest, kind in images])
         return prompt_ids.tolist(), tuple(tokens.ids(text, []) for text in completions)
     except RowError:
         raise

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.data.bounds import BATCH_ROWS
+from reflogp.scoring.data.images import bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
@@ -121,4 +122,4 @@ class _ObjectRows(RowSource):
 
     def _read(self) -> Iterator[tuple[dict[str, Any] | None, str | None, int]]:
         for row in self._make():
-            yield dict(row), None, 0
+            yield dict(row), None, bytes_of_images(row)

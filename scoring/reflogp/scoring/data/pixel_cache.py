@@ -17,7 +17,7 @@ import PIL
 
 from reflogp.store.digests import cache_dir
 from reflogp.store.files import open_own_folder
-from reflogp.store.images import DIGEST_BYTES, Size
+from reflogp.store.images import DIGEST_BYTES, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _MOST = 4_000_000
 
 
 class PixelCache:
-    """Pixel digests and sizes of encoded images; a context manager. Safe to use from several threads.
+    """Pixel digests and kinds of encoded images; a context manager. Safe to use from several threads.
 
     The folder must belong to this user and must not be writable by others, who could otherwise choose the keys of rows.
     """
@@ -36,7 +36,7 @@ class PixelCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: sqlite3.Connection | None = None
-        self._new: dict[bytes, tuple[bytes, Size]] = {}
+        self._new: dict[bytes, tuple[bytes, Kind]] = {}
 
     def __enter__(self) -> PixelCache:
         folder = cache_dir() / f"pixels-{os.getuid()}"
@@ -47,7 +47,7 @@ class PixelCache:
             self._file.execute("PRAGMA synchronous = OFF")
             with self._file:
                 self._file.execute(
-                    "CREATE TABLE IF NOT EXISTS pixels (file BLOB PRIMARY KEY, digest BLOB, width INT, height INT)"
+                    "CREATE TABLE IF NOT EXISTS images (file BLOB PRIMARY KEY, digest BLOB, width INT, height INT, mode TEXT)"
                 )
         except (OSError, sqlite3.Error) as error:
             self._give_up(error)
@@ -64,27 +64,27 @@ class PixelCache:
         """Return the key of an encoded image. It depends on the version of Pillow, whose decoders make the pixels."""
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 
-    def get(self, key: bytes) -> tuple[bytes, Size] | None:
-        """Return (pixel digest, size), or None if it is not known."""
+    def get(self, key: bytes) -> tuple[bytes, Kind] | None:
+        """Return (pixel digest, kind), or None if it is not known."""
         with self._lock:
             if key in self._new:
                 return self._new[key]
             try:
                 found = (
                     self._file
-                    and self._file.execute("SELECT digest, width, height FROM pixels WHERE file = ?", (key,)).fetchone()
+                    and self._file.execute("SELECT digest, width, height, mode FROM images WHERE file = ?", (key,)).fetchone()
                 )
             except sqlite3.Error as error:
                 self._give_up(error)
                 found = None
         if not found or not isinstance(found[0], bytes) or len(found[0]) != DIGEST_BYTES:
             return None
-        return found[0], (int(found[1]), int(found[2]))
+        return found[0], ((int(found[1]), int(found[2])), str(found[3]))
 
-    def put(self, key: bytes, digest: bytes, size: Size) -> None:
+    def put(self, key: bytes, digest: bytes, kind: Kind) -> None:
         """Remember an image; `write` makes it last."""
         with self._lock:
-            self._new[key] = (digest, size)
+            self._new[key] = (digest, kind)
 
     def write(self) -> None:
         """Write what is new."""
@@ -92,15 +92,15 @@ class PixelCache:
             new, self._new = self._new, {}
             if self._file is None or not new:
                 return
-            rows = [(key, digest, *size) for key, (digest, size) in new.items()]
+            rows = [(key, digest, *size, mode) for key, (digest, (size, mode)) in new.items()]
             try:
                 with self._file:
-                    self._file.executemany("INSERT OR REPLACE INTO pixels VALUES (?, ?, ?, ?)", rows)
-                    [(last,)] = self._file.execute("SELECT COALESCE(MAX(rowid), 0) FROM pixels")
-                    [(count,)] = self._file.execute("SELECT COUNT(*) FROM pixels") if last > _MOST else [(0,)]
+                    self._file.executemany("INSERT OR REPLACE INTO images VALUES (?, ?, ?, ?, ?)", rows)
+                    [(last,)] = self._file.execute("SELECT COALESCE(MAX(rowid), 0) FROM images")
+                    [(count,)] = self._file.execute("SELECT COUNT(*) FROM images") if last > _MOST else [(0,)]
                     if count > _MOST:
                         self._file.execute(
-                            "DELETE FROM pixels WHERE rowid <= (SELECT rowid FROM pixels ORDER BY rowid LIMIT 1 OFFSET ?)",
+                            "DELETE FROM images WHERE rowid <= (SELECT rowid FROM images ORDER BY rowid LIMIT 1 OFFSET ?)",
                             (count // 2,),
                         )
             except sqlite3.Error as error:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.arrow_bounds import arrow_batches
 from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
+from reflogp.scoring.data.images import bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError
@@ -207,7 +208,7 @@ class RowSource:
 
     def _read(self) -> Iterator[_Read]:
         if self._dataset is not None:
-            yield from ((columns, None, 0) for columns in rows_of_dataset(self._dataset))
+            yield from ((columns, None, bytes_of_images(columns)) for columns in rows_of_dataset(self._dataset))
             return
         meter = Meter(self._bounds, self.name, self._check)
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow}[self.format]
@@ -226,7 +227,7 @@ class RowSource:
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of a `datasets.Dataset`, with its output format applied, reading a batch of rows at a time.
 
-    Images are yielded as the dataset holds them, {"bytes": …, "path": …}, and not decoded.
+    Images are yielded as the dataset holds them, {"bytes": …, "path": …}, and not decoded, unless the dataset converts them.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -248,7 +249,8 @@ def _undecoded(feature: Any) -> Any:
     import datasets
 
     if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False) if feature.decode else feature
+        # With a mode, `datasets` converts what it decodes, so such images are taken as it decodes them.
+        return datasets.Image(decode=False) if feature.decode and feature.mode is None else feature
     inner = getattr(feature, "feature", None)
     if inner is None:
         return feature

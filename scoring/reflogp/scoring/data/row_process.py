@@ -317,7 +317,7 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return the columns that tokens are made from, as JSON; of images, `images` has their digests and sizes.
+    """Return the columns that tokens are made from, as JSON; of images, `images` has their digests and kinds.
 
     Raises RowError for values that JSON text cannot hold, and for images that cannot be used.
     """
@@ -330,7 +330,7 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
         if not isinstance(value, str | int | float | list | dict | None):
             raise RowError(f"{name} is a {type(value).__name__}, expected text or a list of messages")
     if images is not None:
-        used["images"] = [(image.digest.hex(), image.size) for image in images]
+        used["images"] = [(image.digest.hex(), image.kind) for image in images]
     try:
         return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
     except UnicodeEncodeError:
@@ -436,7 +436,7 @@ def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
 
 
 def _with_images(columns: dict[str, Any], tokens: ImageTokens) -> list[Tokens]:
-    images = [(digest, (width, height)) for digest, (width, height) in columns.pop("images")]
+    images = [(digest, ((width, height), mode)) for digest, ((width, height), mode) in columns.pop("images")]
     return [image_row_tokens(columns, images, tokens)]
 
 

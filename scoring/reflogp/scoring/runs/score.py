@@ -384,8 +384,8 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
         return []
     found: list[SequenceImages | None] = []
     for images in rows.images:
-        counts = vision.tokens.counts([image.size for image in images]) if images else ()
-        alone = all(vision.tokens.counts([image.size]) == (count,) for image, count in zip(images, counts, strict=True))
+        counts = vision.tokens.counts([image.kind for image in images]) if images else ()
+        alone = all(vision.tokens.counts([image.kind]) == (count,) for image, count in zip(images, counts, strict=True))
         digests, load = tuple(image.digest for image in images), tuple(image.load for image in images)
         of_row = SequenceImages(digests, counts, load, vision.processor, vision.image_token_id, alone)
         found.append(of_row if images else None)

@@ -46,7 +46,9 @@ def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArr
 def is_packable(images: SequenceImages) -> bool:
     """Return True if the decoder takes image tokens as ordinary positions. Processes a blank image."""
     processor = images.processor
-    made = processor(images=[blanks([(64, 64)])], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
+    made = processor(
+        images=[blanks([((64, 64), "RGB")])], text=[processor.image_token], add_special_tokens=False, return_tensors="pt"
+    )
     return not any(name in made for name in _TYPES)
 
 
