@@ -97,6 +97,13 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
     return ids
 
 
+def image_token(config: Any) -> int | None:
+    """Return the token in whose places a model puts the features of images, by its config; None for a model of text."""
+    found = getattr(config, "image_token_id", None)
+    found = getattr(config, "image_token_index", None) if found is None else found
+    return found if isinstance(found, int) else None
+
+
 class ImageTokens:
     """Tokens of texts with images, from the images' sizes and modes alone: no pixel is read, resized or copied.
 
@@ -105,7 +112,7 @@ class ImageTokens:
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor. It is not changed.
-        image_token_id: the token in whose places the model puts an image's features (`image_token_id` of its config).
+        image_token_id: see `image_token`.
 
     Attributes:
         processor: a copy of the processor that processes blank images only.

@@ -8,6 +8,7 @@ tokens that the rows are keyed by, from blank images of the same sizes; image id
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from packaging.version import Version
 
 from reflogp.store import UsageError
-from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, kind_of_image, pixel_digest
+from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, image_token, kind_of_image, pixel_digest
 from reflogp.store.joins import PAIR_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
@@ -29,6 +30,8 @@ from reflogp.trainer.trl_versions import trl_version
 IMAGE_COLUMNS = ("image", "images")
 _FIRST_TRL = Version("1.9.0")
 _COLLATOR = "DataCollatorForVisionPreference"
+#: Packages whose versions the tokens depend on.
+_MAKERS = ("reflogp", "trl", "transformers", "tokenizers", "datasets", "pillow")
 _TOKENS = Features({name: List(Value("int64")) for name in ("prompt_ids", *PAIR_COLUMNS)})
 
 
@@ -46,12 +49,6 @@ def may_take_images(model: Any, processing_class: Any) -> bool:
         return getattr(processing_class, "image_processor", None) is not None
     config = getattr(model, "config", None)
     return config is None or image_token(config) is not None
-
-
-def image_token(config: Any) -> int | None:
-    """Return the token in whose places a model puts the features of images; None for a model of text."""
-    found: int | None = getattr(config, "image_token_id", None)
-    return getattr(config, "image_token_index", None) if found is None else found
 
 
 def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
@@ -129,6 +126,8 @@ class RowTokens:
         self._collator = copy.copy(collator)
         self._collator.processor, self._collator.max_length = self._tokens.processor, None
         self._name = name
+        # `datasets` names its cache by what this object holds, which should change whenever its tokens might.
+        self._versions = [importlib.metadata.version(package) for package in _MAKERS]
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:

@@ -19,7 +19,7 @@ from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store import UsageError, read_checkpoint, resolve_model
-from reflogp.store.images import ImageTokens, Kind
+from reflogp.store.images import ImageTokens, Kind, image_token
 from reflogp.store.media import media_of
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -42,9 +42,8 @@ class VisionProcessor:
     @classmethod
     def of(cls, processor: Any, config: Any) -> VisionProcessor | None:
         """Make it from a processor and a model's config; return None if one of the two takes text only."""
-        token = getattr(config, "image_token_id", None)
-        token = getattr(config, "image_token_index", None) if token is None else token
-        if getattr(processor, "image_processor", None) is None or not isinstance(token, int):
+        token = image_token(config)
+        if getattr(processor, "image_processor", None) is None or token is None:
             return None
         return cls(processor, token, ImageTokens(processor, token))
 
