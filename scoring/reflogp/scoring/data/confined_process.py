@@ -17,7 +17,9 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import psutil
@@ -56,6 +58,7 @@ class ConfinedProcess:
         self._stood, self._seen, self._looked = 0.0, (0, 0.0), time.monotonic()
         self.socket, theirs = socket.socketpair()
         self.pid = 0
+        self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
         done = threading.Event()
 
@@ -66,6 +69,8 @@ class ConfinedProcess:
                 self.pid = os.fork()
                 if self.pid == 0:
                     _run(work, memory, (theirs.fileno(), *files))
+                # Ctrl-C may come before the caller has this object; the child then ends with it.
+                self._forgotten = weakref.finalize(self, _kill_own_child, self.pid, os.getpid())
             except OSError as error:
                 failed.append(error)
             finally:
@@ -125,7 +130,17 @@ class ConfinedProcess:
                 self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except (ProcessLookupError, ChildProcessError):
                 self._status = -signal.SIGKILL
+            if self._forgotten is not None:
+                self._forgotten.detach()
         return self._status
+
+
+def _kill_own_child(pid: int, parent: int) -> None:
+    """Kill a child that nobody ended, and wait for it; do nothing in a fork of its parent."""
+    if os.getpid() == parent:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _processor_seconds(pid: int) -> float:
