@@ -7,6 +7,7 @@ first when the machine's memory is exhausted. It leaves no core dump.
 
 from __future__ import annotations
 
+import _thread
 import fcntl
 import gc
 import mmap
@@ -60,9 +61,12 @@ class ConfinedProcess:
         self.pid = 0
         self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
-        done = threading.Event()
+        done = False
+        waiting = threading.Lock()  # not an Event: Ctrl-C in the middle of its `wait` releases a lock that others hold
+        waiting.acquire()
 
         def fork() -> None:
+            nonlocal done
             # Handlers of the parent must not run in the child before it restores the defaults.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
@@ -74,19 +78,20 @@ class ConfinedProcess:
             except OSError as error:
                 failed.append(error)
             finally:
-                done.set()
+                done = True
+                waiting.release()
 
         # Python runs signal handlers in the main thread. An exception from one, such as KeyboardInterrupt, in the middle of a
         # fork would leave the child behind, and locks held that Python takes around a fork (logging's).
         try:
             try:
-                threading.Thread(target=fork, name="reflogp-fork").start()
+                _thread.start_new_thread(fork, ())
+                waiting.acquire()
             except RuntimeError as error:  # no thread can be started
                 failed.append(error)
-                done.set()
-            done.wait()
         except BaseException:
-            done.wait(5.0)
+            if not done:
+                waiting.acquire(timeout=5.0)
             if self.pid:
                 self.end()
             raise
