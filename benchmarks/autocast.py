@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from machine import cpu_and_cores, write_results
-from shapes import SHAPES
+from shapes import SHAPES, sizes_of
 from sides import make_tokenizer, quiet, read_pairs
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
@@ -66,14 +66,9 @@ def main() -> None:
 
 def save_model(folder: Path, tokenizer: Any, shape: str) -> None:
     """Save a Llama with random weights in float32, and its tokenizer."""
-    hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
+        **sizes_of(shape),
         max_position_embeddings=4096,
         initializer_range=_WIDTH,
         pad_token_id=tokenizer.pad_token_id,

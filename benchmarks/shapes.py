@@ -18,16 +18,23 @@ SHAPES = {
 }
 
 
+def sizes_of(shape: str) -> dict[str, int]:
+    """Return a shape as arguments of a transformers configuration."""
+    hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+    }
+
+
 def random_model(shape: str, vocab_size: int, device: str) -> Any:
     """Return a Qwen2 of this shape in bfloat16, with random weights drawn on the device."""
-    hidden, intermediate, layers, heads, key_heads = SHAPES[shape]
     config = Qwen2Config(
         vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
+        **sizes_of(shape),
         max_position_embeddings=32_768,
         tie_word_embeddings=shape != "7B",
         pad_token_id=0,

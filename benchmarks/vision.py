@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import cpu_and_cores, write_results
-from shapes import SHAPES
+from shapes import SHAPES, sizes_of
 from sides import quiet, read_pairs
 
 from reflogp.cli.demo_model import train_tokenizer
@@ -97,7 +97,6 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     rows = read_pairs(SHIPPED, options.rows)
     tokenizer = train_tokenizer([str(row[name]) for row in rows for name in ("prompt", "chosen", "rejected")], 32_000)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    hidden, intermediate, layers, heads, key_heads = SHAPES[options.shape]
     size = {"height": options.image_side, "width": options.image_side}
     processor = tf.LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": options.image_side}, crop_size=size),
@@ -108,11 +107,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     )
     text = tf.Qwen2Config(
         vocab_size=32_000,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
+        **sizes_of(options.shape),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.images import IMAGE_COLUMNS
 from reflogp.scoring.data.objects import kind_of
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError, detect_format, examples_of, output_columns, token_row
@@ -27,6 +26,7 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
 from reflogp.store.joins import ROW_COLUMN, tokens_column
+from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import counted, short_repr, shortened
 from reflogp.store.windows import TrainerSettings
 

@@ -1,7 +1,7 @@
 """Detect rows that hold more than text: images, video or audio, as columns or as parts of a message's content.
 
-A reference model's log-probs for such a row depend on the media, but reflogp scores and joins tokens alone. So every reader of
-rows must refuse a row with media. The names are those of TRL (`image`, `images`), of transformers' chat templates and
+A reference model's log-probs for such a row depend on the media. So a reader that scores or joins tokens alone must refuse the
+row. The names are those of TRL (`image`, `images`), of transformers' chat templates and
 processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
 """
 
@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+#: Columns from which TRL concludes that a dataset holds images; an `image` is one image, `images` are a list.
+IMAGE_COLUMNS = ("image", "images")
 #: Columns that hold media.
-MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, "video", "videos", "audio", "audios")
 #: Columns that a processor makes from media, in rows with token ids.
 PROCESSED_COLUMNS = (
     "pixel_values",

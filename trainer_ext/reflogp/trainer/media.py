@@ -11,10 +11,8 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from reflogp.store import UsageError
-from reflogp.store.media import MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
+from reflogp.store.media import IMAGE_COLUMNS, MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
 
-#: Column names from which TRL concludes that a dataset holds images, whatever the columns contain.
-_READ_BY_TRL = ("image", "images")
 _BATCH_ROWS = 1000
 
 
@@ -45,7 +43,7 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
                     refuse_row(row, name, number)
     else:
         return
-    unused = [column for column in columns if column in _READ_BY_TRL]
+    unused = [column for column in columns if column in IMAGE_COLUMNS]
     if raw and unused:
         raise UsageError(
             f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; they hold none, so "
@@ -56,7 +54,7 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
 def _refuse_other_media(dataset: Any, name: str) -> None:
     """Raise UsageError if a dataset with images has columns of other media, which TRL would leave out without a word."""
     for column in getattr(dataset, "column_names", None) or ():
-        if column not in _READ_BY_TRL and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
+        if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
             raise UsageError(
                 f"the {name} dataset has a column {column}, which TRL does not read: only images are scored and trained on "
                 f"beside text. Remove it: dataset.remove_columns({[column]})"

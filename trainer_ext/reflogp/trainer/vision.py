@@ -20,14 +20,13 @@ from packaging.version import Version
 from reflogp.store import UsageError
 from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, image_token, kind_of_image, pixel_digest
 from reflogp.store.joins import PAIR_COLUMNS
+from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.trl_versions import trl_version
 
-#: Columns from which TRL concludes that a dataset holds images.
-IMAGE_COLUMNS = ("image", "images")
 _FIRST_TRL = Version("1.9.0")
 _COLLATOR = "DataCollatorForVisionPreference"
 #: Packages whose versions the tokens depend on.

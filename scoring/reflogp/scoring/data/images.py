@@ -23,6 +23,7 @@ import psutil
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.shape import RowError
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
+from reflogp.store.media import IMAGE_COLUMNS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 64, 64 << 20, 89_478_485
 #: Formats that are decoded where Pillow has them. It knows others, whose decoders start programs or are seldom used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
-IMAGE_COLUMNS = ("image", "images")
 #: Seconds between two calls of `check`.
 _POLL_SECONDS = 0.1
 

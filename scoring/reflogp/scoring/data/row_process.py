@@ -393,7 +393,7 @@ def _answer(
 
     #: For each row, its examples: rendered texts, token ids or errors.
     found: list[list[Any]] = []
-    rendered: list[tuple[int, int]] = []  # (row, example) of what is not encoded yet
+    rendered: list[tuple[int, int]] = []  # (row, example) of the texts to encode together
     try:
         for at, columns in enumerate(rows):
             begin(at)

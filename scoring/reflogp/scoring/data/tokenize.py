@@ -17,7 +17,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
-from reflogp.scoring.data.images import IMAGE_COLUMNS, ImageReader, RowImage
+from reflogp.scoring.data.images import ImageReader, RowImage
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
 from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, TokenArrays
@@ -25,6 +25,7 @@ from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_f
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.store import UsageError, resolve_model
+from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import shortened, shortened_names
 
 
@@ -102,7 +103,7 @@ def tokenize_dataset(
                 if form != "tokens":
                     vision = load_vision() if form == "preference" and load_vision is not None and _have_images(rows) else None
                     if vision is not None:
-                        images = _Images(vision, ImageReader(source.folder, stack.enter_context(PixelCache())), check)
+                        images = _Images(vision, ImageReader(source.folder, stack.enter_context(PixelCache())))
                     if tokenizer is None and images is None:
                         raise TokenizerError("text rows need a tokenizer")
                     made_by = tokenizer if images is None else images.vision.tokens
@@ -142,7 +143,6 @@ class _Images:
 
     vision: VisionProcessor
     reader: ImageReader
-    check: Callable[[], None] | None
 
 
 def _have_images(rows: list[Row]) -> bool:
@@ -165,7 +165,7 @@ def _tokenize_window(
         else:
             readable.append(row)
     columns = [row.columns or {} for row in readable]
-    opened = None if images is None else images.reader.read(columns, images.check)
+    opened = None if images is None else images.reader.read(columns, check)
     found = children.tokenize(columns, opened) if children is not None else _token_rows(columns, outputs, check)
     kept_images: list[tuple[RowImage, ...]] = []
     numbers: list[int] = []
