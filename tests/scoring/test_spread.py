@@ -23,7 +23,7 @@ from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.runs.spread.local import LocalWorkers
 from reflogp.scoring.runs.spread.scorer import ParallelScorer
-from reflogp.scoring.runs.spread.unit_queue import LEAST, UnitQueue, unit_size
+from reflogp.scoring.runs.spread.unit_queue import LEAST, Rate, UnitQueue, unit_size
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
@@ -249,7 +249,27 @@ def test_a_prompt_is_not_parted_and_a_unit_is_halved_until_one_sequence_is_left(
 
 def test_units_shrink_towards_the_end_and_stay_within_a_commit():
     assert unit_size(10_000, 4, None, 4096) == LEAST
-    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, 200]
+    assert [unit_size(left, 4, 100.0, 4096) for left in (10**6, 16_000, 1_600, 16)] == [3000, 1000, 200, LEAST]
     assert [unit_size(left, 4, 1.0, 4096) for left in (10**6, 160, 16)] == [30, 10, LEAST]
     assert unit_size(10**6, 4, 1000.0, 4096) == 4096
     assert unit_size(10**6, 4, 10.0, 5) == 5
+
+
+def test_no_unit_is_more_than_an_even_share_whatever_the_measured_rate():
+    draw = random.Random(5)
+    for _ in range(2000):
+        left, workers, rate = draw.randrange(1, 10**6), draw.randrange(1, 65), 10 ** draw.uniform(-3, 6)
+        assert unit_size(left, workers, rate, 4096) <= max(LEAST, -(-left // workers))
+
+
+def test_a_rate_is_that_of_all_units_although_units_of_one_pass_arrive_together():
+    """A pass of several units takes its time once, and its units arrive in any order."""
+    for seconds in ([2.4, 0.0, 0.0], [0.0, 0.0, 2.4], [0.0, 2.4, 0.0]):
+        rate = Rate()
+        assert rate.per_second() is None
+        for sequences, took in zip((7, 5, 7), seconds, strict=True):
+            rate.add(sequences, took)
+        assert rate.per_second() == pytest.approx(19 / 2.4, rel=0.06)
+    for _ in range(10):
+        rate.add(400, 20.0)
+    assert rate.per_second() == pytest.approx(20, rel=0.01)

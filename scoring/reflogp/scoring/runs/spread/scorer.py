@@ -20,7 +20,7 @@ from reflogp.scoring.errors import EngineError, WorkerGoneError
 from reflogp.scoring.runs.committer import COMMIT_SEQUENCES
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
-from reflogp.scoring.runs.spread.unit_queue import LEAST, Unit, UnitQueue, unit_size
+from reflogp.scoring.runs.spread.unit_queue import LEAST, Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
@@ -35,8 +35,6 @@ _LOOK_SECONDS, _LOOK_BESIDE_SECONDS = 1.0, 0.02
 _PEAK_SECONDS = 60.0
 #: Seconds that `stop` gives workers to commit computed values.
 _LAST_SECONDS = 30.0
-#: Weight of the newest unit in the average rate that determines the size of the next units.
-_NEWEST = 0.3
 
 
 class Worker(Protocol):
@@ -89,7 +87,8 @@ class _Member:
     Attributes:
         asked: future of the response to `place`, then to `prepare`.
         name: its place in words; empty until it is placed.
-        flying: units that it was sent, each with the future of its result; the oldest first.
+        flying: units that it was sent, each with the future of its result and the time when it was sent; the oldest first.
+        landed_at: time when its newest result arrived.
     """
 
     worker: Worker
@@ -97,7 +96,8 @@ class _Member:
     name: str = ""
     is_ready: bool = False
     ready_at: float = 0.0
-    flying: deque[tuple[Unit, Future[Any]]] = field(default_factory=deque)
+    flying: deque[tuple[Unit, Future[Any], float]] = field(default_factory=deque)
+    landed_at: float = 0.0
 
     def awaited(self) -> Future[Any] | None:
         """Return the next response to come; None if there is no open request."""
@@ -131,7 +131,8 @@ class ParallelScorer:
         self._members: list[_Member] = []
         self._queue = UnitQueue()
         self._to_come = 0
-        self._per_second: float | None = None
+        self._rate = Rate()
+        self._own_per_second: float | None = None
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
@@ -267,7 +268,7 @@ class ParallelScorer:
         self._own_done = own.done
         self._losses = self._killers_in_a_row = 0
         if own.scored >= LEAST and own.seconds > 0 and not self._members:
-            self._per_second = own.scored / own.seconds
+            self._own_per_second = own.scored / own.seconds
         self._note_idle()
 
     def _give(self, callbacks: OutcomeCallbacks) -> None:
@@ -279,7 +280,7 @@ class ParallelScorer:
                     if unit is None:
                         return
                     self._note_busy()
-                    member.flying.append((unit, member.worker.score(encode(unit.misses), unit.again)))
+                    member.flying.append((unit, member.worker.score(encode(unit.misses), unit.again), time.monotonic()))
             if count == 0:
                 self._give_own(callbacks)
 
@@ -342,13 +343,14 @@ class ParallelScorer:
                 self._work.workers = max(self._work.workers, at_work)
 
     def _landed(self, member: _Member, answer: dict[str, Any], callbacks: OutcomeCallbacks) -> None:
-        unit, _ = member.flying.popleft()
+        unit, _, sent_at = member.flying.popleft()
         self._losses = self._killers_in_a_row = 0
         self._note_idle()
         self._work.operations += answer["operations"]
-        if not unit.again:  # part of a retried unit may have been stored already, so its rate is wrong
-            rate = len(unit.misses) / max(answer["seconds"], 1e-3)
-            self._per_second = rate if self._per_second is None else self._per_second + _NEWEST * (rate - self._per_second)
+        now = time.monotonic()
+        if not unit.again:  # part of a retried unit may have been stored already
+            self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
+        member.landed_at = now
         problems = answer["problems"]
         good = [miss for index, miss in enumerate(unit.misses) if index not in problems]
         for miss in good:
@@ -368,7 +370,7 @@ class ParallelScorer:
             warnings.warn(f"{where} was lost: {reason}", stacklevel=2)
             self._last_reason = reason
             self._failed_starts += not member.is_ready
-        units = [unit for unit, _ in member.flying]
+        units = [unit for unit, _, _ in member.flying]
         member.flying.clear()
         self._note_idle()
         for unit in reversed(units):
@@ -413,7 +415,8 @@ class ParallelScorer:
         return max(0.0, self._ended - max(member.ready_at, self._began)) if member.is_ready else 0.0
 
     def _unit_size(self) -> int:
-        return unit_size(len(self._queue) + self._to_come, self._engines(), self._per_second, self._commit_sequences)
+        per_second = self._rate.per_second() or self._own_per_second
+        return unit_size(len(self._queue) + self._to_come, self._engines(), per_second, self._commit_sequences)
 
 
 def _named(place: str, error: Exception) -> ReflogpError:

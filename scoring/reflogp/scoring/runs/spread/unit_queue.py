@@ -22,6 +22,8 @@ _LEAST_SECONDS = 2.0
 #: About how many units each worker gets of the remaining sequences. More units need more commits; with fewer, idle workers wait
 #: longer for the last unit.
 _PARTS = 4
+#: Seconds of scoring after which a unit counts half as much in the measured rate.
+_HALVED_SECONDS = 30.0
 
 
 @dataclass(eq=False)
@@ -112,10 +114,33 @@ class UnitQueue:
         return None
 
 
+class Rate:
+    """Measures how many sequences one worker scores in a second, as an average in which old units lose weight."""
+
+    def __init__(self) -> None:
+        self._sequences = self._seconds = 0.0
+
+    def add(self, sequences: int, seconds: float) -> None:
+        """Add a scored unit.
+
+        Args:
+            sequences: number of its sequences.
+            seconds: how long its worker was busy with it alone, 0 if it was scored in the same pass as the unit before it.
+        """
+        kept = 0.5 ** (seconds / _HALVED_SECONDS)
+        self._sequences = kept * self._sequences + sequences
+        self._seconds = kept * self._seconds + seconds
+
+    def per_second(self) -> float | None:
+        """Return sequences per second of one worker; None before the first unit."""
+        return self._sequences / self._seconds if self._seconds else None
+
+
 def unit_size(left: int, workers: int, per_second: float | None, most: int) -> int:
     """Return the number of sequences of the next unit.
 
-    It is a share of the remaining sequences, between what a worker scores in two seconds and what it scores in 30.
+    It is a share of the remaining sequences, between what a worker scores in two seconds and what it scores in 30. It is never
+    more than the remaining sequences divided by the number of workers, unless that is less than 8.
 
     Args:
         left: about how many sequences no worker has yet.
@@ -127,4 +152,5 @@ def unit_size(left: int, workers: int, per_second: float | None, most: int) -> i
         return min(most, LEAST)
     share = math.ceil(left / (_PARTS * workers))
     least, longest = (int(per_second * seconds) for seconds in (_LEAST_SECONDS, COMMIT_SECONDS))
-    return min(most, max(LEAST, least, min(share, longest)))
+    even = math.ceil(left / workers)  # if the rate is wrong, the other workers must not be idle for long
+    return min(most, max(LEAST, min(even, max(least, min(share, longest)))))

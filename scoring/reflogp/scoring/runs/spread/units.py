@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -109,7 +108,6 @@ class UnitScorer:
         self._asked: dict[Miss, _Asked] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._landed_at = 0.0
         self._counted = Operations()
         self._computing = ScoringPipeline(engine, table, self.provenance, self._happened)
 
@@ -122,12 +120,10 @@ class UnitScorer:
 
         Returns:
             A dict with "problems" (index -> why there are no values), "snapshot" (number of the snapshot that has the other
-            values; None if there are none), "operations" and "seconds" (since the call, or since the previous unit was done if
-            that was later).
+            values; None if there are none) and "operations".
 
         Raises the errors of the engine and the store, and EngineError after `stop`; computed values are committed.
         """
-        started = time.monotonic()
         unit = decode(content)
         problems = self._engine.problems(unit.sequences)
         skip = set(problems)
@@ -151,11 +147,9 @@ class UnitScorer:
             self._changed.wait_for(lambda: not asked.left or self._error is not None)
             if asked.left and self._error is not None:
                 raise self._error
-            seconds = time.monotonic() - max(started, self._landed_at)
-            self._landed_at = time.monotonic()
             so_far = self._engine.operations()
             operations, self._counted = so_far - self._counted, so_far
-        return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations, "seconds": seconds}
+        return {"problems": asked.problems, "snapshot": asked.snapshot, "operations": operations}
 
     def peak(self) -> float | None:
         """Return the matrix product rate of the device; see Engine.peak_flops_per_second."""
