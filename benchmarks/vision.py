@@ -27,12 +27,12 @@ from sides import quiet, read_pairs
 
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.scoring import TorchEngine
-from reflogp.scoring.data.image_rows import load_processor
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.vision import load_processor
 from scoring import SHIPPED
 
 _PATCH = 14

@@ -21,9 +21,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from reflogp.scoring import TorchEngine, join, score
-from reflogp.scoring.data import images as image_files
-from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
-from reflogp.scoring.data.images import MAX_IMAGES, MAX_PIXELS
+from reflogp.scoring.data.image_decoder import MAX_PIXELS, ImageDecoder
+from reflogp.scoring.data.images import MAX_IMAGES
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
@@ -33,6 +32,7 @@ from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import engine as engine_module
 from reflogp.scoring.torch_engine import selfcheck
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from tests.vision_models import FAMILIES, encoded, make, pair, picture
 
@@ -390,15 +390,10 @@ def test_a_model_of_text_refuses_rows_with_images_by_name(tokenizer, tmp_path):
     assert summary.bad_row_numbers == [1] and summary.scored == 2
 
 
-def test_other_engines_and_several_devices_refuse_images(llava, tmp_path):
-    from reflogp.scoring.runs.pending import Miss
-    from reflogp.scoring.runs.spread.scorer import ParallelScorer
+def test_vllm_refuses_images(llava):
     from reflogp.scoring.vllm_engine.engine import VllmEngine
-    from reflogp.store import UsageError
 
     [sequence, *_] = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
-    with pytest.raises(UsageError, match="leave out --devices"):
-        ParallelScorer(workers=None).score([Miss(b"k" * 16, sequence, 1, [0])], 0, None)
     assert "--engine torch" in VllmEngine._problem(None, sequence)
 
 
@@ -449,7 +444,7 @@ def test_images_are_decoded_once(llava, tmp_path, monkeypatch):
     data = [pair("what?", [encoded(picture(seed), "PNG")]) for seed in range(5)]
     first = keys_of(llava, data)
     decoded = []
-    monkeypatch.setattr(image_files, "_decoded", lambda content: decoded.append(content))
+    monkeypatch.setattr(ImageDecoder, "identify", lambda self, content: decoded.append(content))
     assert keys_of(llava, data) == first and not decoded
 
 

@@ -10,10 +10,10 @@ from trl import DPOConfig, DPOTrainer, KTOConfig
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
 from reflogp.scoring import score
-from reflogp.scoring.data.image_rows import load_processor
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.vision import load_processor
 from reflogp.store import UsageError
 from reflogp.trainer import CachedDPOTrainer, CachedKTOTrainer, MissingLogpsError, ReferenceSource
 from reflogp.trainer.vision import RowTokens

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from reflogp.scoring.data.image_rows import VisionProcessor
 from reflogp.scoring.data.objects import kind_of, open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import chosen_processor, chosen_tokenizer
@@ -24,6 +23,7 @@ from reflogp.scoring.reports.build import ReportSummary, write_report
 from reflogp.scoring.runs.callbacks import ProgressCallbacks, progress_bar
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
+from reflogp.scoring.vision import VisionProcessor
 from reflogp.store import ReflogpError, Store, UsageError, resolve_model
 from reflogp.store.commands import ScoreArguments, naming_command
 from reflogp.store.store import choose_reference

@@ -164,6 +164,9 @@ class Outlier(BaseModel):
     value: float = Field(description="The number that stands out: a mean log-prob per token, or a margin; nats.")
     prompt: str = Field(description="Text of its prompt, shortened.")
     completions: dict[str, str] = Field(description="Column (chosen, rejected, completion) -> text.")
+    images: list[str] = Field(
+        default_factory=list, description="Small copies of its first two images, as data URIs of PNG files; empty for text."
+    )
 
 
 class RowProblem(BaseModel):

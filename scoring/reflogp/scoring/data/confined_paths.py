@@ -13,7 +13,7 @@ import os
 import resource
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -21,9 +21,11 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
+from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ContentMismatchError, FileChangedError
 from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
+from reflogp.store.texts import shortened
 
 #: Maximum entries of a dataset folder; a folder with more is refused.
 MOST_ENTRIES = 10_000
@@ -143,6 +145,32 @@ class OpenDataset:
                 file.check(by_path=self._by_path)
             elif os.fstat(file.descriptor).st_size != file.identity.size:
                 raise FileChangedError(f"{file.path} was written to while it was read; submit it again")
+
+
+def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
+    """Return a function that opens images which a dataset's rows name, and returns their descriptors.
+
+    Relative paths start at the dataset's folder. The function raises RowError for a path that leads out of the root, has a
+    hidden part or cannot be read.
+
+    Args:
+        root: folder that paths must not leave.
+        dataset: the dataset's file or folder, without links.
+    """
+    start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
+
+    def open_image(path: str) -> int:
+        asked = PurePosixPath(path)
+        try:
+            if not asked.is_absolute():
+                return _walk(root, start, asked.parts).descriptor
+            if not asked.is_relative_to(root):
+                raise _outside()
+            return _walk(root, (), asked.relative_to(root).parts).descriptor
+        except PathError as error:
+            raise RowError(f"its image {shortened(path)} cannot be read: {error}") from None
+
+    return open_image
 
 
 def _digests(files: dict[str, OpenFile]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Open the images of a row: bytes, files, data URIs or decoded pictures, within limits, and identify them by their pixels.
 
-Images are read as `datasets` and TRL read them: the first frame, turned by its EXIF orientation, in the file's own mode. A
-file's width and height are checked before its pixels are decoded.
+Images are read as `datasets` and TRL read them: the first frame, turned by its EXIF orientation, in the file's own mode.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from reflogp.scoring.data.image_decoder import ImageDecoder, decoded, require_pixels
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.shape import RowError
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
@@ -28,10 +26,10 @@ from reflogp.store.media import IMAGE_COLUMNS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum images of a row, bytes of an encoded image, and pixels of a decoded one.
-MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 64, 64 << 20, 89_478_485
-#: Formats that are decoded where Pillow has them. It knows others, whose decoders start programs or are seldom used.
-FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
+#: Maximum images of a row, bytes of an encoded image, and of all encoded images of a row.
+MAX_IMAGES, MAX_BYTES, MAX_ROW_BYTES = 64, 64 << 20, 256 << 20
+#: Opens the file that a row names, and returns its descriptor. Raises OSError, ValueError or RowError.
+OpenFile = Callable[[str], int]
 #: Seconds between two calls of `check`.
 _POLL_SECONDS = 0.1
 
@@ -43,43 +41,88 @@ class RowImage:
     Attributes:
         digest: see `pixel_digest`.
         kind: its size and mode.
-        source: its encoded bytes; its file, and the key of the file's content; or the decoded picture that the dataset holds.
+        source: its encoded bytes; its file; or the decoded picture that the dataset holds.
     """
 
     digest: bytes
     kind: Kind
-    source: bytes | tuple[Path, bytes] | Image
+    source: bytes | ImageFile | Image
+
+    @property
+    def size(self) -> int:
+        """About how many bytes `encoded` returns."""
+        if isinstance(self.source, bytes):
+            return len(self.source)
+        return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
 
     def load(self) -> Image:
         """Return the decoded image. Raises RowError if its file has been changed."""
-        if isinstance(self.source, bytes):
-            return _decoded(self.source)
-        if not isinstance(self.source, tuple):
-            return self.source
-        path, key = self.source
-        data = _read(str(path), path)
-        if PixelCache.key(data) != key:
-            raise RowError(f"{path} was changed after it was read; run again")
-        return _decoded(data)
+        source = self.source.read() if isinstance(self.source, ImageFile) else self.source
+        return decoded(source) if isinstance(source, bytes) else source
+
+    def encoded(self) -> bytes:
+        """Return the image as the content of a file that decodes to the same pixels. Raises RowError if there is none."""
+        source = self.source.read() if isinstance(self.source, ImageFile) else self.source
+        if isinstance(source, bytes):
+            return source
+        for form in ("PNG", "TIFF"):
+            sink = io.BytesIO()
+            with suppress(OSError, ValueError, RowError):
+                source.save(sink, form)
+                if pixel_digest(decoded(sink.getvalue())) == self.digest:
+                    return sink.getvalue()
+        raise RowError(f"no file holds an image of mode {source.mode} as it is; convert it to RGB")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """An image file whose content was identified.
+
+    Attributes:
+        path: its path as the row names it.
+        key: PixelCache.key of its content.
+        size: its size in bytes.
+        open_file: opens it.
+    """
+
+    path: str
+    key: bytes
+    size: int
+    open_file: OpenFile
+
+    def read(self) -> bytes:
+        """Return the content. Raises RowError if it has been changed."""
+        data = _read(self.path, self.path, self.open_file)
+        if PixelCache.key(data) != self.key:
+            raise RowError(f"{self.path} was changed after it was read; run again")
+        return data
+
+
+def below(folder: Path | None) -> OpenFile:
+    """Return a function that opens files whose relative paths start at a folder; None is the current folder."""
+    # A FIFO would wait for a writer.
+    return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class ImageReader:
     """Opens the images of rows in several threads.
 
     Args:
-        folder: folder that relative paths in rows start from; None for the current folder.
+        open_file: opens the files that rows name.
         cache: remembers the pixel digests of encoded images.
+        decoder: identifies the other images.
     """
 
-    def __init__(self, folder: Path | None, cache: PixelCache) -> None:
-        self._folder = folder or Path()
+    def __init__(self, open_file: OpenFile, cache: PixelCache, decoder: ImageDecoder) -> None:
+        self._open_file = open_file
         self._cache = cache
+        self._decoder = decoder
 
     def read(
         self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
     ) -> list[tuple[RowImage, ...] | RowError]:
         """Return the images of each row, or why they cannot be used. `check` is called many times a second."""
-        threads = ThreadPoolExecutor(psutil.cpu_count() or 1, thread_name_prefix="reflogp-images")
+        threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
             found = [_waited(future, check) for future in [threads.submit(self._of_row, columns) for columns in rows]]
         finally:
@@ -89,25 +132,29 @@ class ImageReader:
 
     def _of_row(self, columns: dict[str, Any]) -> tuple[RowImage, ...] | RowError:
         try:
-            return tuple(self._image(name, value) for name, value in images_of(columns))
+            found: list[RowImage] = []
+            for name, value in images_of(columns):
+                found.append(self._image(name, value))
+                if sum(image.size for image in found if not hasattr(image.source, "getbands")) > MAX_ROW_BYTES:
+                    raise RowError(f"its images have more than {MAX_ROW_BYTES >> 20} MiB in all")
+            return tuple(found)
         except RowError as error:
             return error
 
     def _image(self, name: str, value: Any) -> RowImage:
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
-            _require_pixels(name, value.size)
+            require_pixels(name, value.size)
             value.load()
             return RowImage(pixel_digest(value), kind_of_image(value), value)
         if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
             value = value["bytes"] if value.get("bytes") is not None else value["path"]
         if isinstance(value, str) and value.startswith("data:"):
             value = _data_uri(name, value)
-        path: Path | None = None
+        path: str | None = None
         if isinstance(value, str):
             if "://" in value:
                 raise RowError(f"{name} is an address ({value[:80]}); download the image and give a file or its bytes")
-            path = self._folder / value
-            value = _read(name, path)
+            path, value = value, _read(name, value, self._open_file)
         if not isinstance(value, bytes):
             raise RowError(f"{name} is a {type(value).__name__}; expected bytes, a path, a data URI or a picture")
         if len(value) > MAX_BYTES:
@@ -116,12 +163,11 @@ class ImageReader:
         known = self._cache.get(key)
         if known is None:
             try:
-                image = _decoded(value)
+                known = self._decoder.identify(value)
             except RowError as error:
                 raise RowError(f"{name}: {error}") from None
-            known = pixel_digest(image), kind_of_image(image)
             self._cache.put(key, *known)
-        return RowImage(*known, value if path is None else (path, key))
+        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file))
 
 
 def _waited(
@@ -137,17 +183,17 @@ def _waited(
                 return future.result()
 
 
-def _read(name: str, path: Path) -> bytes:
+def _read(name: str, path: str, open_file: OpenFile) -> bytes:
     """Return a file's content. Raises RowError for what is no file, cannot be read, or is too large."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would wait for a writer
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        with os.fdopen(open_file(path), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RowError(f"{name}: {path} cannot be read: it is no file")
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, RowError):
             raise
+        path = getattr(error, "filename", None) or path
         raise RowError(f"{name}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
         raise RowError(f"{name}: {path} has more than {MAX_BYTES >> 20} MiB")
@@ -164,8 +210,12 @@ def bytes_of_images(columns: dict[str, Any]) -> int:
             if isinstance(held, bytes | str):
                 size += len(held)
             elif hasattr(held, "getbands"):
-                size += held.size[0] * held.size[1] * len(held.getbands())
+                size += _decoded_size(held)
     return size
+
+
+def _decoded_size(image: Any) -> int:
+    return int(image.size[0] * image.size[1] * len(image.getbands()))
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -195,41 +245,3 @@ def _data_uri(name: str, text: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
         raise RowError(f"{name} is a data URI whose base64 data is damaged") from None
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    from PIL import Image as pillow
-
-    pillow.init()
-    return tuple(form for form in FORMATS if form in pillow.OPEN)
-
-
-def _decoded(data: bytes) -> Image:
-    """Decode an image. Raises RowError for data that is no image, is damaged, or has too many pixels."""
-    from PIL import ExifTags, ImageOps, UnidentifiedImageError
-    from PIL import Image as pillow
-
-    try:
-        image: Image = pillow.open(io.BytesIO(data), formats=_formats())
-        _require_pixels("it", image.size)
-        image.load()
-        if image.getexif().get(ExifTags.Base.Orientation) is not None:
-            image = ImageOps.exif_transpose(image)
-    except RowError:
-        raise
-    except UnidentifiedImageError:
-        raise RowError(f"it cannot be decoded: it is no image in one of the formats {', '.join(_formats())}") from None
-    except pillow.DecompressionBombError:
-        raise RowError(f"it has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more
-        raise RowError(f"it cannot be decoded: {(str(error).splitlines() or [type(error).__name__])[0][:200]}") from None
-    return image
-
-
-def _require_pixels(name: str, size: tuple[int, int]) -> None:
-    width, height = size
-    if width * height > MAX_PIXELS:
-        raise RowError(f"{name} has {width} × {height} pixels, and at most {MAX_PIXELS:,} are allowed")
-    if width < 1 or height < 1:
-        raise RowError(f"{name} has {width} × {height} pixels")

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from reflogp.scoring.data.bounds import BATCH_ROWS
-from reflogp.scoring.data.images import bytes_of_images
+from reflogp.scoring.data.images import below, bytes_of_images
 from reflogp.scoring.data.read import RowSource, rows_of_dataset, without_decoding
 from reflogp.store import UsageError
 
@@ -113,6 +113,7 @@ class _ObjectRows(RowSource):
         self._dataset = None
         self._numbers = None
         self._identities = {}
+        self.open_image = below(None)
         self._make = rows
         self._count = count
 

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from reflogp.scoring.data.arrow_bounds import arrow_batches
 from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
-from reflogp.scoring.data.images import bytes_of_images
+from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError
@@ -82,6 +82,11 @@ class RowSource:
         bounds: limits for untrusted data; None for no limits. With limits, three things are refused: data that exceeds them, a
             saved dataset that names files outside its folder, and hub names.
         check: called at every step of reading; may raise to stop.
+        open_image: opens the image files that rows name, and returns their descriptors; None opens any file, and relative paths
+            start at the folder of the dataset's files.
+
+    Attributes:
+        open_image: see above.
 
     Raises:
         DatasetError: the dataset cannot be opened.
@@ -93,6 +98,7 @@ class RowSource:
         split: str = "train",
         bounds: ReadBounds | None = None,
         check: Callable[[], None] | None = None,
+        open_image: OpenFile | None = None,
     ) -> None:
         self.name = data
         self.split = split
@@ -116,11 +122,7 @@ class RowSource:
         self._identities = {file: FileIdentity.at(file) for file in (*self.files, *of_folder) if file.is_file()}
         if self.format in ("folder", "hub"):
             self._dataset = _load_with_datasets(data, self.format, split)
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the dataset's files, from which relative paths in rows start; None for datasets in memory."""
-        return self.files[0].parent if self.files else None
+        self.open_image = open_image or below(self.files[0].parent if self.files else None)
 
     def __iter__(self) -> Iterator[Row]:
         for number, (columns, problem, size) in enumerate(self._rows()):

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.image_rows import VisionProcessor, load_processor
+from reflogp.scoring.data.image_decoder import ImageDecoder
 from reflogp.scoring.data.images import ImageReader, RowImage
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import Row, RowSource, batched
@@ -24,6 +24,7 @@ from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, Token
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import UsageError, resolve_model
 from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import shortened, shortened_names
@@ -103,7 +104,8 @@ def tokenize_dataset(
                 if form != "tokens":
                     vision = load_vision() if form == "preference" and load_vision is not None and _have_images(rows) else None
                     if vision is not None:
-                        images = _Images(vision, ImageReader(source.folder, stack.enter_context(PixelCache())))
+                        cache, decoder = stack.enter_context(PixelCache()), stack.enter_context(ImageDecoder())
+                        images = _Images(vision, ImageReader(source.open_image, cache, decoder))
                     if tokenizer is None and images is None:
                         raise TokenizerError("text rows need a tokenizer")
                     made_by = tokenizer if images is None else images.vision.tokens

@@ -22,11 +22,11 @@ from pathlib import Path
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from reflogp.scoring.data.image_rows import VisionProcessor
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import TokenizedRows, tokenize_dataset
+from reflogp.scoring.vision import VisionProcessor
 
 
 class StoppedError(Exception):
@@ -42,7 +42,8 @@ class TokenizedDataset:
         form: the dataset's format; None detects it.
         kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
             Name it by `cache_name`, so that it cannot belong to another dataset. The rows' original columns are not kept.
-            Nothing is kept when a row reached a limit of time or memory, because the row may be usable under another limit.
+            Nothing is kept when a row reached a limit of time or memory, because the row may be usable under another limit, or
+            when rows have images, because the files of images are no part of the dataset's content.
         unchanged: called after each pass over `source`, before its tokens are kept; raises if the content that was read may
             differ from the content that `kept` is named after.
         limits: limits for tokenising a row; None for the defaults.
@@ -130,11 +131,11 @@ class TokenizedDataset:
         rows = self.source.count()
         writer: pa.RecordBatchFileWriter | None = None
         problems: dict[int, str] = {}
-        limited = False
+        complete = True
         try:
             for window in self._tokenized():
                 problems |= window.problems
-                limited |= window.limited
+                complete &= not window.limited and window.vision is None
                 if window.table.num_columns > 2:  # a window before the first readable row has no completions yet
                     if writer is None:
                         schema = window.table.schema.with_metadata({"rows": str(rows)})
@@ -146,7 +147,7 @@ class TokenizedDataset:
                 yield window
             if writer is not None:
                 writer.close()
-                if not limited:
+                if complete:
                     partial.replace(kept)
         finally:
             if writer is not None:

@@ -386,9 +386,7 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
     for images in rows.images:
         counts = vision.tokens.counts([image.kind for image in images]) if images else ()
         alone = all(vision.tokens.counts([image.kind]) == (count,) for image, count in zip(images, counts, strict=True))
-        digests, load = tuple(image.digest for image in images), tuple(image.load for image in images)
-        of_row = SequenceImages(digests, counts, load, vision.processor, vision.image_token_id, alone)
-        found.append(of_row if images else None)
+        found.append(SequenceImages(images, counts, vision, alone) if images else None)
     return found
 
 

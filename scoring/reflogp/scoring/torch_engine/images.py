@@ -30,9 +30,9 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
     Args:
         images: the images of at least one sequence, all of one processor.
     """
-    processor = images[0].processor
+    processor = images[0].vision.processor
     texts = [processor.image_token * len(entry.counts) for entry in images]
-    pictures = [[load() for load in entry.load] for entry in images]
+    pictures = [[picture.load() for picture in entry.pictures] for entry in images]
     made = processor(images=pictures, text=texts, padding=True, add_special_tokens=False, return_tensors="pt")
     types = [name for name in _TYPES if name in made]
     return {name: value for name, value in made.items() if name not in _OF_TEXT}, types
@@ -40,12 +40,12 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return 1 where a token belongs to an image and 0 elsewhere, as processors do, (n,). `ids` hold no image ids."""
-    return np.isin(ids, images.processor.image_token_ids).astype(np.int64)
+    return np.isin(ids, images.vision.processor.image_token_ids).astype(np.int64)
 
 
 def is_packable(images: SequenceImages) -> bool:
     """Return True if the decoder takes image tokens as ordinary positions. Processes a blank image."""
-    processor = images.processor
+    processor = images.vision.processor
     made = processor(
         images=[blanks([((64, 64), "RGB")])], text=[processor.image_token], add_special_tokens=False, return_tensors="pt"
     )
@@ -86,7 +86,7 @@ def _features(model: Any, sequences: Iterable[Sequence], device: torch.device) -
     for sequence in sequences:
         for part in [] if sequence.images is None else sequence.images.parts():
             if part.digests not in found:
-                ids = torch.full((1, sum(part.counts)), part.token_id, device=device)
+                ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=device)
                 found[part.digests] = _decoder_input(model, ids, on_device(pixel_inputs([part])[0], device))
     return found
 

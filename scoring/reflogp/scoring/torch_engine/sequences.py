@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.errors import InvalidSequencesError
 from reflogp.store.images import FIRST_IMAGE_ID
+
+if TYPE_CHECKING:
+    from reflogp.scoring.vision import VisionProcessor
 
 #: Token ids of a prompt or a completion: a list, a numpy array or an Arrow scalar's values.
 Ids = Any
@@ -24,33 +27,55 @@ Outcome = Logps | str
 NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
+class Picture(Protocol):
+    """An image of a prompt, which need not be in memory.
+
+    Attributes:
+        digest: `pixel_digest` of the image (reflogp.store.images).
+        size: about how many bytes `encoded` returns.
+    """
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def load(self) -> Any:
+        """Return it decoded, as a PIL.Image. Raises RowError if it cannot be read any more."""
+
+    def encoded(self) -> bytes:
+        """Return it as the content of an image file. Raises RowError if it cannot be read any more."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceImages:
     """The images of a prompt, in order.
 
     Attributes:
-        digests: a digest of each image's pixels (reflogp.store.images).
+        pictures: the images.
         counts: number of tokens of each image.
-        load: a function for each image that returns it decoded, as a PIL.Image.
-        processor: transformers' processor of the model.
-        token_id: the token in whose places the model puts an image's features.
+        vision: the model's processor.
         independent: True if an image's features do not depend on the prompt's other images.
     """
 
-    digests: tuple[bytes, ...]
+    pictures: tuple[Picture, ...]
     counts: tuple[int, ...]
-    load: tuple[Callable[[], Any], ...]
-    processor: Any
-    token_id: int
+    vision: VisionProcessor
     independent: bool
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The digests of the images."""
+        return tuple(picture.digest for picture in self.pictures)
 
     def parts(self) -> list[SequenceImages]:
         """Return the images that can be processed apart: each alone, or all together."""
         if not self.independent:
             return [self]
         return [
-            SequenceImages((digest,), (count,), (load,), self.processor, self.token_id, True)
-            for digest, count, load in zip(self.digests, self.counts, self.load, strict=True)
+            SequenceImages((picture,), (count,), self.vision, True)
+            for picture, count in zip(self.pictures, self.counts, strict=True)
         ]
 
 
@@ -90,7 +115,7 @@ class Sequence:
     def model_ids(self) -> npt.NDArray[np.int64]:
         """Return the ids that the model reads, int64: `ids` with its own token in the places of image ids."""
         ids = self.ids()
-        return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.token_id, ids)
+        return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.vision.image_token_id, ids)
 
 
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:

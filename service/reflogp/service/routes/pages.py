@@ -38,7 +38,9 @@ _STATES: tuple[JobState, ...] = get_args(JobState)
 _JOBS, _FORM_BYTES = 50, 16 << 10
 #: Headers of every page, in addition to those of every response (`sites`).
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
+    ),
     "Cache-Control": "no-store",
 }
 _FOLDER = "reflogp.service.pages"

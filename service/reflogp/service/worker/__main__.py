@@ -33,12 +33,14 @@ from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine.memory import return_freed_memory
 from reflogp.scoring.machine.processes import quiet_libraries
+from reflogp.scoring.runs.spread.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
+from reflogp.scoring.vision import load_processor
 from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
-from reflogp.service.worker.job import JobCallbacks, JobContext, JobStoppedError, run_job
+from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
@@ -256,7 +258,8 @@ class Worker:
             reference = self._reference(order.reference_id)
             table = self._store.create_table(reference)
             assert isinstance(order, HelpOrder)
-            help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered))
+            vision = VisionCache(self._folder(order.reference_id), self._models(order.reference_id).trust_remote_code)
+            help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered), vision)
         except (JobStoppedError, ModelUnloadedError):
             pass
         except (ReflogpError, OSError) as error:
@@ -286,9 +289,13 @@ class Worker:
         place = self._models(order.reference_id)
         folder = self._folder(order.reference_id)
         reference = self._reference(order.reference_id)
-        find_tokenizer = partial(self._tokenizers.find, folder, place.trust_remote_code)
+        model = JobModel(
+            reference,
+            partial(self._tokenizers.find, folder, place.trust_remote_code),
+            partial(load_processor, folder, folder, None, place.trust_remote_code),
+        )
         callbacks = JobCallbacks(report, announce, partial(self._check, ordered))
-        return run_job(order, self._place, reference, find_tokenizer, self.loop, helpers, callbacks)
+        return run_job(order, self._place, model, self.loop, helpers, callbacks)
 
     def _models(self, reference_id: str) -> ModelConfig:
         return self._configuration.models[reference_id]

@@ -17,7 +17,7 @@ from typing import Any
 
 from reflogp.scoring.errors import WorkerGoneError
 from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
-from reflogp.scoring.runs.spread.units import IN_FLIGHT, UnitScorer
+from reflogp.scoring.runs.spread.units import IN_FLIGHT, UnitScorer, VisionCache
 from reflogp.scoring.torch_engine.sequences import Operations
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
@@ -162,6 +162,7 @@ def help_with(
     asked: queue.SimpleQueue[Asked],
     send: Callable[[dict[str, Any]], None],
     check: Callable[[], None],
+    vision: VisionCache,
 ) -> None:
     """Help until `check` raises. Values computed by then are committed; the rest is left to the job's worker.
 
@@ -169,11 +170,12 @@ def help_with(
         asked: requests of the job's worker.
         send: sends the frame `helping` when the engine is loaded, and the answers.
         check: called repeatedly; raises to stop.
+        vision: the image processors of the model.
 
     Raises the errors of `check`, of the engine and of the store.
     """
     loaded = loop.engine(order.reference_id, check)
-    units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table)
+    units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)
     failed: list[BaseException] = []
 
     def answer(message: dict[str, Any], content: bytes) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from reflogp.scoring.data.bounds import ReadBounds
-from reflogp.scoring.data.confined_paths import OpenDataset
+from reflogp.scoring.data.confined_paths import OpenDataset, image_below
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
+from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.data.tokenized import TokenizedDataset, cache_name, delete_oldest
 from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
@@ -25,6 +26,7 @@ from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
+from reflogp.scoring.vision import VisionProcessor
 from reflogp.service.worker.engine_loop import EngineLoop
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import JobOrder
@@ -69,6 +71,21 @@ class JobContext:
     commit_seconds: float
     bounds: ReadBounds
     rows: RowLimits
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """The model of a job.
+
+    Attributes:
+        reference: its reference.
+        find_tokenizer: returns the tokenizer that is in the model's folder when it is called.
+        load_vision: loads the image processor from the model's folder; returns None for a model of text.
+    """
+
+    reference: Reference
+    find_tokenizer: Callable[[], TokenizerRef]
+    load_vision: Callable[[], VisionProcessor | None]
 
 
 @dataclass(frozen=True)
@@ -180,8 +197,7 @@ class Progress(ProgressCallbacks):
 def run_job(
     order: JobOrder,
     place: JobContext,
-    reference: Reference,
-    find_tokenizer: Callable[[], TokenizerRef],
+    model: JobModel,
     loop: EngineLoop,
     helpers: Workers,
     job: JobCallbacks,
@@ -191,10 +207,9 @@ def run_job(
     The job reads exactly the named content. The dataset's files are opened once and must have the job's digest; the tokenizer
     is the one whose files are in the model's folder when the job begins. If one of these files is modified meanwhile, the job
     begins again, and fails if the content has changed. Values computed by then stay valid: their keys depend on token ids, and
-    their table on the weights.
+    their table on the weights. Images that rows name by paths are no part of the digest; keys depend on their pixels.
 
     Args:
-        find_tokenizer: returns the tokenizer that is in the model's folder when it is called.
         helpers: other workers that score a part of the job.
 
     Raises:
@@ -204,7 +219,7 @@ def run_job(
     for attempt in range(_ATTEMPTS):
         progress = Progress(job)
         try:
-            summary = _attempt(order, place, reference, find_tokenizer(), loop, helpers, job, progress)
+            summary = _attempt(order, place, model, loop, helpers, job, progress)
             break
         except FileChangedError as error:
             if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
@@ -218,8 +233,7 @@ def run_job(
 def _attempt(
     order: JobOrder,
     place: JobContext,
-    reference: Reference,
-    tokenizer: TokenizerRef,
+    model: JobModel,
     loop: EngineLoop,
     helpers: Workers,
     job: JobCallbacks,
@@ -227,6 +241,7 @@ def _attempt(
 ) -> ScoreSummary:
     """Run a job once, from the start to the result. Raises what `run_job` raises, and FileChangedError."""
     form: Any = order.format
+    reference, tokenizer = model.reference, model.find_tokenizer()
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
 
     def make_engine() -> JobEngine:
@@ -237,10 +252,18 @@ def _attempt(
     root = file.parent if order.root is None else Path(order.root)
     with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
         try:
-            source = RowSource(str(files.readable), order.split, bounds=place.bounds, check=job.check)
+            open_image = image_below(root, files.path) if order.root is not None else _no_file
+            source = RowSource(str(files.readable), order.split, place.bounds, job.check, open_image)
             kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
             dataset = TokenizedDataset(
-                source, tokenizer.load, form, kept, unchanged=files.check, limits=place.rows, check=job.check
+                source,
+                tokenizer.load,
+                form,
+                kept,
+                unchanged=files.check,
+                limits=place.rows,
+                check=job.check,
+                load_vision=model.load_vision,
             )
             summary = score_dataset(
                 dataset,
@@ -265,3 +288,8 @@ def _attempt(
             files.check()  # report a changed file rather than the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
     return summary
+
+
+def _no_file(path: str) -> int:
+    """Refuse to open an image's file: a dataset that was uploaded or fetched has no files beside it."""
+    raise RowError("it names a file; an uploaded dataset must hold its images itself, as bytes or data URIs")

@@ -9,6 +9,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from reflogp.scoring.data.images import RowImage
+from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.joining import join_note
+from reflogp.scoring.reports.shown import thumbnail
 from reflogp.store import Snapshot, join_logps
 from reflogp.store.files import write_atomically
+from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.joins import Join, completion_columns, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
+from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
-#: Maximum number of outliers of each kind in the report, and of characters of each text.
-_OUTLIERS, _TEXT = 4, 4_000
+#: Maximum number of outliers of each kind in the report, of characters of each text, and of an outlier's images.
+_OUTLIERS, _TEXT, _IMAGES = 4, 4_000, 2
 #: Maximum number of bad rows that the report lists.
 _NAMED = 100
 _REJECTED, _CHOSEN = "rejected far likelier than chosen", "chosen far likelier than rejected"
@@ -48,6 +54,7 @@ class _Candidate:
     value: float = field(compare=False)
     prompt_ids: list[int] = field(compare=False)
     completions: dict[str, list[int]] = field(compare=False)
+    images: tuple[RowImage, ...] = field(compare=False)
 
 
 class _Means:
@@ -57,7 +64,7 @@ class _Means:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
         self._outliers: dict[str, list[_Candidate]] = {}
 
-    def add(self, table: pa.Table, join: Join, usable: npt.NDArray[np.bool_]) -> None:
+    def add(self, rows: TokenizedRows, join: Join, usable: npt.NDArray[np.bool_]) -> None:
         sides = dict(zip(join.keys, join.logps.values(), strict=True))
         sums = {name.removesuffix("_ids"): logps for name, logps in sides.items()}
         tokens = {name.removesuffix("_ids"): count for name, count in join.tokens.items()}
@@ -66,11 +73,11 @@ class _Means:
             return
         for name, logps in sums.items():
             means = logps[good].astype(np.float64) / tokens[name][good]
-            self._add(f"lowest mean log-prob of {name}", name, means, -means, table, good)
+            self._add(f"lowest mean log-prob of {name}", name, means, -means, rows, good)
         if "chosen" in sums:
             margins = sums["chosen"][good].astype(np.float64) - sums["rejected"][good]
-            self._add(_REJECTED, "margin", margins, -margins, table, good)
-            self._offer(_CHOSEN, margins, margins, table, good)
+            self._add(_REJECTED, "margin", margins, -margins, rows, good)
+            self._offer(_CHOSEN, margins, margins, rows, good)
 
     def histograms(self) -> dict[str, dict[str, list[Any]]]:
         found: dict[str, dict[str, list[Any]]] = {}
@@ -80,16 +87,14 @@ class _Means:
         return found
 
     def outliers(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-        def text(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids[: _TEXT // 2]))[:_TEXT]
-
         return [
             {
                 "row": found.row,
                 "why": why,
                 "value": found.value,
-                "prompt": text(found.prompt_ids),
-                "completions": {name: text(ids) for name, ids in found.completions.items()},
+                "prompt": _text(found.prompt_ids, tokenizer),
+                "completions": {name: _text(ids, tokenizer) for name, ids in found.completions.items()},
+                "images": [small for image in found.images[:_IMAGES] if (small := thumbnail(image))],
             }
             for why, heap in self._outliers.items()
             for found in sorted(heap, reverse=True)
@@ -101,18 +106,18 @@ class _Means:
         name: str,
         values: npt.NDArray[np.float64],
         ranks: npt.NDArray[np.float64],
-        table: pa.Table,
+        rows: TokenizedRows,
         good: npt.NDArray[np.int64],
     ) -> None:
         self._values.setdefault(name, []).append(values)
-        self._offer(why, values, ranks, table, good)
+        self._offer(why, values, ranks, rows, good)
 
     def _offer(
         self,
         why: str,
         values: npt.NDArray[np.float64],
         ranks: npt.NDArray[np.float64],
-        table: pa.Table,
+        rows: TokenizedRows,
         good: npt.NDArray[np.int64],
     ) -> None:
         heap = self._outliers.setdefault(why, [])
@@ -122,11 +127,22 @@ class _Means:
             rank, at = float(ranks[place]), int(good[place])
             if len(heap) == _OUTLIERS and rank <= heap[0].rank:
                 break
-            row = table.slice(at, 1).to_pylist()[0]
+            row = rows.table.slice(at, 1).to_pylist()[0]
             completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
-            heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions))
+            images = rows.images[at] if rows.images else ()
+            heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions, images))
             if len(heap) > _OUTLIERS:
                 heapq.heappop(heap)
+
+
+def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of token ids, cut at _TEXT characters; a run of image ids is one short text."""
+    found, left = "", _TEXT // 2
+    for is_image, run in groupby(ids, key=lambda token: token >= FIRST_IMAGE_ID):
+        tokens = list(run)
+        found += f"⟨image, {counted(len(tokens), 'token')}⟩" if is_image else str(tokenizer.decode(tokens[:left]))
+        left -= 0 if is_image else len(tokens[:left])
+    return found[:_TEXT]
 
 
 def write_result(
@@ -154,12 +170,13 @@ def write_result(
     writer: pq.ParquetWriter | None = None
     with write_atomically(result) as partial:
         try:
-            for table, unread in _windows(dataset):
+            for window, unread in _windows(dataset):
                 check()
+                table = window.table
                 join = join_logps(table, snapshot, **asdict(settings))
                 rows = table["row"].to_numpy()
                 bad = join.missing | join.unusable | np.fromiter((int(row) in problems for row in rows), bool, len(rows))
-                means.add(table, join, ~bad & ~join.dropped)
+                means.add(window, join, ~bad & ~join.dropped)
                 dropped += int(join.dropped.sum())
                 errors: list[str | None] = [None] * len(table)
                 for at in np.flatnonzero(bad | join.dropped):
@@ -187,13 +204,13 @@ def write_result(
         partial.write_text(json.dumps(found), encoding="utf-8")
 
 
-def _windows(dataset: TokenizedDataset) -> Iterator[tuple[pa.Table, dict[int, str]]]:
+def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
     """Yield windows that have completions, and the unreadable rows (row -> problem) since the last such window."""
     unread: dict[int, str] = {}
     for window in dataset:
         unread |= window.problems
         if window.table.num_columns > 2:
-            yield window.table, unread
+            yield window, unread
             unread = {}
 
 

@@ -164,8 +164,6 @@ class ParallelScorer:
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
         """See Scorer.score; returns when the queue holds less than one unit for each engine."""
-        if any(miss.sequence.images is not None for miss in misses):
-            raise UsageError("pairs with images are scored by one engine in this process: leave out --devices and --ray")
         fresh = [miss for miss in misses if miss.key not in self._killers]
         for miss in misses:
             if miss.key in self._killers:

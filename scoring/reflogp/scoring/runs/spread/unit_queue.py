@@ -22,6 +22,8 @@ _LEAST_SECONDS = 2.0
 #: About how many units each worker gets of the remaining sequences. More units need more commits; with fewer, idle workers wait
 #: longer for the last unit.
 _PARTS = 4
+#: A unit has images of at most this many bytes, or a single sequence.
+_IMAGE_BYTES = 32 << 20
 #: Seconds of scoring after which a unit counts half as much in the measured rate.
 _HALVED_SECONDS = 30.0
 
@@ -56,8 +58,7 @@ class UnitQueue:
     def put(self, misses: list[Miss]) -> None:
         """Queue misses, each next to the others with its prompt."""
         for miss in misses:
-            prompt = hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
-            self._groups.setdefault(prompt, deque()).append(miss)
+            self._groups.setdefault(_prompt(miss), deque()).append(miss)
         self._grouped += len(misses)
 
     def take(self, size: int, suspects: bool = True) -> Unit | None:
@@ -85,7 +86,16 @@ class UnitQueue:
             if len(chosen) >= size:
                 break
         self._grouped -= len(chosen)
-        return Unit(chosen) if chosen else None
+        fitting = _within(chosen)
+        for miss in reversed(chosen[fitting:]):
+            self._put_first(miss)
+        return Unit(chosen[:fitting]) if chosen else None
+
+    def _put_first(self, miss: Miss) -> None:
+        prompt = _prompt(miss)
+        self._groups.setdefault(prompt, deque()).appendleft(miss)
+        self._groups.move_to_end(prompt, last=False)
+        self._grouped += 1
 
     def is_suspect(self) -> bool:
         """Return True if the next unit is a retry after a worker died at it."""
@@ -112,6 +122,22 @@ class UnitQueue:
         for half in (unit.misses[middle:], unit.misses[:middle]):
             self._again.appendleft(Unit(half, again=True, suspect=True))
         return None
+
+
+def _prompt(miss: Miss) -> bytes:
+    return hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
+
+
+def _within(misses: list[Miss]) -> int:
+    """Return how many of the misses, from the first, fit in a unit by the bytes of their images; at least 1."""
+    sizes: dict[bytes, int] = {}
+    for count, miss in enumerate(misses):
+        images = miss.sequence.images
+        new = {} if images is None else {image.digest: image.size for image in images.pictures if image.digest not in sizes}
+        sizes |= new
+        if count and new and sum(sizes.values()) > _IMAGE_BYTES:
+            return count
+    return len(misses)
 
 
 class Rate:

@@ -1,15 +1,19 @@
 """Send units of work to workers, which score them with an engine and commit the values.
 
-A unit is sent as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. A worker commits
-the values itself, so they are never sent back to the run.
+A unit is sent as a compressed Arrow IPC stream, so that a prompt that many sequences share takes little space. The encoded
+images of a unit follow in a second stream, each once. A worker commits the values itself, so they are never sent back to the
+run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,23 +21,32 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from reflogp.scoring.data.image_decoder import decoded
+from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine.processes import growing_segments
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
-from reflogp.scoring.torch_engine.sequences import Ids, Operations, Sequence
+from reflogp.scoring.torch_engine.sequences import Ids, Operations, Sequence, SequenceImages
+from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import LogprobTable, Reference, Snapshot, Store, UsageError, describe_reference, resolve_model
+from reflogp.store.images import pixel_digest
 from reflogp.store.schema import one_array
 
+_INDICES = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
     [
         ("key", pa.binary()),
         ("prompt_ids", pa.list_(pa.int64())),
         ("completion_ids", pa.list_(pa.int64())),
         ("completion_len", pa.int32()),
+        ("pictures", _INDICES),
+        ("counts", _INDICES),
+        ("independent", pa.bool_()),
     ]
 )
+_PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
 
 
 @dataclass(frozen=True)
@@ -51,27 +64,124 @@ class Sent:
     completion_lens: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class _SentPicture:
+    """An image of a decoded unit; see Picture."""
+
+    digest: bytes
+    file: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.file)
+
+    def load(self) -> Any:
+        """Return it decoded. Raises EngineError if Pillow decodes it to other pixels here."""
+        image = decoded(self.file)
+        if pixel_digest(image) != self.digest:
+            raise EngineError("an image has other pixels on this worker: its libraries decode it in another way")
+        return image
+
+    def encoded(self) -> bytes:
+        return self.file
+
+
 def encode(misses: list[Miss]) -> bytes:
-    """Encode misses for a worker."""
+    """Encode misses for a worker. Raises EngineError if an image cannot be read any more."""
+    images = [miss.sequence.images for miss in misses]
+    places: dict[bytes, int] = {}
+    files: list[bytes] = []
+    for picture in (picture for of_row in images if of_row is not None for picture in of_row.pictures):
+        if picture.digest not in places:
+            places[picture.digest] = len(files)
+            try:
+                files.append(picture.encoded())
+            except RowError as error:
+                raise EngineError(f"images could not be sent to a worker: {error}") from error
     columns = [
         pa.array([miss.key for miss in misses], pa.binary()),
         _lists([miss.sequence.prompt_ids for miss in misses]),
         _lists([miss.sequence.completion_ids for miss in misses]),
         pa.array([miss.completion_len for miss in misses], pa.int32()),
+        pa.array([None if entry is None else [places[digest] for digest in entry.digests] for entry in images], _INDICES),
+        pa.array([None if entry is None else entry.counts for entry in images], _INDICES),
+        pa.array([None if entry is None else entry.independent for entry in images], pa.bool_()),
     ]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-        writer.write_table(pa.table(columns, schema=_SCHEMA))
+    vision = next((entry.vision for entry in images if entry is not None), None)
+    made_by = {"vision": json.dumps(None if vision is None else [vision.folder, vision.tokens.settings.hex()])}
+    sink, schema = pa.BufferOutputStream(), _SCHEMA.with_metadata(made_by)
+    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(pa.table(columns, schema=schema))
+    with pa.ipc.new_stream(sink, _PICTURES) as writer:
+        writer.write_table(pa.table([list(places), files], schema=_PICTURES))
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
 
-def decode(content: bytes) -> Sent:
-    """Decode the bytes that `encode` returned."""
-    table = pa.ipc.open_stream(content).read_all()
+def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> Sent:
+    """Decode the bytes that `encode` returned.
+
+    Args:
+        find_vision: called for a unit with images, with the folder and the settings of the run's processor; returns the same
+            processor here.
+    """
+    reader = pa.BufferReader(content)
+    table = pa.ipc.open_stream(reader).read_all()
+    sent = pa.ipc.open_stream(reader).read_all()
+    pictures = [
+        _SentPicture(digest, file) for digest, file in zip(*(sent[name].to_pylist() for name in _PICTURES.names), strict=True)
+    ]
+    made_by = json.loads(table.schema.metadata[b"vision"])
+    vision = None if made_by is None else find_vision(made_by[0], bytes.fromhex(made_by[1]))
+    images: list[SequenceImages | None] = [None] * len(table)
+    if vision is not None:
+        rows = zip(*(table[name].to_pylist() for name in ("pictures", "counts", "independent")), strict=True)
+        images = [
+            None if places is None else SequenceImages(tuple(pictures[at] for at in places), tuple(counts), vision, independent)
+            for places, counts, independent in rows
+        ]
     prompts, completions = (_arrays(one_array(table[name])) for name in ("prompt_ids", "completion_ids"))
-    sequences = [Sequence(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    sequences = [
+        Sequence(prompt, completion, images=of_row)
+        for prompt, completion, of_row in zip(prompts, completions, images, strict=True)
+    ]
     return Sent(one_array(table["key"]), sequences, table["completion_len"].to_numpy())
+
+
+class VisionCache:
+    """The image processors of a worker's model.
+
+    Args:
+        model: folder of the model on this machine.
+        trust_remote_code: run code from a processor's folder.
+    """
+
+    def __init__(self, model: str, trust_remote_code: bool) -> None:
+        self._model = model
+        self._trust_remote_code = trust_remote_code
+        self._loaded: dict[bytes, VisionProcessor] = {}
+        self._lock = threading.Lock()
+
+    def find(self, folder: str | None, settings: bytes) -> VisionProcessor:
+        """Return the processor with these settings, from the run's folder if it is on this machine, else from the model's.
+
+        Raises UsageError if neither has these settings.
+        """
+        with self._lock:
+            for place in [] if settings in self._loaded else [folder, self._model]:
+                found = (
+                    load_processor(place, self._model, None, self._trust_remote_code)
+                    if place and Path(place).is_dir()
+                    else None
+                )
+                if found is not None:
+                    self._loaded[found.tokens.settings] = found
+            if settings not in self._loaded:
+                raise UsageError(
+                    "the run's image processor is not on this worker's machine: put it into the model's folder, or give a "
+                    "folder that every machine has"
+                )
+            return self._loaded[settings]
 
 
 def _lists(ids: list[Ids]) -> pa.Array:
@@ -96,12 +206,14 @@ class UnitScorer:
     Args:
         engine: its `flow` runs in a thread of this object only.
         table: table of the values.
+        vision: the image processors of the engine's model.
 
     Attributes:
         provenance: provenance of the values.
     """
 
-    def __init__(self, engine: Engine, table: LogprobTable) -> None:
+    def __init__(self, engine: Engine, table: LogprobTable, vision: VisionCache) -> None:
+        self._vision = vision
         self.provenance: dict[str, Any] = {"reflogp": version("reflogp"), **engine.provenance()}
         self._engine = engine
         self._table = table
@@ -124,7 +236,7 @@ class UnitScorer:
 
         Raises the errors of the engine and the store, and EngineError after `stop`; computed values are committed.
         """
-        unit = decode(content)
+        unit = decode(content, self._vision.find)
         problems = self._engine.problems(unit.sequences)
         skip = set(problems)
         snapshot: int | None = None
@@ -249,7 +361,8 @@ class ScoringWorker:
                 f"not {wanted.reference_id}"
             )
         table = Store(self._store).table(wanted.reference_id)
-        self._units = UnitScorer(self._choice.make(str(folder), wanted), table)
+        vision = VisionCache(str(folder), self._choice.trust_remote_code)
+        self._units = UnitScorer(self._choice.make(str(folder), wanted), table, vision)
         return self._units.provenance
 
     def score(self, content: bytes, again: bool) -> dict[str, Any]:

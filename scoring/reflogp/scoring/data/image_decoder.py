@@ -1,0 +1,220 @@
+"""Decode untrusted images: check their size first, and identify them in child processes with limits on memory and time.
+
+A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged one can crash a decoder. So each image is
+decoded once in a forked child, which returns a digest of the pixels. Later the engine's process decodes the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import threading
+from contextlib import suppress
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import psutil
+
+from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, SOCKET, STILL, ConfinedProcess
+from reflogp.scoring.data.shape import RowError
+from reflogp.scoring.machine.memory import free_memory
+from reflogp.store.images import Kind, kind_of_image, pixel_digest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: Maximum pixels of a decoded image.
+MAX_PIXELS = 89_478_485
+#: Formats that are decoded where Pillow has them. It knows others, whose decoders start programs or are seldom used.
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
+#: Limits of a child: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes 1.1 GB.
+SECONDS, _MEMORY = 30.0, 2 << 30
+_TOO_MUCH_MEMORY = "decoding it takes too much memory"
+_LENGTH = struct.Struct("<Q")
+
+
+class ImageDecoder:
+    """Children that identify images; a context manager. Safe to use from several threads, each of which takes a child.
+
+    Attributes:
+        children: maximum number of children at a time: one for each core, fewer where memory is short.
+    """
+
+    def __init__(self) -> None:
+        self.children = max(1, min(psutil.cpu_count() or 1, free_memory() // (2 * _MEMORY)))
+        self._idle: queue.LifoQueue[_Child | None] = queue.LifoQueue()
+        for _ in range(self.children):
+            self._idle.put(None)
+        self._lock = threading.Lock()
+        self._started: set[_Child] = set()
+        self._closed = False
+
+    def __enter__(self) -> ImageDecoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._closed = True
+            for child in self._started:
+                os.kill(child.pid, signal.SIGKILL)  # a thread that waits for it sees the end of its stream, and ends it
+        with suppress(queue.Empty):
+            while True:
+                if (idle := self._idle.get_nowait()) is not None:
+                    self._end(idle)
+
+    def identify(self, data: bytes) -> tuple[bytes, Kind]:
+        """Return (pixel_digest, kind) of an encoded image.
+
+        Raises RowError for data that is no image or is damaged, and for an image that has too many pixels, or takes too much
+        memory or processor time to decode.
+        """
+        _formats()  # decoders that are loaded here need not be loaded in each child
+        child, answer = self._idle.get(), None
+        try:
+            for last in (False, True):
+                if child is None:
+                    child = self._begin()
+                answer = child.ask(data)
+                if answer is not None:
+                    break
+                status, still = self._end(child), child.still
+                child = None
+                if status == -signal.SIGPROF or still:
+                    raise RowError(f"decoding it took more than {SECONDS:g} s of processor time")
+                if status == OUT_OF_MEMORY:
+                    raise RowError(_TOO_MUCH_MEMORY)
+                if last or self._closed:
+                    name = signal.Signals(-status).name if status < 0 else f"status {status}"
+                    raise RowError(f"decoding it ended its process ({name})")
+        finally:
+            self._idle.put(child)
+        assert answer is not None
+        found = json.loads(answer)
+        if "error" in found:
+            raise RowError(found["error"])
+        width, height = found["size"]
+        return bytes.fromhex(found["digest"]), ((width, height), found["mode"])
+
+    def _begin(self) -> _Child:
+        with self._lock:
+            if self._closed:
+                raise RowError("reading was stopped")
+            child = _Child(_work, _MEMORY)
+            self._started.add(child)
+            return child
+
+    def _end(self, child: _Child) -> int:
+        with self._lock:
+            self._started.discard(child)
+            return child.end()
+
+
+class _Child(ConfinedProcess):
+    """A child that identifies one image at a time."""
+
+    def ask(self, data: bytes) -> bytes | None:
+        """Return the child's answer to an encoded image; None if the child has ended."""
+        self.stir()
+        self.socket.settimeout(POLL_SECONDS)
+        try:
+            self._send(_LENGTH.pack(len(data)))
+            self._send(data)
+            size = self._receive(_LENGTH.size)
+            return None if size is None else self._receive(*_LENGTH.unpack(size))
+        except ConnectionError:
+            return None
+
+    def _send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[self.socket.send(left) :]
+            except TimeoutError:
+                self.watch(STILL * SECONDS, len(left))
+
+    def _receive(self, size: int) -> bytes | None:
+        found = b""
+        while len(found) < size:
+            try:
+                part = self.socket.recv(size - len(found))
+            except TimeoutError:
+                self.watch(STILL * SECONDS, len(found))
+                continue
+            if not part:
+                return None
+            found += part
+        return found
+
+
+# In the child
+
+
+def _work() -> None:
+    parent = socket.socket(fileno=SOCKET)  # not closed before the process ends: the parent would kill it without its status
+    stream = parent.makefile("rwb")
+    while size := stream.read(_LENGTH.size):
+        data = stream.read(*_LENGTH.unpack(size))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process, whatever library runs
+        answer = json.dumps(_identified(data)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        stream.write(_LENGTH.pack(len(answer)) + answer)
+        stream.flush()
+
+
+def _identified(data: bytes) -> dict[str, object]:
+    try:
+        image = decoded(data)
+        size, mode = kind_of_image(image)
+        return {"digest": pixel_digest(image).hex(), "size": size, "mode": mode}
+    except RowError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": _TOO_MUCH_MEMORY}
+
+
+# In both
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    from PIL import ExifTags, ImageOps  # noqa: F401 (imported before children are forked)
+    from PIL import Image as pillow
+
+    pillow.init()
+    return tuple(form for form in FORMATS if form in pillow.OPEN)
+
+
+def decoded(data: bytes) -> Image:
+    """Decode an image. Raises RowError for data that is no image, is damaged, or has too many pixels."""
+    from PIL import ExifTags, ImageOps, UnidentifiedImageError
+    from PIL import Image as pillow
+
+    try:
+        image: Image = pillow.open(io.BytesIO(data), formats=_formats())
+        require_pixels("it", image.size)
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation) is not None:
+            image = ImageOps.exif_transpose(image)
+    except (RowError, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        raise RowError(f"it cannot be decoded: it is no image in one of the formats {', '.join(_formats())}") from None
+    except pillow.DecompressionBombError:
+        raise RowError(f"it has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more
+        raise RowError(f"it cannot be decoded: {(str(error).splitlines() or [type(error).__name__])[0][:200]}") from None
+    return image
+
+
+def require_pixels(name: str, size: tuple[int, int]) -> None:
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise RowError(f"{name} has {width} × {height} pixels, and at most {MAX_PIXELS:,} are allowed")
+    if width < 1 or height < 1:
+        raise RowError(f"{name} has {width} × {height} pixels")

@@ -1,0 +1,179 @@
+"""Pairs with images on several workers: the same values as on one, and what is sent to a worker."""
+
+import random
+import signal
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from reflogp.scoring.data.images import ImageFile, RowImage, below
+from reflogp.scoring.data.objects import open_dataset
+from reflogp.scoring.data.pixel_cache import PixelCache
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.data.shape import RowError
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.engines import EngineChoice
+from reflogp.scoring.errors import EngineError
+from reflogp.scoring.machine.devices import Place
+from reflogp.scoring.runs.local import LocalScorer
+from reflogp.scoring.runs.pending import Miss
+from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.spread import unit_queue
+from reflogp.scoring.runs.spread.local import LocalWorkers
+from reflogp.scoring.runs.spread.scorer import ParallelScorer
+from reflogp.scoring.runs.spread.unit_queue import UnitQueue
+from reflogp.scoring.runs.spread.units import VisionCache, decode, encode
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
+from reflogp.scoring.vision import load_processor
+from reflogp.store import Store, UsageError, describe_reference
+from reflogp.store.images import kind_of_image, pixel_digest
+from tests.conftest import write_rows
+from tests.scoring.stored_rows import rows_of, same_rows
+from tests.scoring.test_spread import workers_of
+from tests.scoring.watching import Watching
+from tests.vision_models import encoded, make, pair, picture
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision") / "llava"
+    make("LLaVA", folder)
+    return str(folder)
+
+
+@pytest.fixture
+def score(llava, tmp_path):
+    """score(dataset, store, places=None, watcher=None) -> summary."""
+
+    def run(source, store, places=None, watcher=None):
+        reference = describe_reference(llava, "float32")
+        choice = EngineChoice("torch", "cpu", 512)
+        dataset = TokenizedDataset(source, lambda: load_tokenizer(llava), load_vision=lambda: load_processor(llava, llava))
+        if places is None:
+            scorer = LocalScorer(lambda: choice.make(llava, reference))
+        else:
+            scorer = ParallelScorer(LocalWorkers(llava, reference, choice, places))
+        try:
+            return score_dataset(dataset, Store(tmp_path / store), reference, scorer, watcher=watcher)
+        finally:
+            scorer.close()
+
+    return run
+
+
+def rows(folder) -> list[dict]:
+    """Pairs with none to three images, some of them shared, as paths and as bytes in turn."""
+    draw = random.Random(3)
+    names = []
+    for seed in range(30):
+        (folder / f"{seed}.png").write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
+        names.append(f"{seed}.png")
+    return [pair(f"what is it? {number % 11}", draw.sample(names, draw.randrange(4))) for number in range(60)]
+
+
+@pytest.mark.slow
+def test_two_workers_store_what_one_engine_stores_although_workers_are_killed(score, llava, tmp_path):
+    file = write_rows(tmp_path / "rows.jsonl", rows(tmp_path))
+    here = score(RowSource(str(file)), "here")
+    killed = []
+
+    def kill():
+        with suppress(psutil.Error):  # one that was killed just now
+            worker = random.choice(workers_of())
+            worker.send_signal(signal.SIGKILL)
+            killed.append(worker.pid)
+        return len(killed) == 3
+
+    with pytest.warns(UserWarning, match="was lost"):
+        there = score(RowSource(str(file)), "there", [Place("cpu", "cpu")] * 2, Watching(1, kill))
+    assert (here.scored, here.bad_rows) == (there.scored, there.bad_rows) and here.scored > 100 and killed
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def test_decoded_pictures_go_to_workers(score, tmp_path):
+    data = [pair("what?", [picture(seed)]) for seed in range(4)]
+    here, there = score(open_dataset(data), "here"), score(open_dataset(data), "there", [Place("cpu", "cpu")])
+    assert here.scored == there.scored == 8
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def image(source) -> RowImage:
+    return RowImage(pixel_digest(source), kind_of_image(source), source)
+
+
+def miss(number: int, pictures: list[RowImage], vision) -> Miss:
+    images = SequenceImages(tuple(pictures), (4,) * len(pictures), vision, True) if pictures else None
+    return Miss(bytes([number]) * 16, Sequence(np.array([1, number]), np.array([2]), images=images), 1, [number])
+
+
+def modes() -> list[Image.Image]:
+    """Pictures of every mode that a file may give."""
+    rgb = picture(1)
+    clear = rgb.convert("P")
+    clear.info["transparency"] = 3
+    deep = Image.fromarray(np.arange(48 * 40, dtype=np.uint16).reshape(40, 48) * 30)
+    converted = [rgb.convert(mode) for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I", "F")]
+    return [rgb, clear, deep, *converted]
+
+
+def test_a_unit_carries_its_images_once_and_their_pixels(llava):
+    vision = load_processor(llava, llava)
+    pictures = [image(mode) for mode in modes()]
+    misses = [miss(number, [pictures[number], pictures[0]], vision) for number in range(len(pictures))]
+    content = encode([miss(100, [], vision), *misses, *misses])
+    assert len(content) < sum(picture.size for picture in pictures) * 3
+    cache = VisionCache(llava, False)
+    plain, *sent = decode(content, cache.find).sequences
+    assert plain.images is None and len(sent) == 2 * len(misses)
+    for of_row, got in zip([*misses, *misses], sent, strict=True):
+        images = of_row.sequence.images
+        assert got.images.digests == images.digests and got.images.counts == images.counts
+        for one, other in zip(images.pictures, got.images.pictures, strict=True):
+            assert pixel_digest(other.load()) == pixel_digest(one.load())
+    assert decode(encode([miss(1, [], vision)]), None).sequences[0].images is None
+
+
+def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found(llava, tmp_path):
+    vision = load_processor(llava, llava)
+    other = load_processor(llava, llava).processor
+    other.image_processor.image_mean = [0.1, 0.2, 0.3]
+    other.save_pretrained(tmp_path / "other")
+    found = load_processor(str(tmp_path / "other"), llava)
+    assert found.tokens.settings != vision.tokens.settings
+    picture_ = image(picture(1))
+    content = encode([miss(1, [picture_], found)])
+    assert decode(content, VisionCache(llava, False).find).sequences[0].images.vision.tokens.settings == found.tokens.settings
+    (tmp_path / "other").rename(tmp_path / "away")
+    with pytest.raises(UsageError, match="image processor is not on this worker's machine"):
+        decode(content, VisionCache(llava, False).find)
+
+
+def test_an_image_that_is_gone_or_was_changed_is_one_sentence(llava, tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(encoded(picture(1), "PNG"))
+    source = ImageFile("a.png", PixelCache.key(file.read_bytes()), file.stat().st_size, below(tmp_path))
+    made = RowImage(pixel_digest(picture(1)), kind_of_image(picture(1)), source)
+    assert made.encoded() == file.read_bytes()
+    file.write_bytes(encoded(picture(2), "PNG"))
+    with pytest.raises(EngineError, match=r"could not be sent to a worker: a\.png was changed"):
+        encode([miss(1, [made], load_processor(llava, llava))])
+    file.unlink()
+    with pytest.raises(RowError, match="cannot be read"):
+        made.load()
+
+
+def test_a_unit_has_a_bounded_size_of_images(monkeypatch):
+    monkeypatch.setattr(unit_queue, "_IMAGE_BYTES", 100)
+    queue = UnitQueue()
+    pictures = [RowImage(bytes([size]) * 16, ((1, 1), "L"), bytes(size)) for size in (40, 50, 60, 200)]
+    chosen = [[0], [0, 1], [2], [0], [3], [3], []]
+    queue.put([miss(number, [pictures[at] for at in places], None) for number, places in enumerate(chosen)])
+    taken = []
+    while (unit := queue.take(100)) is not None:
+        taken.append([of_unit.rows[0] for of_unit in unit.misses])
+        assert len(queue) == len(chosen) - sum(map(len, taken))
+    assert taken == [[0, 1], [2, 3], [4, 5, 6]]
