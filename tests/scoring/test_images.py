@@ -522,10 +522,13 @@ def test_memory_that_runs_out_with_images(of_check, llava, monkeypatch):
 def test_an_error_of_a_processor_in_a_pass_is_an_engine_error(llava):
     sequences = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
 
-    def broken():
-        raise ValueError("the file is gone")
+    class Broken:
+        digest, size = bytes(16), 1
 
-    broken_images = [replace(sequence, images=replace(sequence.images, load=(broken,))) for sequence in sequences]
+        def load(self):
+            raise ValueError("the file is gone")
+
+    broken_images = [replace(sequence, images=replace(sequence.images, pictures=(Broken(),))) for sequence in sequences]
     with pytest.raises(EngineError, match="the file is gone"):
         TorchEngine(llava, "float32", "cpu").score(broken_images)
 

@@ -72,7 +72,8 @@ class Submission:
         identity: two submissions with the same identity are the same job.
         content: digest of the dataset (its content, or its URI if the content is not known), the reference id and the settings.
         lasting: False if only the dataset's location is known, so that its content may change later. In that case the same
-            submission creates a new job once the earlier job is done.
+            submission creates a new job once the earlier job is done. So does a submission without an Idempotency-Key if rows
+            of the earlier job name images as files, which are no part of the dataset's content.
         source: what the worker will read.
     """
 
@@ -148,8 +149,8 @@ class Ledger:
         """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
-            known = db.execute("select id, state, content from job where identity = ?", [asked.identity]).fetchone()
-            if known is not None and known["state"] == "done" and not asked.lasting:
+            known = db.execute("select id, state, content, summary from job where identity = ?", [asked.identity]).fetchone()
+            if known is not None and known["state"] == "done" and not _is_lasting(asked, known["summary"]):
                 db.execute("update job set identity = id where id = ?", [known["id"]])
                 known = None
             if known is not None:
@@ -450,6 +451,12 @@ def _now() -> str:
 
 def _marks(values: Collection[str]) -> str:
     return ",".join("?" * len(values))
+
+
+def _is_lasting(asked: Submission, summary: str | None) -> bool:
+    """Return whether a done job with this summary is the result of a new submission too."""
+    names_files = summary is not None and bool(json.loads(summary).get("image_files"))
+    return asked.lasting and not (names_files and asked.identity == asked.content)
 
 
 def _job(db: sqlite3.Connection, job: str) -> Job:

@@ -186,10 +186,14 @@ def _waited(
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
     """Return a file's content. Raises RowError for what is no file, cannot be read, or is too large."""
     try:
-        with os.fdopen(open_file(path), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        descriptor = open_file(path)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise RowError(f"{name}: {path} cannot be read: it is no file")
-            data = file.read(MAX_BYTES + 1)
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                data = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except (OSError, ValueError) as error:
         if isinstance(error, RowError):
             raise

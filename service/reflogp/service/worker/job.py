@@ -202,7 +202,7 @@ def run_job(
     helpers: Workers,
     job: JobCallbacks,
 ) -> dict[str, Any]:
-    """Run a job; return its summary, as in `reflogp score --json`.
+    """Run a job; return its summary, as in `reflogp score --json`, with `image_files`: whether rows name images as files.
 
     The job reads exactly the named content. The dataset's files are opened once and must have the job's digest; the tokenizer
     is the one whose files are in the model's folder when the job begins. If one of these files is modified meanwhile, the job
@@ -219,7 +219,7 @@ def run_job(
     for attempt in range(_ATTEMPTS):
         progress = Progress(job)
         try:
-            summary = _attempt(order, place, model, loop, helpers, job, progress)
+            summary, image_files = _attempt(order, place, model, loop, helpers, job, progress)
             break
         except FileChangedError as error:
             if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
@@ -227,7 +227,7 @@ def run_job(
             logger.info("the job begins again: %s", error, extra={"job": order.job})
     delete_oldest(place.tokens, place.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
-    return asdict(summary)
+    return asdict(summary) | {"image_files": image_files}
 
 
 def _attempt(
@@ -238,8 +238,11 @@ def _attempt(
     helpers: Workers,
     job: JobCallbacks,
     progress: Progress,
-) -> ScoreSummary:
-    """Run a job once, from the start to the result. Raises what `run_job` raises, and FileChangedError."""
+) -> tuple[ScoreSummary, bool]:
+    """Run a job once, from the start to the result; return its summary, and whether rows name images as files.
+
+    Raises what `run_job` raises, and FileChangedError.
+    """
     form: Any = order.format
     reference, tokenizer = model.reference, model.find_tokenizer()
     settings = TrainerSettings(order.max_length, order.truncation_mode, order.ld_alpha)
@@ -248,11 +251,20 @@ def _attempt(
         engine = loop.engine(order.reference_id, job.check)
         return JobEngine(loop, engine, order.reference_id, order.suspects, order.poison, job.announce, job.check)
 
+    image_files = False
+
+    def open_image(path: str) -> int:
+        nonlocal image_files
+        if order.root is None:
+            raise RowError("it names a file; an uploaded dataset must hold its images itself, as bytes or data URIs")
+        image_files = True
+        return open_below(path)
+
     file = Path(order.file)
     root = file.parent if order.root is None else Path(order.root)
     with OpenDataset(root, file.relative_to(root).parts, order.digest, order.root is not None) as files:
         try:
-            open_image = image_below(root, files.path) if order.root is not None else _no_file
+            open_below = image_below(root, files.path)
             source = RowSource(str(files.readable), order.split, place.bounds, job.check, open_image)
             kept = place.tokens / cache_name(order.digest, tokenizer.digest, form, order.split)
             dataset = TokenizedDataset(
@@ -287,9 +299,4 @@ def _attempt(
         except DatasetError as error:
             files.check()  # report a changed file rather than the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
-    return summary
-
-
-def _no_file(path: str) -> int:
-    """Refuse to open an image's file: a dataset that was uploaded or fetched has no files beside it."""
-    raise RowError("it names a file; an uploaded dataset must hold its images itself, as bytes or data URIs")
+    return summary, image_files

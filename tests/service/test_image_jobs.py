@@ -1,0 +1,183 @@
+"""Jobs with images: uploads that hold them, files below a root, values as the command line's, images that cannot be used."""
+
+import base64
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp.client import Client, ServicePath
+from reflogp.scoring import score
+from reflogp.store import describe_reference
+from tests.conftest import write_rows
+from tests.scoring.stored_rows import rows_of, same_rows
+from tests.scoring.test_image_decoder import GOOD
+from tests.service.serving import float32, running, settings_file
+from tests.vision_models import encoded, make, pair, picture
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, and a root `data` with images, links and a secret image beside it."""
+    folder = tmp_path_factory.mktemp("images")
+    make("LLaVA", folder / "llava")
+    data = folder / "data"
+    (data / "deep").mkdir(parents=True)
+    for seed in range(6):
+        (data / "deep" / f"{seed}.png").write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
+    (folder / "secret.png").write_bytes(encoded(picture(99), "PNG"))
+    (data / ".hidden.png").write_bytes(GOOD)
+    (data / "out.png").symlink_to(folder / "secret.png")
+    (data / "inside.png").symlink_to("deep/0.png")
+    os.mkfifo(data / "pipe.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(place):
+    models = {"ref": float32(place / "llava")}
+    file = settings_file(place, place / "store", models, dataset_roots=[str(place / "data")], pinned="ref")
+    with running("--config", file) as service:
+        yield service
+
+
+def uri(image) -> str:
+    return "data:image/png;base64," + base64.b64encode(encoded(image, "PNG")).decode()
+
+
+def result_of(client, job) -> pa.Table:
+    with tempfile.TemporaryDirectory() as folder:
+        return pq.read_table(client.result(job, Path(folder) / "values.parquet"))
+
+
+def done(service, dataset):
+    """Submit a job and wait for its end; gives its state, result and report."""
+    with Client(service.url) as client:
+        job = client.watch(client.submit(dataset, "ref").id)
+        assert job.state == "done", (job, "".join(service.log))
+        result = result_of(client, job.id)
+        report = httpx.get(f"{service.url}/v1/jobs/{job.id}/report").json()
+    return job, result, report
+
+
+def test_uploads_that_hold_their_images_are_scored_as_on_the_command_line(service, place, tmp_path):
+    texts = [pair(f"which? {n}", [uri(picture(n)), uri(picture(n + 1))][: n % 3]) for n in range(12)]
+    lines = write_rows(tmp_path / "rows.jsonl", texts)
+    images = [[encoded(picture(n + 20), "JPEG")] for n in range(6)]
+    table = [{**pair(f"what? {n}", None), "images": [{"bytes": data, "path": "x"} for data in images[n]]} for n in range(6)]
+    parquet = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(table), parquet)
+    for file, count in ((lines, 24), (parquet, 12)):
+        job, result, report = done(service, file)
+        assert job.summary["bad_rows"] == 0 and job.summary["sequences"] == count
+        assert result["error"].null_count == len(result) == count // 2
+        score(str(place / "llava"), str(file), tmp_path / "here", dtype="float32")
+        shown = [outlier for outlier in report["outliers"] if outlier["images"]]
+        assert shown and all(text.startswith("data:image/png;base64,") for outlier in shown for text in outlier["images"])
+        assert all(re.search(r"⟨image, (16|32) tokens⟩", outlier["prompt"]) for outlier in shown)
+        page = httpx.get(f"{service.url}/jobs/{job.id}")
+        assert re.search(r'<img src="data:image/png;base64,[^"]+" alt="image 1 of row \d+">', page.text)
+        assert "img-src 'self' data:" in page.headers["content-security-policy"]
+        again, _, _ = done(service, file)
+        assert again.id == job.id
+    reference = describe_reference(str(place / "llava"), "float32").reference_id
+    here = rows_of(tmp_path / "here", reference)
+    there = rows_of(place / "store", reference)
+    same_rows(here, {key: row for key, row in there.items() if key in here})
+
+
+def test_images_below_a_root_are_read_and_no_others(service, place):
+    data = place / "data"
+    good = ["0.png", "../inside.png", "../deep/1.png", str(data / "deep" / "2.png")]
+    bad = {
+        "../out.png": "not under a folder",
+        "../../secret.png": "not under a folder",
+        str(place / "secret.png"): "not under a folder",
+        "/etc/passwd": "not under a folder",
+        "../.hidden.png": "hidden part",
+        "none.png": "no such file",
+        "../pipe.png": "neither a file nor a folder",
+        "../deep": "no file",
+        "a\0b": "no such file",
+        "http://127.0.0.1:1/a.png": "an address",
+    }
+    rows = [pair("what is it?", [name]) for name in [*good, *bad]]
+    write_rows(data / "deep" / "rows.jsonl", rows)
+    job, result, report = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
+    errors = result["error"].to_pylist()
+    assert errors[: len(good)] == [None] * len(good)
+    for (name, why), error in zip(bad.items(), errors[len(good) :], strict=True):
+        assert why in error, name
+    assert job.summary["bad_rows"] == len(bad) == len(report["bad_rows"])
+    assert len(set(result["chosen_key"].to_pylist()[:2])) == 1  # the same pixels, by another path
+    (data / "deep" / "none.png").write_bytes(GOOD)
+    job, result, _ = done(service, ServicePath(str(data / "deep" / "rows.jsonl")))
+    assert job.summary["bad_rows"] == len(bad) - 1, "the same submission is a new job: its images may have changed"
+    (data / "deep" / "none.png").unlink()
+
+
+def test_an_upload_that_names_files_reads_none(service, place, tmp_path):
+    rows = [pair("?", [str(place / "data" / "deep" / "0.png")]), pair("?", ["0.png"]), pair("?", [uri(picture(1))])]
+    job, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
+    assert job.summary["bad_rows"] == 2 and result["error"].to_pylist()[2] is None
+    assert all("must hold its images itself" in error for error in result["error"].to_pylist()[:2])
+
+
+def test_images_replaced_after_a_job_are_other_values_in_the_next_one(service, place):
+    data = place / "data"
+    (data / "changing.png").write_bytes(encoded(picture(50), "PNG"))
+    file = write_rows(data / "changing.jsonl", [pair("what?", ["changing.png"])])
+    _, first, _ = done(service, ServicePath(str(file)))
+    (data / "changing.png").write_bytes(encoded(picture(51), "PNG"))
+    job, second, _ = done(service, ServicePath(str(file)))
+    assert job.summary["scored"] == 2 and first["chosen_key"] != second["chosen_key"] and second["error"] == first["error"]
+    assert first["ref_chosen_logps"] != second["ref_chosen_logps"]
+    (data / "changing.png").write_bytes(encoded(picture(50), "BMP"))
+    job, third, _ = done(service, ServicePath(str(file)))
+    assert job.summary["hits"] == 2 and third["ref_chosen_logps"] == first["ref_chosen_logps"]
+
+
+def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):
+    workers = [worker.pid for worker in service.workers()]
+    bomb = encoded(picture(1).convert("1").resize((9_460, 9_460)), "PNG")
+    rows = [pair("?", ["data:image/png;base64," + base64.b64encode(data).decode()]) for data in (bomb, GOOD[:50], b"", GOOD)]
+    rows += [pair("?", ["data:image/png;base64,%%%"]), pair("?", [uri(picture(1))] * 65), pair("?", None), pair("?", [7])]
+    _, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
+    errors = result["error"].to_pylist()
+    for error, why in zip(errors, ("pixels", "decoded", "decoded", None, "base64", "at most", "null", "expected"), strict=True):
+        assert (error is None) if why is None else (why in error), (error, why)
+    assert [worker.pid for worker in service.workers()] == workers
+
+
+def test_kto_rows_with_images_and_a_model_of_text_refuse_them(service, place, reference_folder, tmp_path):
+    kto = [
+        {"prompt": "a", "completion": "b", "label": True, "images": [uri(picture(1))]},
+        {"prompt": "a", "completion": "b", "label": True},
+    ]
+    with Client(service.url) as client:
+        job = client.watch(client.submit(write_rows(tmp_path / "kto.jsonl", kto), "ref").id)
+        assert result_of(client, job.id)["error"].to_pylist()[0].count("more than text")
+    (tmp_path / "text").mkdir()
+    file = settings_file(tmp_path / "text", tmp_path / "text" / "store", {"ref": float32(reference_folder)})
+    with running("--config", file) as of_text:
+        rows = [pair("?", [uri(picture(1))]), pair("?", [])]
+        _, result, _ = done(of_text, write_rows(tmp_path / "rows.jsonl", rows))
+        assert "more than text" in result["error"].to_pylist()[0] and result["error"].to_pylist()[1] is None
+
+
+@pytest.mark.slow
+def test_a_helper_scores_images(place, tmp_path):
+    settings = {"devices": ["cpu", "cpu"], "token_budget": 256, "commit_seconds": 0.5, "pinned": "ref"}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(place / "llava")}, **settings)
+    rows = write_rows(tmp_path / "rows.jsonl", [pair(f"which? {n}", [uri(picture(n % 40))]) for n in range(700)])
+    with running("--config", file) as service:
+        job, _, _ = done(service, rows)
+        assert any(" helps worker " in line for line in service.log) and job.summary["workers"] == 2
+    assert job.summary["bad_rows"] == 0 and job.summary["scored"] == 1400
+    summary = score(str(place / "llava"), str(rows), tmp_path / "here", dtype="float32")
+    same_rows(rows_of(tmp_path / "here", summary.reference_id), rows_of(tmp_path / "store", summary.reference_id))
