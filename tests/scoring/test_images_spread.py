@@ -3,22 +3,25 @@
 import random
 import signal
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
+from reflogp.scoring.data import tokenized as tokenized_module
 from reflogp.scoring.data.images import ImageFile, RowImage, below
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine.devices import Place
+from reflogp.scoring.runs import score as runs_score
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
@@ -177,3 +180,36 @@ def test_a_unit_has_a_bounded_size_of_images(monkeypatch):
         taken.append([of_unit.rows[0] for of_unit in unit.misses])
         assert len(queue) == len(chosen) - sum(map(len, taken))
     assert taken == [[0, 1], [2, 3], [4, 5, 6]]
+
+
+def test_misses_do_not_wait_in_memory_with_their_images(llava, tmp_path, monkeypatch):
+    """A run collects thousands of misses before it scores them, unless their images take much memory."""
+    monkeypatch.setattr(runs_score, "_IMAGE_BYTES", 30_000)
+    given = []
+
+    class Noting(LocalScorer):
+        def score(self, misses, to_come, callbacks):
+            given.append(sum(picture.held for of in misses for picture in of.sequence.images.pictures))
+            super().score(misses, to_come, callbacks)
+
+        def is_starved(self):
+            return False
+
+    def run(data, store):
+        given.clear()
+        reference = describe_reference(llava, "float32")
+        dataset = TokenizedDataset(data, lambda: load_tokenizer(llava), load_vision=lambda: load_processor(llava, llava))
+        scorer = Noting(lambda: EngineChoice("torch", "cpu", 512).make(llava, reference))
+        try:
+            assert score_dataset(dataset, Store(tmp_path / store), reference, scorer).bad_rows == 0
+        finally:
+            scorer.close()
+
+    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=2))
+    images = [encoded(picture(seed), "BMP") for seed in range(20)]
+    run(open_dataset([pair("what?", [data]) for data in images]), "bytes")
+    assert len(given) > 3 and max(given) < 30_000 + 4 * 2 * len(images[0])
+    for seed, data in enumerate(images):
+        (tmp_path / f"{seed}.bmp").write_bytes(data)
+    run(RowSource(str(write_rows(tmp_path / "rows.jsonl", [pair("what?", [f"{seed}.bmp"]) for seed in range(20)]))), "files")
+    assert given == [0]

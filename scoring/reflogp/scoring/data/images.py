@@ -55,6 +55,11 @@ class RowImage:
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
 
+    @property
+    def held(self) -> int:
+        """About how many bytes it takes in memory."""
+        return 0 if isinstance(self.source, ImageFile) else self.size
+
     def load(self) -> Image:
         """Return the decoded image. Raises RowError if its file has been changed."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source

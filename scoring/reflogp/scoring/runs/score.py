@@ -30,6 +30,8 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation, wi
 
 #: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
 _WINDOWS_AHEAD = 2
+#: Misses are handed to the scorer when their images take more bytes of memory than this.
+_IMAGE_BYTES = 256 << 20
 #: Most keys of failed sequences that are remembered.
 _FAILED_KEYS = 10_000
 #: Most row numbers that a summary lists; further rows are only counted.
@@ -236,6 +238,7 @@ class _Run:
         self._strict_engine = strict_engine
         self._rows = self._sides = 0
         self._collected: dict[bytes, Miss] = {}  # not handed to the scorer yet
+        self._image_bytes = 0
         self._handed: dict[bytes, Miss] = {}  # handed to the scorer; `_now` does not have their values
         self._fresh: list[Miss] = []  # committed after the snapshot `_now`
         self._bad: set[int] = set()
@@ -279,7 +282,7 @@ class _Run:
             self._advance(int(hit_now[usable].sum()), 0)
             for at in usable[~hit_now[usable]]:
                 self._wait(keys[at].as_py(), view, int(at), int(rows[at]), window.images[at] if window.images else None)
-        if len(self._collected) >= self._scorer.batch or self._scorer.is_starved():
+        if len(self._collected) >= self._scorer.batch or self._image_bytes > _IMAGE_BYTES or self._scorer.is_starved():
             self._hand_on()
 
     def finish(self) -> None:
@@ -341,11 +344,12 @@ class _Run:
         completion = view.completion_ids[at].values.to_numpy()
         sequence = Sequence(view.prompt_ids[at].values.to_numpy(), completion[:needed], images=images)
         self._collected[key] = Miss(key, sequence, len(completion), collected.rows if collected else [row])
+        self._image_bytes += 0 if images is None else sum(picture.held for picture in images.pictures)
 
     def _hand_on(self) -> None:
         if not self._collected:
             return
-        misses, self._collected = list(self._collected.values()), {}
+        misses, self._collected, self._image_bytes = list(self._collected.values()), {}, 0
         self._handed.update((miss.key, miss) for miss in misses)
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 

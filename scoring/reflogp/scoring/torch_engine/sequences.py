@@ -33,6 +33,7 @@ class Picture(Protocol):
     Attributes:
         digest: `pixel_digest` of the image (reflogp.store.images).
         size: about how many bytes `encoded` returns.
+        held: about how many bytes it takes in memory.
     """
 
     @property
@@ -40,6 +41,9 @@ class Picture(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def held(self) -> int: ...
 
     def load(self) -> Any:
         """Return it decoded, as a PIL.Image. Raises RowError if it cannot be read any more."""

@@ -75,6 +75,10 @@ class _SentPicture:
     def size(self) -> int:
         return len(self.file)
 
+    @property
+    def held(self) -> int:
+        return len(self.file)
+
     def load(self) -> Any:
         """Return it decoded. Raises EngineError if Pillow decodes it to other pixels here."""
         image = decoded(self.file)
