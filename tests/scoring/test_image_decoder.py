@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from reflogp.scoring.data import image_decoder
+from reflogp.scoring.data import image_decoder, images
 from reflogp.scoring.data.image_decoder import ImageDecoder
 from reflogp.scoring.data.images import ImageReader, below
 from reflogp.scoring.data.pixel_cache import PixelCache
@@ -114,10 +114,70 @@ def test_many_threads_share_the_children(hostile):
         assert len(decoder._started) <= decoder.children
     for content in contents:
         image = image_decoder.decoded(content)
-        assert found[content] == (pixel_digest(image), kind_of_image(image))
+        assert found[content][:2] == (pixel_digest(image), kind_of_image(image))
 
 
 def test_a_large_image_passes_through_the_socket():
     large = picture(3, (4000, 3000))
     with ImageDecoder() as decoder:
-        assert decoder.identify(encoded(large, "BMP")) == (pixel_digest(large), ((4000, 3000), "RGB"))
+        assert decoder.identify(encoded(large, "BMP"))[:2] == (pixel_digest(large), ((4000, 3000), "RGB"))
+
+
+def test_threads_that_wait_for_a_child_end_when_reading_is_stopped(tmp_path):
+    """Between two images of a row, a thread has no child."""
+    before = threading.active_count()
+    (tmp_path / "a.png").write_bytes(GOOD)
+    open_file, stopping = below(tmp_path), threading.Event()
+
+    def slow(path):
+        stopping.wait(1.0)
+        return open_file(path)
+
+    def check():
+        if threading.active_count() > before:
+            stopping.set()
+            raise KeyboardInterrupt
+
+    for _ in range(20):
+        stopping.clear()
+        with pytest.raises(KeyboardInterrupt), ImageDecoder() as decoder:
+            ImageReader(slow, PixelCache(), decoder).read([{"images": ["a.png"] * 5}] * 8, check)
+    end = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < end, threading.enumerate()
+        time.sleep(0.01)
+
+
+def test_an_answer_that_is_not_taken_is_not_given_to_the_next_image(monkeypatch):
+    receive, fails = image_decoder._Child._receive, [True]
+
+    def failing(self, size):
+        if fails.pop() if fails else False:
+            raise MemoryError
+        return receive(self, size)
+
+    monkeypatch.setattr(image_decoder._Child, "_receive", failing)
+    with ImageDecoder() as decoder:
+        decoder.children = 1
+        with pytest.raises(MemoryError):
+            decoder.identify(encoded(picture(1), "PNG"))
+        for seed in range(4):
+            assert decoder.identify(encoded(picture(seed), "PNG"))[0] == pixel_digest(picture(seed))
+
+
+def test_all_images_of_a_row_share_limits(monkeypatch, tmp_path):
+    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path))
+    rows = [{"images": [encoded(picture(seed, (40, 50)), "BMP") for seed in range(count)]} for count in (1, 3, 4)]
+
+    def problems(name, value):
+        with monkeypatch.context() as patch, PixelCache() as cache, ImageDecoder() as decoder:
+            patch.setattr(images, name, value)
+            return [str(of) if isinstance(of, RowError) else None for of in ImageReader(below(None), cache, decoder).read(rows)]
+
+    assert problems("MAX_ROW_PIXELS", 3 * 40 * 50)[:2] == [None, None]
+    assert "more than 6,000 pixels in all" in problems("MAX_ROW_PIXELS", 3 * 40 * 50)[2]
+    assert "MiB in all" in problems("MAX_ROW_BYTES", 3 * len(rows[0]["images"][0]))[2]
+    monkeypatch.setattr(images, "_SLOW_SECONDS", 0.0)  # nothing is remembered
+    monkeypatch.setenv("REFLOGP_CACHE_DIR", str(tmp_path / "other"))
+    for _ in range(2):
+        assert all("processor time in all" in problem for problem in problems("ROW_SECONDS", -1.0))

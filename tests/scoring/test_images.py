@@ -27,7 +27,7 @@ from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.errors import EngineError
+from reflogp.scoring.errors import EngineError, InvalidSequencesError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import engine as engine_module
 from reflogp.scoring.torch_engine import selfcheck
@@ -406,13 +406,24 @@ def test_pairs_for_kto_and_token_rows_with_images_are_refused(llava, tmp_path):
         assert "more than text" in window.problems[0]
 
 
-def test_a_file_that_changes_before_it_is_scored_is_an_error(llava, tmp_path):
-    file = tmp_path / "a.png"
-    file.write_bytes(encoded(PICTURES[0], "PNG"))
-    sequences = engine_sequences(llava, [pair("what?", [str(file)])])
-    file.write_bytes(encoded(PICTURES[1], "PNG"))
-    with pytest.raises(EngineError, match="was changed after it was read"):
-        TorchEngine(llava, "float32", "cpu").score(sequences)
+def test_a_file_that_changes_before_it_is_scored_leaves_out_its_rows(family, tmp_path):
+    """In the first pass, which is checked, and in later ones; removed files too."""
+    names = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, name in enumerate(names):
+        name.write_bytes(encoded(picture(number), "PNG"))
+    data = [pair(f"what is {number}?", [str(name)]) for number, name in enumerate(names)]
+    sequences = engine_sequences(family, data)
+    engine = TorchEngine(str(family), "float32", "cpu")
+    expected = engine.score(sequences)
+    names[1].write_bytes(encoded(PICTURES[1], "PNG"))
+    names[3].unlink()
+    for scorer in (TorchEngine(str(family), "float32", "cpu"), engine):
+        with pytest.raises(InvalidSequencesError) as raised:
+            scorer.score(sequences)
+        assert set(raised.value.problems) == {2, 3, 6, 7}
+        assert "was changed after it was read" in raised.value.problems[2] and "cannot be read" in raised.value.problems[6]
+        for at in (0, 1, 4, 5):
+            assert np.abs(raised.value.results[at] - expected[at]).max() <= 1e-4
 
 
 def test_relative_paths_start_at_the_datasets_folder(llava, tmp_path, monkeypatch):

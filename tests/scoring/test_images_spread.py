@@ -1,6 +1,7 @@
 """Pairs with images on several workers: the same values as on one, and what is sent to a worker."""
 
 import random
+import shutil
 import signal
 from contextlib import suppress
 from functools import partial
@@ -19,7 +20,6 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.errors import EngineError
 from reflogp.scoring.machine.devices import Place
 from reflogp.scoring.runs import score as runs_score
 from reflogp.scoring.runs.local import LocalScorer
@@ -127,7 +127,8 @@ def test_a_unit_carries_its_images_once_and_their_pixels(llava):
     vision = load_processor(llava, llava)
     pictures = [image(mode) for mode in modes()]
     misses = [miss(number, [pictures[number], pictures[0]], vision) for number in range(len(pictures))]
-    content = encode([miss(100, [], vision), *misses, *misses])
+    content, problems = encode([miss(100, [], vision), *misses, *misses])
+    assert not problems
     assert len(content) < sum(picture.size for picture in pictures) * 3
     cache = VisionCache(llava, False)
     plain, *sent = decode(content, cache.find).sequences
@@ -137,7 +138,7 @@ def test_a_unit_carries_its_images_once_and_their_pixels(llava):
         assert got.images.digests == images.digests and got.images.counts == images.counts
         for one, other in zip(images.pictures, got.images.pictures, strict=True):
             assert pixel_digest(other.load()) == pixel_digest(one.load())
-    assert decode(encode([miss(1, [], vision)]), None).sequences[0].images is None
+    assert decode(encode([miss(1, [], vision)])[0], None).sequences[0].images is None
 
 
 def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found(llava, tmp_path):
@@ -148,7 +149,7 @@ def test_a_worker_without_the_runs_processor_refuses_and_another_folder_is_found
     found = load_processor(str(tmp_path / "other"), llava)
     assert found.tokens.settings != vision.tokens.settings
     picture_ = image(picture(1))
-    content = encode([miss(1, [picture_], found)])
+    content, _ = encode([miss(1, [picture_], found)])
     assert decode(content, VisionCache(llava, False).find).sequences[0].images.vision.tokens.settings == found.tokens.settings
     (tmp_path / "other").rename(tmp_path / "away")
     with pytest.raises(UsageError, match="image processor is not on this worker's machine"):
@@ -162,8 +163,12 @@ def test_an_image_that_is_gone_or_was_changed_is_one_sentence(llava, tmp_path):
     made = RowImage(pixel_digest(picture(1)), kind_of_image(picture(1)), source)
     assert made.encoded() == file.read_bytes()
     file.write_bytes(encoded(picture(2), "PNG"))
-    with pytest.raises(EngineError, match=r"could not be sent to a worker: a\.png was changed"):
-        encode([miss(1, [made], load_processor(llava, llava))])
+    vision = load_processor(llava, llava)
+    bad, good = miss(1, [image(picture(3)), made], vision), miss(2, [image(picture(3))], vision)
+    content, problems = encode([bad, good, bad])
+    assert problems == {bad: "a.png was changed after it was read; run again"}
+    assert decode(content, VisionCache(llava, False).find).keys.to_pylist() == [good.key]
+    assert list(encode([bad])[1]) == [bad]
     file.unlink()
     with pytest.raises(RowError, match="cannot be read"):
         made.load()
@@ -213,3 +218,38 @@ def test_misses_do_not_wait_in_memory_with_their_images(llava, tmp_path, monkeyp
         (tmp_path / f"{seed}.bmp").write_bytes(data)
     run(RowSource(str(write_rows(tmp_path / "rows.jsonl", [pair("what?", [f"{seed}.bmp"]) for seed in range(20)]))), "files")
     assert given == [0]
+
+
+def test_an_image_that_changes_before_it_is_sent_is_a_bad_row_and_the_others_go_on(score, tmp_path):
+    data = rows(tmp_path)[:20]
+    file = write_rows(tmp_path / "rows.jsonl", data)
+    source = RowSource(str(file))
+    gone = data[7]["images"][0] if data[7]["images"] else data[8]["images"][0]
+    read, seen = source.open_image, []
+
+    def removing(path):
+        opened = read(path)
+        seen.append(path)
+        if path == gone and seen.count(gone) == sum(row["images"].count(gone) for row in data):
+            (tmp_path / gone).unlink()
+        return opened
+
+    source.open_image = removing
+    watching = Watching()
+    summary = score(source, "there", [Place("cpu", "cpu")], watching)
+    expected = {number for number, row in enumerate(data) if gone in row["images"]}
+    assert set(watching.bad) == expected and summary.bad_rows == len(expected) and summary.scored > 10
+    assert all("cannot be read" in problem for problem in watching.bad.values())
+
+
+def test_the_runs_own_folder_is_enough_for_a_worker(llava, tmp_path):
+    """The processor of the model's folder is broken; the run was given another one."""
+    load_processor(llava, llava).processor.save_pretrained(tmp_path / "processor")
+    made = image(picture(1))
+    content, _ = encode([miss(1, [made], load_processor(str(tmp_path / "processor"), llava))])
+    shutil.copytree(llava, tmp_path / "model")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if (tmp_path / "model" / name).is_file():
+            (tmp_path / "model" / name).write_text("{")
+    [sequence] = decode(content, VisionCache(str(tmp_path / "model"), False).find).sequences
+    assert sequence.images.digests == (made.digest,)

@@ -17,7 +17,7 @@ from reflogp.store import describe_reference
 from tests.conftest import write_rows
 from tests.scoring.stored_rows import rows_of, same_rows
 from tests.scoring.test_image_decoder import GOOD
-from tests.service.serving import float32, running, settings_file
+from tests.service.serving import float32, running, settings_file, wait_until
 from tests.vision_models import encoded, make, pair, picture
 
 
@@ -104,6 +104,8 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "../pipe.png": "neither a file nor a folder",
         "../deep": "no file",
         "a\0b": "no such file",
+        "a/../" * 2000 + "0.png": "the path is too long",
+        "x/" * 500 + "0.png": "the path is too long",
         "http://127.0.0.1:1/a.png": "an address",
     }
     rows = [pair("what is it?", [name]) for name in [*good, *bad]]
@@ -140,6 +142,41 @@ def test_images_replaced_after_a_job_are_other_values_in_the_next_one(service, p
     (data / "changing.png").write_bytes(encoded(picture(50), "BMP"))
     job, third, _ = done(service, ServicePath(str(file)))
     assert job.summary["hits"] == 2 and third["ref_chosen_logps"] == first["ref_chosen_logps"]
+
+
+def test_equal_text_beside_other_images_is_another_job_and_so_is_an_upload(service, place):
+    files = []
+    for number in (1, 2):
+        folder = place / "data" / f"v{number}"
+        folder.mkdir()
+        (folder / "a.png").write_bytes(encoded(picture(70 + number), "PNG"))
+        files.append(write_rows(folder / "rows.jsonl", [pair("which version?", ["a.png"])]))
+    with Client(service.url) as client:
+        jobs = [client.submit(dataset, "ref").id for dataset in (str(files[0]), *(ServicePath(str(file)) for file in files))]
+        ended = [client.watch(job) for job in jobs]
+        results = [result_of(client, job) for job in jobs]
+    assert len(set(jobs)) == 3 and [job.summary["bad_rows"] for job in ended] == [1, 0, 0]
+    assert results[1]["chosen_key"] != results[2]["chosen_key"] and results[1]["error"] == results[2]["error"]
+
+
+def test_an_image_that_changes_during_a_job_leaves_the_worker_alive(service, place):
+    data = place / "data" / "busy"
+    data.mkdir()
+    for number in range(40):
+        (data / f"{number}.png").write_bytes(encoded(picture(200 + number), "PNG"))
+    rows = [pair(f"which is it? {number}", [f"{number % 40}.png"]) for number in range(400)]
+    file = write_rows(data / "rows.jsonl", rows)
+    workers = [worker.pid for worker in service.workers()]
+    with Client(service.url) as client:
+        job = client.submit(ServicePath(str(file)), "ref").id
+        wait_until(lambda: client.job(job).progress.rows > 0 or client.job(job).state == "done")
+        for number in range(20):
+            (data / f"{number}.png").write_bytes(encoded(picture(300 + number), "PNG"))
+        done_ = client.watch(job)
+        assert done_.state == "done", done_
+        errors = set(result_of(client, job)["error"].to_pylist())
+    assert [worker.pid for worker in service.workers()] == workers
+    assert all(error is None or "was changed" in error or "no value is stored" in error for error in errors)
 
 
 def test_hostile_images_are_bad_rows_and_the_worker_lives_on(service, tmp_path):

@@ -46,6 +46,18 @@ class EngineError(ReflogpError):
     """The engine cannot load a model, or cannot score with it."""
 
 
+class PictureError(Exception):
+    """An image cannot be read any more while its sequence is scored. Engines catch it: the sequence gets no values.
+
+    Attributes:
+        digest: `pixel_digest` of the image.
+    """
+
+    def __init__(self, digest: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.digest = digest
+
+
 class OutOfMemoryError(EngineError):
     """A model does not fit a device's memory, or the memory ran out.
 

@@ -187,6 +187,7 @@ class Precompute:
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
             "dataset": source.get("digest") or source["uri"],
+            "path": source["file"] if "path" in source else None,  # rows may name images beside it
             "split": request.dataset.split,
             "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
         }

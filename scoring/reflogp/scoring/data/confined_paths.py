@@ -31,6 +31,8 @@ from reflogp.store.texts import shortened
 MOST_ENTRIES = 10_000
 #: Maximum links in one path, the same as the kernel's limit.
 _MOST_LINKS = 40
+#: Maximum characters and parts of an image's path; each part is an open folder for a moment.
+_LONGEST_PATH, _MOST_PARTS = 4096, 256
 #: Number of files that are open at the same time while files are only hashed.
 _TOGETHER = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -160,7 +162,9 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     start = (dataset if dataset.is_dir() else dataset.parent).relative_to(root).parts
 
     def open_image(path: str) -> int:
-        asked = PurePosixPath(path)
+        asked = PurePosixPath(path[: _LONGEST_PATH + 1])
+        if len(path) > _LONGEST_PATH or len(asked.parts) > _MOST_PARTS:
+            raise RowError(f"its image {shortened(path)} cannot be read: the path is too long")
         try:
             if not asked.is_absolute():
                 return _walk(root, start, asked.parts).descriptor

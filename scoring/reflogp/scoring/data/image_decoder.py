@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from types import TracebackType
@@ -34,7 +35,7 @@ MAX_PIXELS = 89_478_485
 #: Formats that are decoded where Pillow has them. It knows others, whose decoders start programs or are seldom used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
 #: Limits of a child: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes 1.1 GB.
-SECONDS, _MEMORY = 30.0, 2 << 30
+SECONDS, _MEMORY = 10.0, 2 << 30
 _TOO_MUCH_MEMORY = "decoding it takes too much memory"
 _LENGTH = struct.Struct("<Q")
 
@@ -67,9 +68,11 @@ class ImageDecoder:
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
                     self._end(idle)
+        for _ in range(self.children):
+            self._idle.put(None)  # a thread that waits for a child goes on, and gets an error
 
-    def identify(self, data: bytes) -> tuple[bytes, Kind]:
-        """Return (pixel_digest, kind) of an encoded image.
+    def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
+        """Return (pixel_digest, kind, seconds of processor time) of an encoded image.
 
         Raises RowError for data that is no image or is damaged, and for an image that has too many pixels, or takes too much
         memory or processor time to decode.
@@ -80,7 +83,12 @@ class ImageDecoder:
             for last in (False, True):
                 if child is None:
                     child = self._begin()
-                answer = child.ask(data)
+                try:
+                    answer = child.ask(data)
+                except BaseException:  # its next answer would be to this image
+                    self._end(child)
+                    child = None
+                    raise
                 if answer is not None:
                     break
                 status, still = self._end(child), child.still
@@ -99,7 +107,7 @@ class ImageDecoder:
         if "error" in found:
             raise RowError(found["error"])
         width, height = found["size"]
-        return bytes.fromhex(found["digest"]), ((width, height), found["mode"])
+        return bytes.fromhex(found["digest"]), ((width, height), found["mode"]), found["seconds"]
 
     def _begin(self) -> _Child:
         with self._lock:
@@ -168,10 +176,12 @@ def _work() -> None:
 
 
 def _identified(data: bytes) -> dict[str, object]:
+    began = time.process_time()
     try:
         image = decoded(data)
+        seconds = time.process_time() - began
         size, mode = kind_of_image(image)
-        return {"digest": pixel_digest(image).hex(), "size": size, "mode": mode}
+        return {"digest": pixel_digest(image).hex(), "size": size, "mode": mode, "seconds": seconds}
     except RowError as error:
         return {"error": str(error)}
     except MemoryError:

@@ -26,8 +26,12 @@ from reflogp.store.media import IMAGE_COLUMNS
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum images of a row, bytes of an encoded image, and of all encoded images of a row.
-MAX_IMAGES, MAX_BYTES, MAX_ROW_BYTES = 64, 64 << 20, 256 << 20
+#: Maximum images of a row, and bytes of an encoded image.
+MAX_IMAGES, MAX_BYTES = 64, 64 << 20
+#: Limits of all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding them.
+MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
+#: Images that take longer to decode are not remembered, so that rows of them keep to ROW_SECONDS in later runs too.
+_SLOW_SECONDS = 0.5
 #: Opens the file that a row names, and returns its descriptor. Raises OSError, ValueError or RowError.
 OpenFile = Callable[[str], int]
 #: Seconds between two calls of `check`.
@@ -138,19 +142,29 @@ class ImageReader:
     def _of_row(self, columns: dict[str, Any]) -> tuple[RowImage, ...] | RowError:
         try:
             found: list[RowImage] = []
+            size, pixels, seconds = 0, 0, 0.0
             for name, value in images_of(columns):
-                found.append(self._image(name, value))
-                if sum(image.size for image in found if not hasattr(image.source, "getbands")) > MAX_ROW_BYTES:
+                image, took = self._image(name, value)
+                found.append(image)
+                size += 0 if hasattr(image.source, "getbands") else image.size
+                pixels += image.kind[0][0] * image.kind[0][1]
+                seconds += took
+                if size > MAX_ROW_BYTES:
                     raise RowError(f"its images have more than {MAX_ROW_BYTES >> 20} MiB in all")
+                if pixels > MAX_ROW_PIXELS:
+                    raise RowError(f"its images have more than {MAX_ROW_PIXELS:,} pixels in all")
+                if seconds > ROW_SECONDS:
+                    raise RowError(f"decoding its images took more than {ROW_SECONDS:g} s of processor time in all")
             return tuple(found)
         except RowError as error:
             return error
 
-    def _image(self, name: str, value: Any) -> RowImage:
+    def _image(self, name: str, value: Any) -> tuple[RowImage, float]:
+        """Return an image, and the seconds of processor time that decoding it took; 0 if it was known."""
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
             require_pixels(name, value.size)
             value.load()
-            return RowImage(pixel_digest(value), kind_of_image(value), value)
+            return RowImage(pixel_digest(value), kind_of_image(value), value), 0.0
         if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
             value = value["bytes"] if value.get("bytes") is not None else value["path"]
         if isinstance(value, str) and value.startswith("data:"):
@@ -165,14 +179,16 @@ class ImageReader:
         if len(value) > MAX_BYTES:
             raise RowError(f"{name} has more than {MAX_BYTES >> 20} MiB")
         key = self._cache.key(value)
-        known = self._cache.get(key)
+        known, seconds = self._cache.get(key), 0.0
         if known is None:
             try:
-                known = self._decoder.identify(value)
+                digest, kind, seconds = self._decoder.identify(value)
             except RowError as error:
                 raise RowError(f"{name}: {error}") from None
-            self._cache.put(key, *known)
-        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file))
+            known = digest, kind
+            if seconds < _SLOW_SECONDS:
+                self._cache.put(key, *known)
+        return RowImage(*known, value if path is None else ImageFile(path, key, len(value), self._open_file)), seconds
 
 
 def _waited(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 
-from reflogp.scoring.errors import EngineError
+from reflogp.scoring.errors import EngineError, PictureError
 from reflogp.scoring.torch_engine.device import Mark, copy_to_host, on_device
 from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_second
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
@@ -225,6 +225,14 @@ class TorchEngine:
                     if before is not None:
                         before(places)
                     launched = self._launch(unit, temperature)
+                except PictureError as error:
+                    lost = [place for place in places if error.digest in _digests(waiting[place])]
+                    for place in lost:
+                        del waiting[place]
+                    yield [(place, str(error)) for place in lost]
+                    others = [place for place in places if place in waiting]
+                    again.extendleft(reversed(list(self._units_of(others, waiting))))
+                    continue
                 except EngineError:
                     if flying is not None:  # keep the values of the previous pass
                         yield self._landed(flying, waiting)
@@ -413,3 +421,7 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None
+
+
+def _digests(sequence: Sequence) -> tuple[bytes, ...]:
+    return () if sequence.images is None else sequence.images.digests

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from reflogp.scoring.errors import PictureError
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.store.images import FIRST_IMAGE_ID, blanks
@@ -29,10 +30,19 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
     Args:
         images: the images of at least one sequence, all of one processor.
+
+    Raises PictureError if an image cannot be read any more.
     """
     processor = images[0].vision.processor
+    loaded: dict[bytes, Any] = {}
+    for picture in (picture for entry in images for picture in entry.pictures):
+        if picture.digest not in loaded:
+            try:
+                loaded[picture.digest] = picture.load()
+            except ValueError as error:
+                raise PictureError(picture.digest, str(error)) from error
     texts = [processor.image_token * len(entry.counts) for entry in images]
-    pictures = [[picture.load() for picture in entry.pictures] for entry in images]
+    pictures = [[loaded[digest] for digest in entry.digests] for entry in images]
     made = processor(images=pictures, text=texts, padding=True, add_special_tokens=False, return_tensors="pt")
     types = [name for name in _TYPES if name in made]
     return {name: value for name, value in made.items() if name not in _OF_TEXT}, types

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reflogp.scoring.errors import PictureError
 from reflogp.scoring.torch_engine import forward
 from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
@@ -93,6 +94,8 @@ def check_images(
         by_sequence = {index: values[where] for index, where in pack.members}
         packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
         difference, problem = _compare(packed, plain, tolerance_of(loaded.product_dtype, plain))
+    except PictureError:
+        raise
     except Exception as error:  # models fail in many ways; any error means that the path does not work
         if is_out_of_memory(error):
             raise

@@ -94,7 +94,7 @@ class _Means:
                 "value": found.value,
                 "prompt": _text(found.prompt_ids, tokenizer),
                 "completions": {name: _text(ids, tokenizer) for name, ids in found.completions.items()},
-                "images": [small for image in found.images[:_IMAGES] if (small := thumbnail(image))],
+                "images": [small for image in found.images if (small := thumbnail(image))],
             }
             for why, heap in self._outliers.items()
             for found in sorted(heap, reverse=True)
@@ -129,7 +129,7 @@ class _Means:
                 break
             row = rows.table.slice(at, 1).to_pylist()[0]
             completions = {n.removesuffix("_ids"): ids for n, ids in row.items() if n not in ("row", "prompt_ids")}
-            images = rows.images[at] if rows.images else ()
+            images = rows.images[at][:_IMAGES] if rows.images else ()
             heapq.heappush(heap, _Candidate(rank, row["row"], float(values[place]), row["prompt_ids"], completions, images))
             if len(heap) > _OUTLIERS:
                 heapq.heappop(heap)

@@ -277,8 +277,13 @@ class ParallelScorer:
                     unit = self._queue.take(self._unit_size())
                     if unit is None:
                         return
-                    self._note_busy()
-                    member.flying.append((unit, member.worker.score(encode(unit.misses), unit.again), time.monotonic()))
+                    content, problems = encode(unit.misses)
+                    for miss, problem in problems.items():
+                        callbacks.failed(miss, problem)
+                    unit.misses = [miss for miss in unit.misses if miss not in problems]
+                    if unit.misses:
+                        self._note_busy()
+                        member.flying.append((unit, member.worker.score(content, unit.again), time.monotonic()))
             if count == 0:
                 self._give_own(callbacks)
 

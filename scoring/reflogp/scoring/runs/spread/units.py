@@ -80,28 +80,34 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return it decoded. Raises EngineError if Pillow decodes it to other pixels here."""
+        """Return it decoded. Raises RowError if Pillow decodes it to other pixels here."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
-            raise EngineError("an image has other pixels on this worker: its libraries decode it in another way")
+            raise RowError("an image has other pixels on this worker: its libraries decode it in another way")
         return image
 
     def encoded(self) -> bytes:
         return self.file
 
 
-def encode(misses: list[Miss]) -> bytes:
-    """Encode misses for a worker. Raises EngineError if an image cannot be read any more."""
-    images = [miss.sequence.images for miss in misses]
+def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
+    """Encode misses for a worker; return also those left out, each with the reason: an image cannot be read any more."""
     places: dict[bytes, int] = {}
     files: list[bytes] = []
-    for picture in (picture for of_row in images if of_row is not None for picture in of_row.pictures):
-        if picture.digest not in places:
-            places[picture.digest] = len(files)
-            try:
-                files.append(picture.encoded())
-            except RowError as error:
-                raise EngineError(f"images could not be sent to a worker: {error}") from error
+    failed: dict[bytes, str] = {}
+    problems: dict[Miss, str] = {}
+    for miss in misses:
+        for picture in [] if miss.sequence.images is None else miss.sequence.images.pictures:
+            if picture.digest not in places and picture.digest not in failed:
+                try:
+                    files.append(picture.encoded())
+                    places[picture.digest] = len(places)
+                except RowError as error:
+                    failed[picture.digest] = str(error)
+            if picture.digest in failed:
+                problems[miss] = failed[picture.digest]
+    misses = [miss for miss in misses if miss not in problems]
+    images = [miss.sequence.images for miss in misses]
     columns = [
         pa.array([miss.key for miss in misses], pa.binary()),
         _lists([miss.sequence.prompt_ids for miss in misses]),
@@ -119,7 +125,7 @@ def encode(misses: list[Miss]) -> bytes:
     with pa.ipc.new_stream(sink, _PICTURES) as writer:
         writer.write_table(pa.table([list(places), files], schema=_PICTURES))
     content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return content, problems
 
 
 def decode(content: bytes, find_vision: Callable[[str | None, bytes], VisionProcessor]) -> Sent:
@@ -172,7 +178,9 @@ class VisionCache:
         Raises UsageError if neither has these settings.
         """
         with self._lock:
-            for place in [] if settings in self._loaded else [folder, self._model]:
+            for place in [folder, self._model]:
+                if settings in self._loaded:
+                    break
                 found = (
                     load_processor(place, self._model, None, self._trust_remote_code)
                     if place and Path(place).is_dir()
@@ -191,7 +199,8 @@ class VisionCache:
 def _lists(ids: list[Ids]) -> pa.Array:
     offsets = np.zeros(len(ids) + 1, np.int32)
     np.cumsum([len(entry) for entry in ids], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(ids).astype(np.int64)))
+    values = np.concatenate(ids).astype(np.int64) if ids else np.zeros(0, np.int64)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
 def _arrays(lists: pa.ListArray) -> list[npt.NDArray[np.int64]]:
