@@ -16,6 +16,7 @@ from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
+from reflogp.scoring.runs.spread.units import VisionCache
 from reflogp.service.worker.protocol import HelpOrder
 from reflogp.store import Store, describe_reference
 from tests.conftest import write_rows
@@ -167,5 +168,6 @@ def test_a_unit_that_a_helper_cannot_answer_ends_its_help(tmp_path, reference_fo
     table = Store(tmp_path / "here").create_table(reference)
     monkeypatch.setattr(helping_module, "JobEngine", lambda loop, engine, *rest: engine)
     with pytest.raises(ValueError, match="metadata bytes"):
-        helping_module.help_with(HelpOrder("j", "r", {}), table, Loop(), asked, sent.append, lambda: None)
+        vision = VisionCache(str(reference_folder), False)
+        helping_module.help_with(HelpOrder("j", "r", {}), table, Loop(), asked, sent.append, lambda: None, vision)
     assert [message["op"] for message in sent] == ["helping"]

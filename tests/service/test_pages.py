@@ -28,7 +28,7 @@ FLAGS += ["--disable-component-update", "--disable-sync"]
 TOKENS = {"anna": ("token-of-anna", ["read", "score"]), "reader": ("token; of a réader", ["read"])}
 SCRIPT, IMAGE = "<script>alert(1)</script>", "<img src=x onerror=alert(2)>"
 TITLE = f"pairs </title>{SCRIPT}"
-POLICY = "default-src 'self'; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
+POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
 ELSEWHERE = [
     *("//evil.example", "///evil.example", "/\\evil.example", "\\\\evil.example", "/a\\..\\evil", "/\t/evil.example"),
     *("/\n/evil.example", "https://evil.example", "javascript:alert(1)", "evil.example", ""),
