@@ -61,11 +61,7 @@ class Environment:
 _NO_KTO = {"kto": "KTOTrainer has no `_precompute_ref_logps`"}
 ENVIRONMENTS = [
     Environment("1.16.0", "5.23.0", "5.2.0"),
-    Environment("1.15.0", "5.22.2", "5.2.0"),
-    Environment("1.14.2", "5.20.2", "5.2.0"),
-    Environment("1.13.0", "5.18.0", "5.2.0"),
     Environment("1.12.0", "5.16.1", "5.2.0"),
-    Environment("1.9.0", "5.14.1", "5.2.0"),
     Environment("1.8.0", "5.13.1", "5.2.0"),
     Environment("1.2.0", "4.57.6", "5.0.1"),
     Environment("1.1.0", "5.5.4", "5.0.1", _NO_KTO),
