@@ -43,7 +43,7 @@ from reflogp.scoring.torch_engine.flow import InFlight, Unit
 from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Helpers
-from reflogp.service.worker.job import JobCallbacks, JobContext, run_job
+from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, run_job
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import Store, describe_reference
 
@@ -165,8 +165,7 @@ def job(world: World, online: bool) -> dict[str, Any]:
             run_job(
                 order,
                 place,
-                world.reference,
-                lambda: tokenizers.find(str(world.model), False),
+                JobModel(world.reference, lambda: tokenizers.find(str(world.model), False), lambda: None),
                 loop,
                 Helpers(order.job, lambda message, content: None, False),
                 JobCallbacks(lambda progress, committed: None, lambda keys: None, lambda: None),
