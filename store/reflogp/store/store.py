@@ -101,7 +101,10 @@ class Store:
         except storage.STORAGE_ERRORS as error:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if reference is None:
-            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references()) or "none"
+            others = self.references()
+            reference = next((other for other in others if other.reference_id == reference_id), None)  # made in between
+        if reference is None:
+            there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in others) or "none"
             raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
         return LogprobTable(self._table_uri(reference_id), reference, self._options)
 
@@ -120,7 +123,10 @@ class Store:
         try:
             return self.table(reference.reference_id)
         except ReferenceNotFoundError as error:
-            same = [other.dtype for other in self.references() if other.weights == reference.weights]
+            others = self.references()
+            if any(other.reference_id == reference.reference_id for other in others):  # made in between
+                return self.table(reference.reference_id)
+            same = [other.dtype for other in others if other.weights == reference.weights]
             scored = ", ".join(same)
             hint = f"; the same weights were scored in {scored}: give that dtype (--dtype {same[0]}, or dtype=)" if same else ""
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
@@ -254,7 +260,10 @@ def choose_reference(
     if held:
         raise several_held(store.uri, model, held)
     if otherwise is None:
-        there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in store.references()) or "nothing"
+        others = store.references()
+        if {made.reference_id for made in described} & {other.reference_id for other in others}:  # made in between
+            return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
+        there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "nothing"
         raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which holds {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
     return found, f"dtype {numerics(found)}: {store.uri} holds nothing of this model yet"
