@@ -305,7 +305,7 @@ class Sequence(RuleBasedStateMachine):
 
     @operation()
     def kill_worker(self) -> str:
-        return self.signal_workers(signal.SIGKILL)
+        return self.signal_workers(signal.SIGKILL, self.world.workers())
 
     @operation()
     def stop_worker(self) -> str:
@@ -491,8 +491,7 @@ class Sequence(RuleBasedStateMachine):
         self.world.swap_dataset(name, dataset, how)
         return f"instead of {before}"
 
-    def signal_workers(self, number: signal.Signals) -> str:
-        workers = self.world.workers()
+    def signal_workers(self, number: signal.Signals, workers: list[psutil.Process]) -> str:
         if workers:
             self.fault("deaths")
         for worker in workers:
@@ -501,8 +500,9 @@ class Sequence(RuleBasedStateMachine):
         return f"{[worker.pid for worker in workers]}"
 
     def paused(self) -> str:
-        self.stopped.update(self.world.workers())
-        return self.signal_workers(signal.SIGSTOP)
+        workers = self.world.workers()  # once: one that begins in between would stay stopped for good
+        self.stopped.update(workers)
+        return self.signal_workers(signal.SIGSTOP, workers)
 
     def continued(self) -> str:
         for worker in self.stopped:
@@ -779,7 +779,7 @@ def said(answer: httpx.Response | None) -> str:
     """An answer in a few words."""
     if answer is None:
         return "no answer"
-    return f"{answer.status_code}" + (f" {answer.text[:120]}" if answer.status_code >= 400 else "")
+    return f"{answer.status_code}" + (f" {answer.text[:600]}" if answer.status_code >= 400 else "")
 
 
 @pytest.fixture(scope="module")
