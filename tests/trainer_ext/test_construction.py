@@ -1,6 +1,7 @@
 """A trainer that could not be made leaves its model and tokenizer as they were; a TRL without the hook is named."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from trl import DPOTrainer
 
 import reflogp.trainer.kto
+from reflogp.store import UsageError
 from reflogp.trainer import CachedKTOTrainer, CachedReferenceMixin, MissingLogpsError
+from reflogp.trainer.trl_versions import refuse_liger_loss
 from tests.trainer_ext.conftest import losses
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -95,13 +98,25 @@ def test_a_failed_construction_leaves_no_trace(kind, policy, config, dataset, to
 class TestATRLWithoutTheHook:
     def test_dpo(self, cached_trainer, monkeypatch):
         monkeypatch.delattr(DPOTrainer, "_precompute_ref_logps")
-        with pytest.raises(ImportError, match=r"has no `_precompute_ref_logps`.* tested with TRL 1\.2, 1\.8, 1\.12 and 1\.16"):
+        with pytest.raises(ImportError, match=r"has no `_precompute_ref_logps`.* tested with TRL 1\.2, 1\.8, 1\.9 and 1\.12"):
             cached_trainer()
 
     def test_an_old_one_is_told_apart_by_its_version(self, cached_trainer, monkeypatch):
         monkeypatch.delattr(DPOTrainer, "_precompute_ref_logps")
         monkeypatch.setattr("reflogp.trainer.trl_versions.trl_version", lambda: "0.28.0")
         assert "ref_chosen_logps" in cached_trainer().train_dataset.column_names
+
+    @pytest.mark.parametrize(("version", "refused"), [("1.13.0", True), ("1.14.0", False), ("1.16.0", False)])
+    def test_one_that_computes_the_reference_inside_of_ligers_loss(self, config, monkeypatch, version, refused):
+        monkeypatch.setattr("reflogp.trainer.trl_versions.trl_version", lambda: version)
+        with pytest.raises(UsageError, match=r"use_liger_kernel: TRL 1\.13\.0 computes the") if refused else nullcontext():
+            refuse_liger_loss(config(use_liger_kernel=True))
+        refuse_liger_loss(config())
+
+    def test_a_trainer_refuses_ligers_loss_before_it_does_anything(self, cached_trainer, monkeypatch):
+        monkeypatch.setattr("reflogp.trainer.trl_versions.trl_version", lambda: "1.13.0")
+        with pytest.raises(UsageError, match="inside of Liger's loss"):
+            cached_trainer(use_liger_kernel=True)
 
     def test_kto(self, monkeypatch):
         monkeypatch.setattr(reflogp.trainer.kto, "_found", None)

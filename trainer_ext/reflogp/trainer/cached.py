@@ -38,7 +38,15 @@ from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import computes_in
-from reflogp.trainer.trl_versions import HOOK, TESTED, default_config, require_hook, trl_version, with_own_tag
+from reflogp.trainer.trl_versions import (
+    HOOK,
+    TESTED,
+    default_config,
+    refuse_liger_loss,
+    require_hook,
+    trl_version,
+    with_own_tag,
+)
 from reflogp.trainer.values import Where
 from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, require_vision, token_rows
 
@@ -111,6 +119,7 @@ class CachedReferenceMixin(_AnyTrainer):
             raise UsageError(
                 "sync_ref_model changes the reference during training, so stored log-probs would be stale: leave it False"
             )
+        refuse_liger_loss(args)
         self.reference = reference
         self.policy_starts_at_reference = policy_starts_at_reference
         self.step_zero_tolerance = step_zero_tolerance

@@ -14,8 +14,9 @@ from reflogp.store import UsageError
 HOOK = "_precompute_ref_logps"
 #: The first TRL whose DPOTrainer has the hook. With older ones, columns are added after construction.
 _FIRST_WITH_HOOK = Version("0.29.0.dev0")
+_FIRST_WITHOUT_LIGER_LOSS = Version("1.14.0.dev0")
 TESTED = (
-    "reflogp's trainers are tested with TRL 1.2, 1.8, 1.12 and 1.16, and DPO with 0.24 and 1.1 too: install one of these "
+    "reflogp's trainers are tested with TRL 1.2, 1.8, 1.9 and 1.12 to 1.16, DPO also with 0.24 and 1.1: install one of these "
     '(`pip install "trl==1.16.0"`), or a newer reflogp'
 )
 
@@ -32,6 +33,19 @@ def require_hook(trainer_class: type) -> None:
     has_hook = any(HOOK in vars(parent) for parent in trainer_class.__mro__ if not parent.__module__.startswith("reflogp."))
     if not has_hook and Version(trl_version()) >= _FIRST_WITH_HOOK:
         raise ImportError(f"{trainer_class.__name__}: its trainer in TRL {trl_version()} has no `{HOOK}`. {TESTED}")
+
+
+def refuse_liger_loss(args: Any) -> None:
+    """Raise UsageError if TRL would compute the reference inside of Liger's loss, which takes no stored values.
+
+    TRL 1.14 and newer have no such loss: there, use_liger_kernel only replaces layers of the policy.
+    """
+    name = next((name for name in ("use_liger_kernel", "use_liger_loss") if getattr(args, name, False)), None)
+    if name is not None and Version(trl_version()) < _FIRST_WITHOUT_LIGER_LOSS:
+        raise UsageError(
+            f"{name}: TRL {trl_version()} computes the reference inside of Liger's loss, which takes no stored values; use TRL "
+            "1.14 or newer, or leave it False"
+        )
 
 
 def default_config(trainer_class: type, model: Any) -> Any:
