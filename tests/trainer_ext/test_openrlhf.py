@@ -18,7 +18,7 @@ import pytest
 from reflogp.store import Store
 from tests.conftest import REPOSITORY, save_llama, write_rows
 from tests.service.serving import running, settings_file
-from tests.trainer_ext.warm import Warm
+from tests.trainer_ext.framework_runs import Runs
 
 PYTHON = REPOSITORY / ".venv-openrlhf" / "bin" / "python"
 STOCK, CACHED = "openrlhf.cli.train_dpo", "reflogp.trainer.openrlhf.train_dpo"
@@ -59,8 +59,8 @@ def train(model, data, tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"HF_DATASETS_CACHE": str(caches / "datasets"), "REFLOGP_CACHE_DIR": str(caches / "reflogp")}
     environment.pop("PYTHONPATH", None)
-    modules = ["run", "peft", "transformers.models.llama.modeling_llama", "reflogp.trainer", "torch.utils.tensorboard"]
-    warm = Warm(str(PYTHON), Path(__file__).parent / "openrlhf_env", modules, environment)
+    modules = ["peft", "transformers.models.llama.modeling_llama", "reflogp.trainer", "torch.utils.tensorboard"]
+    runs = Runs(PYTHON, Path(__file__).parent / "openrlhf_env", modules, environment)
 
     def run(module: str, folder: Path, options: dict[str, Any], check: bool = True) -> tuple[list[dict[str, Any]], str]:
         chosen = {
@@ -88,22 +88,10 @@ def train(model, data, tmp_path_factory):
             **options,
         }
         words = [word for name, value in chosen.items() if value is not None for word in (f"--{name}", str(value)) if word]
-        folder.mkdir(parents=True, exist_ok=True)
-        output = folder / "output.txt"
-        arguments = [str(folder / "notes"), module, *words]
-        group = warm.start("run:main", arguments, environment, output)
-        try:
-            status = warm.wait(group, timeout=240)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}\n{output.read_text()[-6000:]}") from error
-        finally:
-            warm.kill(group)
-        printed = output.read_text()
-        assert (status == 0) == check, printed[-6000:]
-        return [json.loads(file.read_text()) for file in sorted((folder / "notes").glob("rank-*.json"))], printed
+        return runs.run(module, folder, words, processes=2, check=check)
 
     yield run
-    warm.close()
+    runs.close()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from reflogp.store import UsageError
+from reflogp.trainer.values import Where
 
 
 class NoReferenceModel:
@@ -32,6 +33,22 @@ class NoReferenceModel:
 
     def __bool__(self) -> bool:
         return False
+
+
+class ReferenceDuringTraining(NoReferenceModel):
+    """Takes the place of a reference model, and gives its values while training; datasets have no columns for them.
+
+    Attributes:
+        where: where the values come from.
+        of_generated_text: True for values of text that the policy generates, so that the policy runs more often in a step.
+    """
+
+    where: Where
+    of_generated_text = False
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """Return what the audit's report has under `remote`."""
+        return None
 
 
 def refuse_reference_model(trainer: str, ref_model: Any) -> None:

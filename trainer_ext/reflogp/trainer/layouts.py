@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from datasets import Dataset
 
 from reflogp.store import UsageError
 from reflogp.store.digests import cache_dir
 from reflogp.store.joins import KTO_COLUMNS, PAIR_COLUMNS
 from reflogp.store.keys import list_lengths, token_lists
-from reflogp.store.schema import stream_buffer
+from reflogp.store.schema import one_array, stream_buffer
 from reflogp.store.windows import without_first
 
 #: Names of the columns in KTO trainers up to TRL 1.5.
@@ -111,7 +110,7 @@ def save_columns(columns: Columns) -> Path:
 def load_columns(file: Path) -> Columns:
     """Return the columns of a file of `save_columns` as arrays that share the file's memory pages with other processes."""
     table = load_table(file)
-    return {name: table[name].combine_chunks().to_numpy() for name in table.column_names}
+    return {name: one_array(table[name]).to_numpy() for name in table.column_names}
 
 
 def save_table(table: pa.Table) -> Path:
@@ -134,4 +133,5 @@ def save_table(table: pa.Table) -> Path:
 
 def load_table(file: Path) -> pa.Table:
     """Return the table of a file of `save_table`, mapped into memory."""
-    return Dataset.from_file(str(file)).data.table
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+        return stream.read_all()

@@ -27,7 +27,7 @@ from reflogp.client import (
 )
 from reflogp.store import UsageError
 from reflogp.store.texts import short_repr
-from reflogp.trainer.construction import NoReferenceModel
+from reflogp.trainer.construction import ReferenceDuringTraining
 from reflogp.trainer.errors import ReferenceChangedError, UnusableLogpsError
 from reflogp.trainer.padded import PaddedBatch, Wanted
 from reflogp.trainer.ranks import gather, on_all_ranks, outcome_on_all_ranks
@@ -67,7 +67,7 @@ class Traffic:
         return {**asdict(self), "hidden_share": hidden}
 
 
-class RemoteReference(NoReferenceModel):
+class RemoteReference(ReferenceDuringTraining):
     """A reference model that runs in a service; this object requests its log-probs.
 
     It cannot be called like a model: `model(input_ids).logits` would be [tokens, vocabulary] numbers for each batch, and only
@@ -100,6 +100,8 @@ class RemoteReference(NoReferenceModel):
             batches 1, sequences 1, waited ... s
         )
     """
+
+    of_generated_text = True
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
         if not source.is_service:
@@ -168,6 +170,10 @@ class RemoteReference(NoReferenceModel):
         batch = PaddedBatch.of(input_ids, mask, completion_tokens or width, temperature=temperature)
         values = self.collect(batch)
         return torch.from_numpy(values[:, 1:] if completion_tokens is None else values).to(input_ids.device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """See ReferenceDuringTraining.as_dict."""
+        return {**asdict(self.where), **self.traffic.as_dict()}
 
     def require_numerics(self, dtype: str, float32_head: bool) -> None:
         """Raise UsageError unless the service computes in the same dtypes as the policy.

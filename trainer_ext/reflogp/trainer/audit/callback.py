@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -21,13 +21,12 @@ from reflogp.trainer.audit.metrics import GlobalMeans, read_report, verdict, wri
 from reflogp.trainer.audit.schedule import Schedule
 from reflogp.trainer.audit.spot_check import SpotCheck, spot_check, sums_of_batch
 from reflogp.trainer.audit.step_zero import StepZero, compared, differences
-from reflogp.trainer.construction import NoReferenceModel
+from reflogp.trainer.construction import NoReferenceModel, ReferenceDuringTraining
 from reflogp.trainer.errors import AuditError, ReferenceLogpsError, StepZeroError
 from reflogp.trainer.layouts import reference_columns
 from reflogp.trainer.own_model import computes_references, no_own_reference
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import gather, on_all_ranks
-from reflogp.trainer.remote import RemoteReference
 from reflogp.trainer.source import ReferenceSource
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,8 @@ class ReferenceAudit(TrainerCallback):
     - `spot_check`: some random rows are scored again: by a service, by the policy before it is trained, or by the policy
       with its adapter off. Stops the run.
 
-    Trainers that get their values from a service during training (RemoteRLOOTrainer, …) have no columns and no rows to check.
+    Trainers that get their values during training (RemoteRLOOTrainer, adapters of other frameworks) have no columns and no
+    rows to check.
 
     The results are written to `output_dir/reflogp_audit.json`, with the store, reference id, snapshot and coverage of each
     dataset.
@@ -131,7 +131,7 @@ class ReferenceAudit(TrainerCallback):
         if self.checks & {"step_zero", "spot_check"}:
             # Record the weights before adding this callback, whose on_train_begin needs them. A service's values are compared
             # with the policy including its adapters.
-            weights_of(trainer, with_adapters=self._remote is not None)
+            weights_of(trainer, with_adapters=self._given is not None)
         trainer.add_callback(self)
         step = trainer.training_step
 
@@ -170,9 +170,9 @@ class ReferenceAudit(TrainerCallback):
         # that are no longer sharded in the same way count as changed.
         if "step_zero" in self.checks and self.step_zero is None:
             self._at_reference = not self._not_at_reference
-        if self._remote is not None:
+        if self._given is not None:
             for check in self.checks & {"columns", "spot_check"}:
-                self._not_run[check] = "a service gives the values while training, and no dataset has them"
+                self._not_run[check] = "the values are given while training, and no dataset has them as columns"
         elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
@@ -184,7 +184,7 @@ class ReferenceAudit(TrainerCallback):
         assert self._schedule is not None
         self._schedule.micro_step()
         self._batches += 1
-        if self._remote is None:
+        if self._given is None:
             self._see_columns(model, inputs)
         if self._forwards is not None:
             self._forwards.begin()
@@ -204,10 +204,10 @@ class ReferenceAudit(TrainerCallback):
         self._forwards.end()
         self._passes += self._forwards.policy
         problems = [f"{name} ran {times} times in a training step" for name, times in self._forwards.others.items()]
-        if self._remote is not None:  # generation and the old policy's log-probs need forward passes too
+        if self._given is not None and self._given.of_generated_text:  # generating needs forward passes too
             self._found("forwards", problems)
             return
-        kl_passes = int(any(name.startswith("KL_") for name in inputs))  # TRL runs this pass without gradients
+        kl_passes = int(any(name.lower().startswith("kl_") for name in inputs))  # TRL runs this pass without gradients
         words = f"the policy made {self._forwards.policy} forward passes for one micro-batch; training needs {1 + kl_passes}"
         as_a_reference = self._forwards.policy_without_grad > kl_passes
         self._found("forwards", problems + [words] * as_a_reference)
@@ -303,7 +303,8 @@ class ReferenceAudit(TrainerCallback):
         Args:
             seen: computes the `differences` of this process.
         """
-        found = gather(on_all_ranks("the step-0 gate", seen))
+        with self._forwards.paused() if self._forwards is not None else nullcontext():
+            found = gather(on_all_ranks("the step-0 gate", seen))
         if not any(sequences or not_finite for sequences, *_, not_finite in found):
             self._not_run["step_zero"] = "no completion of the first batches is in the loss"
             return
@@ -329,8 +330,8 @@ class ReferenceAudit(TrainerCallback):
 
     def _compared(self, seen: list[list[float]], policy: torch.nn.Module) -> StepZero:
         places = [record.where for record in self._joined.values()]
-        if self._remote is not None:
-            places = [self._remote.where]
+        if self._given is not None:
+            places = [self._given.where]
         reference = places[0].reference_dtype if places else "unknown"
         source = getattr(self._trainer, "reference", None)
         advice = source.advice_for_dtype if isinstance(source, ReferenceSource) else None
@@ -366,9 +367,9 @@ class ReferenceAudit(TrainerCallback):
         return getattr(self._trainer, "joins", {})
 
     @property
-    def _remote(self) -> RemoteReference | None:
+    def _given(self) -> ReferenceDuringTraining | None:
         kept = getattr(self._trainer, "ref_model", None)
-        return kept if isinstance(kept, RemoteReference) else None
+        return kept if isinstance(kept, ReferenceDuringTraining) else None
 
     @property
     def _reward_models(self) -> list[torch.nn.Module]:
@@ -454,7 +455,7 @@ class ReferenceAudit(TrainerCallback):
             "checks": sorted(self.checks),
             "not_run": self._not_run,
             "joins": {name: record.as_dict() for name, record in self._joined.items()},
-            "remote": None if self._remote is None else {**asdict(self._remote.where), **self._remote.traffic.as_dict()},
+            "remote": None if self._given is None else self._given.as_dict(),
             "step_zero": step_zero,
             "spot_check": None
             if spot is None

@@ -6,7 +6,8 @@ Hooks are registered on models, not on all modules, so that they do not slow a s
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ class ForwardCount:
 
     def end(self) -> None:
         self._on = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the block, count no passes."""
+        was_on, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = was_on
 
     def remove(self) -> None:
         for handle in self._handles:

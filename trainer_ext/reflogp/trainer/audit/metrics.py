@@ -18,8 +18,8 @@ import torch
 from reflogp.store.files import write_atomically
 from reflogp.trainer.ranks import gather
 
-#: Metrics that may differ between processes: times, rates, memory and operation counts.
-_OWN = ("runtime", "per_second", "memory", "flos", "step_time")
+#: Metrics that may differ between processes: times, rates, memory and operation counts, also as ms-swift names them.
+_OWN = ("runtime", "per_second", "memory", "flos", "step_time", "train_speed")
 _ROUNDING = 1e-4
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 import openrlhf.models
@@ -20,9 +20,8 @@ import openrlhf.trainer.dpo_trainer
 import openrlhf.utils.deepspeed  # imported before the patch: its isinstance(model, Actor) needs the real Actor
 
 from reflogp.store import UsageError
-from reflogp.store.reference import Dtype
+from reflogp.trainer.batches.options import read_options, source_of, warn_if_untested
 from reflogp.trainer.construction import NoReferenceModel
-from reflogp.trainer.openrlhf.reference import check_source
 from reflogp.trainer.openrlhf.trainer import CachedReferenceDPOTrainer
 from reflogp.trainer.source import ReferenceSource
 
@@ -61,7 +60,7 @@ class Launch:
         if not self._policy_is_made:
             self._policy_is_made = True
             return self._actor(model, *args, **kwargs)
-        self._source = _source(self._options, model, _DTYPES[kwargs["param_dtype"]])
+        self._source = source_of(self._options, model, _DTYPES[kwargs["param_dtype"]])
         return ReferenceSlot()
 
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
@@ -80,13 +79,16 @@ class Launch:
 
 def main() -> None:
     """Take reflogp's options out of the command line, and run OpenRLHF's module with the others."""
-    parser = _parser()
-    options, others = parser.parse_known_args()
+    options, others, parser = read_options(
+        "reflogp.trainer.openrlhf.train_dpo",
+        sys.argv[1:],
+        model="--ref.model_name_or_path, else the policy's",
+        dtype="--ds.param_dtype",
+    )
     if {"-h", "--help"} & set(others):
         parser.print_help()
         print(f"\nAnd those of {_MODULE}:\n")
-    elif options.store is None:
-        parser.error("--reflogp.store is required: the store or service that has the reference log-probs")
+    warn_if_untested("openrlhf", "0.11")
     launch = Launch(options)
     sys.argv[1:] = others
     with (
@@ -94,49 +96,6 @@ def main() -> None:
         mock.patch.object(openrlhf.trainer.dpo_trainer, "DPOTrainer", launch.trainer),
     ):
         runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reflogp.trainer.openrlhf.train_dpo", add_help=False, allow_abbrev=False)
-    add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
-    add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
-    add("--reflogp.model", dest="model", help="the reference model; default: --ref.model_name_or_path, else the policy's")
-    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help="dtype of the reference; default: --ds.param_dtype")
-    add("--reflogp.reference", dest="reference", metavar="NAME", help="a service's name for the reference, instead of a model")
-    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id, instead of a model")
-    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="default: the latest")
-    add(
-        "--reflogp.on_miss",
-        dest="on_miss",
-        choices=("error", "score", "run"),
-        default="error",
-        help="rows without values: stop and name the command that scores them (error, the default), have the service score "
-        "them (score), or run that command here first (run)",
-    )
-    add(
-        "--reflogp.policy_starts_elsewhere",
-        dest="policy_starts_elsewhere",
-        action="store_true",
-        help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
-    )
-    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="for the first batch")
-    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="on wrong values")
-    return parser
-
-
-def _source(options: argparse.Namespace, model: str, dtype: str) -> ReferenceSource:
-    is_named = options.model is None and (options.reference is not None or options.reference_id is not None)
-    source = ReferenceSource(
-        options.store,
-        model=None if is_named else options.model or model,
-        dtype=options.dtype or dtype,
-        reference_id=options.reference_id,
-        reference=options.reference,
-        snapshot=options.snapshot,
-        on_miss="score" if options.on_miss == "score" else "error",
-    )
-    check_source(source, options.on_miss == "run")
-    return source
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Look up the reference values of OpenRLHF's datasets once per node, and score missing ones first if requested."""
+"""Look up the reference values of a framework's datasets once per node, and score missing ones first if requested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,10 @@ from datasets import Dataset
 from reflogp.store import ReferenceNotFoundError, StoreNotFoundError
 from reflogp.store.joins import Asked, ask
 from reflogp.store.windows import TrainerSettings
+from reflogp.trainer.batches.sequences import RowValues, Sequences, TokenDataset, save_row_values, sequences_of
 from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
 from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
 from reflogp.trainer.layouts import layout_of
-from reflogp.trainer.openrlhf.sequences import RowValues, Sequences, save_row_values, sequences_of
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.values import Values, Where, command_to_score
@@ -49,7 +49,7 @@ class Answered:
 
 
 def look_up_rows(
-    datasets: Mapping[str, Any], source: ReferenceSource, output_dir: Path, run_command: bool
+    datasets: Mapping[str, TokenDataset], source: ReferenceSource, output_dir: Path, run_command: bool
 ) -> tuple[RowValues, dict[str, JoinRecord]]:
     """Return the values of all rows of some datasets; every process gets the same ones.
 
@@ -58,7 +58,7 @@ def look_up_rows(
     file that its processes map into memory.
 
     Args:
-        datasets: name -> RewardDataset.
+        datasets: name -> dataset.
         source: where the values are.
         output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
         run_command: True to score missing sequences here, by running `reflogp score` in a separate process.
@@ -69,7 +69,6 @@ def look_up_rows(
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        UsageError: a source that cannot serve OpenRLHF.
         RankFailedError: another process has raised one of these.
     """
     rank = Rank.here()

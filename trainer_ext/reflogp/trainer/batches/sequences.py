@@ -1,17 +1,15 @@
-"""Collect the token sequences of OpenRLHF's datasets, exactly as OpenRLHF made them, and look up their reference values.
+"""Collect the token sequences of a framework's datasets, exactly as the framework made them, and find a row's values.
 
-A RewardDataset's row (openrlhf/datasets/reward_dataset.py) has both sides' tokens, truncated and with an EOS as their last
-token, and a prompt length that comes from tokenising the prompt alone. The values are in an Arrow file that the processes of a
-node share; they are looked up by a row's tokens.
+The values are in an Arrow file that the processes of a node share; they are looked up by a row's tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +18,75 @@ from tqdm.auto import tqdm
 
 from reflogp.store import UsageError
 from reflogp.store.keys import KEY_TYPE, keys_as_words
+from reflogp.store.schema import one_array
 from reflogp.trainer.layouts import load_table, save_table
 
 TokenIds = npt.NDArray[np.uint32]
 
+#: Label of a token that the loss leaves out; torch's cross_entropy and all frameworks around transformers use this number.
+IGNORED = -100
 #: blake2b's personalisation, so that a row's key can never equal a store's key.
 _ROW_PERSON = b"reflogp.row.v1"
+_ROWS_AT_ONCE = 1024
+
+
+class TokenDataset(Protocol):
+    """A tokenised dataset as a framework will batch it.
+
+    Iterating gives, for each row, its sequences (a pair has two) as (token ids without padding, position of the first token of
+    the completion). Every row has the same number of sequences.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __iter__(self) -> Iterator[Sequence[tuple[TokenIds, int]]]:
+        """Iterate over the rows, in their order."""
+
+
+class LabelledColumns:
+    """A `datasets.Dataset` with columns of token ids, each with a column of labels: a TokenDataset.
+
+    A completion begins at the first label that is not -100.
+
+    Args:
+        dataset: the dataset.
+        columns: (column of token ids, column of labels) for each sequence of a row.
+
+    Raises UsageError if the dataset lacks a column.
+    """
+
+    def __init__(self, dataset: Any, columns: Sequence[tuple[str, str]]) -> None:
+        names = [name for pair in columns for name in pair]
+        missing = [name for name in names if name not in (dataset.column_names or ())]
+        if missing:
+            raise UsageError(f"the tokenised dataset has no column {', '.join(missing)}; it has {dataset.column_names}")
+        self._rows = dataset.select_columns(names).with_format("arrow")
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[list[tuple[TokenIds, int]]]:
+        for table in self._rows.iter(_ROWS_AT_ONCE):
+            columns = [(one_array(table[ids]), one_array(table[labels])) for ids, labels in self._columns]
+            for row in range(len(table)):
+                found = []
+                for ids, labels in columns:
+                    found.append(labelled(*(list_[row].values.to_numpy(zero_copy_only=False) for list_ in (ids, labels))))
+                yield found
+
+
+def labelled(token_ids: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[TokenIds, int]:
+    """Return a sequence as a TokenDataset gives it.
+
+    Args:
+        token_ids: without padding, (n,).
+        labels: -100 for tokens that the loss leaves out, (n,); the completion begins at the first other label.
+    """
+    whole = np.asarray(token_ids).astype(np.uint32)
+    used = np.flatnonzero(np.asarray(labels) != IGNORED)
+    return whole, int(used[0]) if len(used) else len(whole)
 
 
 def row_key(token_ids: TokenIds) -> bytes:
@@ -40,7 +101,7 @@ class Sequences:
     Attributes:
         table: prompt_ids and completion_ids, large_list<uint32>, n rows; `reflogp score` reads it as tokens.
         row_keys: `row_key` of each sequence's tokens.
-        of: dataset's name -> positions in `table` of each row's chosen and rejected sequence, int64 (rows, 2).
+        of: dataset's name -> positions in `table` of each row's sequences, int64 (rows, sequences of a row).
     """
 
     table: pa.Table
@@ -53,35 +114,32 @@ class Sequences:
         return {name: rows for name, rows in found.items() if len(rows)}
 
 
-def sequences_of(datasets: Mapping[str, Any]) -> Sequences:
-    """Collect the sequences of datasets, row by row as their data loaders read them.
+def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
+    """Collect the sequences of datasets.
 
-    Rows with the same tokens are one sequence. If they have different prompt lengths, the longer completion is used: a token's
-    log-prob depends on the tokens before it, and not on which of these count as the prompt.
+    Rows with the same tokens are one sequence. If their completions begin at different tokens, the longer completion is used: a
+    token's log-prob depends on the tokens before it, and not on which of these count as the prompt.
 
     Args:
-        datasets: name -> RewardDataset.
-
-    Raises UsageError for a dataset that was not made for DPO.
+        datasets: name -> dataset.
     """
     tokens: list[TokenIds] = []
     begins: list[int] = []
     places: dict[bytes, int] = {}
     of = {}
     for name, dataset in datasets.items():
-        if not getattr(dataset, "is_dpo", False):
-            raise UsageError(f"the {name} dataset has no prompt lengths: make the RewardDataset with is_dpo=True")
-        of[name] = np.empty((len(dataset), 2), np.int64)
-        for row in tqdm(range(len(dataset)), desc=f"Tokens of {name}", unit="row", mininterval=1):
-            chosen, chosen_mask, rejected, rejected_mask, prompt_length = dataset[row]
-            for side, (token_ids, mask) in enumerate(((chosen, chosen_mask), (rejected, rejected_mask))):
-                whole = token_ids[mask.bool()].numpy().astype(np.uint32)
+        rows = []
+        for sequences in tqdm(dataset, desc=f"Tokens of {name}", total=len(dataset), unit="row", mininterval=1):
+            row = []
+            for whole, begin in sequences:
                 place = places.setdefault(row_key(whole), len(tokens))
                 if place == len(tokens):
                     tokens.append(whole)
-                    begins.append(int(prompt_length))
-                begins[place] = min(begins[place], int(prompt_length))
-                of[name][row, side] = place
+                    begins.append(begin)
+                begins[place] = min(begins[place], begin)
+                row.append(place)
+            rows.append(row)
+        of[name] = np.array(rows, np.int64).reshape(len(rows), -1)
     prompts = _lists(whole[:begin] for whole, begin in zip(tokens, begins, strict=True))
     completions = _lists(whole[begin:] for whole, begin in zip(tokens, begins, strict=True))
     return Sequences(pa.table({"prompt_ids": prompts, "completion_ids": completions}), list(places), of)
@@ -110,9 +168,9 @@ class RowValues:
     """The values of a file of `save_row_values`, mapped into memory."""
 
     def __init__(self, file: Path) -> None:
-        table = load_table(file).combine_chunks()
+        table = load_table(file)
         self._hi, self._lo = keys_as_words(table["row"])
-        lists = table["token_logps"].chunk(0) if len(table) else pa.array([], pa.large_list(pa.float32()))
+        lists = one_array(table["token_logps"])
         self._offsets: npt.NDArray[np.int64] = lists.offsets.to_numpy()
         self._values: npt.NDArray[np.float32] = lists.values.to_numpy()
 

@@ -1,0 +1,127 @@
+"""Make a framework's trainer, one of transformers' trainers, train on stored values: the code that all adapters share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from reflogp.store import UsageError
+from reflogp.trainer.audit import ReferenceAudit
+from reflogp.trainer.audit.metrics import begin_report
+from reflogp.trainer.audit.step_zero import differences
+from reflogp.trainer.batches.reference import BatchReference
+from reflogp.trainer.batches.sequences import TokenDataset
+from reflogp.trainer.distributed_join import agree_on_dtype
+from reflogp.trainer.ranks import on_all_ranks
+from reflogp.trainer.source import ReferenceSource
+from reflogp.trainer.tolerances import computes_in
+
+#: Base class of the mixin: `object` at run time, any trainer for a type checker.
+_AnyTrainer: Any = object
+
+
+@dataclass(frozen=True)
+class StoredReference:
+    """What a run on stored values needs to know besides the framework's own settings.
+
+    Attributes:
+        source: where the values are.
+        run_command: score missing rows here, by running `reflogp score` in a separate process.
+        policy_starts_at_reference: the policy begins as the reference, so the first batch is compared with the stored values.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one.
+        on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
+    """
+
+    source: ReferenceSource
+    run_command: bool = False
+    policy_starts_at_reference: bool = True
+    step_zero_tolerance: float | None = None
+    on_finding: Literal["fail", "warn"] = "fail"
+
+
+class BatchReferenceMixin(_AnyTrainer):
+    """Mixin to put before a framework's trainer that is one of transformers' trainers.
+
+    An adapter's class calls `use_stored_reference` at the end of its constructor, and overrides the function in which the
+    framework runs its reference model.
+
+    Attributes:
+        ref_model: the BatchReference.
+        joins: dataset name -> what was looked up and from where. Also in `output_dir/reflogp_audit.json`.
+        audit: the audit of the run.
+    """
+
+    ref_model: Any
+
+    def use_stored_reference(self, stored: StoredReference, rows_of: Callable[[Any], TokenDataset]) -> None:
+        """Look up the values of all datasets, and begin to watch the run.
+
+        Args:
+            stored: where the values are, and what to check.
+            rows_of: returns the rows of a dataset of the framework.
+
+        Raises:
+            UsageError: a dataset that is a stream.
+            MissingLogpsError, UnusableLogpsError, RankFailedError: see BatchReference.
+        """
+        begin_report(self.args.output_dir, self.args.process_index)
+        policy = self.accelerator.unwrap_model(self.model)
+        self.reference = agree_on_dtype(stored.source, computes_in(policy, self.accelerator))
+        datasets = on_all_ranks(
+            "opening the datasets",
+            lambda: {name: rows_of(_whole(dataset, name)) for name, dataset in self._datasets().items()},
+        )
+        self.ref_model = BatchReference(self.reference, datasets, Path(self.args.output_dir), stored.run_command)
+        self.joins = self.ref_model.joins
+        self.policy_starts_at_reference = stored.policy_starts_at_reference
+        self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
+
+    def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Run the step-0 gate if the next batch is the run's first; adapters call this for every batch.
+
+        Args:
+            policy: computes the policy's sums, (n,), without gradients and dropout.
+            reference: the stored sums, (n,).
+            tokens: number of tokens in each sum, (n,).
+        """
+        if self.audit.wants_first_batch:
+            used = tokens > 0
+
+            def seen() -> list[float]:
+                return differences(policy()[used], reference[used], tokens[used])
+
+            self.audit.check_first_batch(seen)
+
+    @contextmanager
+    def policy_as_reference(self, model: Any) -> Iterator[None]:
+        """Within the block, the framework's own function for the reference runs the policy, without dropout and gradients."""
+        stored, was_training = self.ref_model, model.training
+        self.ref_model = model
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train(was_training)
+            self.ref_model = stored
+
+    def _datasets(self) -> dict[str, Any]:
+        """Return the name of each dataset that the trainer has -> the dataset."""
+        found = {} if self.train_dataset is None else {"train": self.train_dataset}
+        evaluated = self.eval_dataset
+        if isinstance(evaluated, dict):
+            return found | {f"eval_{name}": dataset for name, dataset in evaluated.items()}
+        return found if evaluated is None else found | {"eval": evaluated}
+
+
+def _whole(dataset: Any, name: str) -> Any:
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"the {name} dataset is a stream, and all rows have to be looked up before training: read it as a whole"
+        )
+    return dataset

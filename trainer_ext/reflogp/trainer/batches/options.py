@@ -1,0 +1,146 @@
+"""Read the options of commands that start a framework's training on stored reference log-probs: `--reflogp.…`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from typing import get_args
+
+from reflogp.store import UsageError
+from reflogp.store.reference import Dtype
+from reflogp.trainer.batches.in_trainer import StoredReference
+from reflogp.trainer.batches.reference import check_source
+from reflogp.trainer.source import ReferenceSource
+
+#: Environment variable in which a command gives its options, as JSON, to the processes that a launcher starts.
+_FOR_PROCESSES = "REFLOGP_TRAIN_OPTIONS"
+
+
+def read_options(
+    command: str, words: Sequence[str], model: str, dtype: str = "the one that the store has, else the policy's"
+) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
+    """Take the options that begin with --reflogp out of a command line.
+
+    Without any, they are those of the command that started this process.
+
+    Args:
+        command: the command, for its help.
+        words: its arguments.
+        model, dtype: what --reflogp.model and --reflogp.dtype are by default, in words; dtype's own default is what
+            `stored_reference` does.
+
+    Returns:
+        the options, the other arguments, and the parser.
+    """
+    parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
+    add = parser.add_argument_group("reference log-probs (reflogp)").add_argument
+    add("--reflogp.store", dest="store", metavar="URI", help="a store (folder, s3://…) or a running service (http://…)")
+    add("--reflogp.model", dest="model", help=f"the reference model; default: {model}")
+    add("--reflogp.dtype", dest="dtype", choices=get_args(Dtype), help=f"dtype of the reference; default: {dtype}")
+    add("--reflogp.reference", dest="reference", metavar="NAME", help="a service's name for the reference, instead of a model")
+    add("--reflogp.reference_id", dest="reference_id", metavar="ID", help="the reference's id, instead of a model")
+    add("--reflogp.snapshot", dest="snapshot", type=int, metavar="N", help="default: the latest")
+    add(
+        "--reflogp.on_miss",
+        dest="on_miss",
+        choices=("error", "score", "run"),
+        default="error",
+        help="rows without values: stop and name the command that scores them (error, the default), have the service score "
+        "them (score), or run that command here first (run)",
+    )
+    add(
+        "--reflogp.policy_starts_elsewhere",
+        dest="policy_starts_elsewhere",
+        action="store_true",
+        help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
+    )
+    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="for the first batch")
+    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="on wrong values")
+    given = [word for word in words if word.startswith("--reflogp.")]
+    if not given and _FOR_PROCESSES in os.environ:
+        options, others = argparse.Namespace(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
+    else:
+        options, others = parser.parse_known_args(words)
+    if options.store is None and not {"-h", "--help"} & set(others):
+        parser.error("--reflogp.store is required: the store or service that has the reference log-probs")
+    return options, others, parser
+
+
+def warn_if_untested(package: str, tested: str) -> None:
+    """Warn if a framework's installed version is not the one that reflogp was tested with.
+
+    The run goes on, and the step-0 gate decides.
+
+    Args:
+        package: the framework's package.
+        tested: the version; a shorter one, such as "0.11", stands for all that begin with it.
+    """
+    found = importlib.metadata.version(package)
+    if f"{found}.".startswith(f"{tested}."):
+        return
+    warnings.warn(
+        f"reflogp is tested with {package} {tested}, not {found}: if that works differently, the comparison before the first "
+        "step stops the run",
+        stacklevel=2,
+    )
+
+
+def give_to_processes(options: argparse.Namespace) -> None:
+    """Give this command's options to processes that a launcher will start with its other arguments."""
+    os.environ[_FOR_PROCESSES] = json.dumps(vars(options))
+
+
+def names_reference(options: argparse.Namespace) -> bool:
+    """Return True if the options name the reference, so that the framework's own settings for it play no part."""
+    return not (options.model is None and options.reference is None and options.reference_id is None)
+
+
+def unclear_reference(setting: str, model: str) -> UsageError:
+    """Return the error for a framework's setting with which its reference need not be the model that `model` names."""
+    return UsageError(
+        f"with {setting}, the reference need not be the model of {model}: name the model that it is with --reflogp.model or "
+        "--reflogp.reference_id; if the policy goes on from an adapter, give --reflogp.policy_starts_elsewhere too"
+    )
+
+
+def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> ReferenceSource:
+    """Return where the values are.
+
+    Args:
+        options: see `read_options`.
+        model: the model that the framework would load as its reference; None if the options name the reference.
+        dtype: dtype of the reference if the options name none.
+
+    Raises UsageError for options that contradict each other.
+    """
+    is_named = options.model is None and names_reference(options)
+    source = ReferenceSource(
+        options.store,
+        model=None if is_named else options.model or model,
+        dtype=options.dtype or dtype,
+        reference_id=options.reference_id,
+        reference=options.reference,
+        snapshot=options.snapshot,
+        on_miss="score" if options.on_miss == "score" else "error",
+    )
+    check_source(source, options.on_miss == "run")
+    return source
+
+
+def stored_reference(options: argparse.Namespace, model: str | None) -> StoredReference:
+    """Return what a run needs to know. The dtype is the one in which the location has the model, else the policy's.
+
+    Args:
+        options, model: see `source_of`.
+    """
+    return StoredReference(
+        source_of(options, model, "auto"),
+        run_command=options.on_miss == "run",
+        policy_starts_at_reference=not options.policy_starts_elsewhere,
+        step_zero_tolerance=options.step_zero_tolerance,
+        on_finding=options.on_finding,
+    )
