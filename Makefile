@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 COMPILE := -m compileall -q -j 0
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf fidelity matrix clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf setup-frameworks fidelity matrix clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,7 @@ demo: .venv/run.stamp  ## the whole loop on example data, no network: score, joi
 test: .venv/dev.stamp  ## the tests, several files at a time, without the slow ones
 	$(PYTEST) -m 'not slow and not vllm and not docker'
 
-test-slow: .venv/dev.stamp .venv-openrlhf/stamp  ## the slow tests: stress, kills, Ray, several processes, OpenRLHF, whole examples
+test-slow: .venv/dev.stamp .venv-openrlhf/stamp .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp  ## the slow tests: stress, kills, Ray, several processes, other frameworks, whole examples
 	$(PYTEST) -m 'slow and not vllm and not docker'
 
 test-all: test test-slow  ## both
@@ -63,6 +63,8 @@ setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm
 
 setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test-slow`
 
+setup-frameworks: .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp  ## LLaMA-Factory, ms-swift and axolotl, each in an environment of its own, for `make test-slow`
+
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tools.fidelity
 
@@ -70,7 +72,7 @@ matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment belo
 	$(BIN)/python -m tools.matrix
 
 clean:  ## remove .venv, the site, what the demo and the examples left, and caches
-	rm -rf site .venv .venv-openrlhf .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -107,4 +109,13 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	$(OPENRLHF) --no-deps openrlhf
 	$(OPENRLHF) --editable .
 	@.venv-openrlhf/bin/python $(COMPILE) .venv-openrlhf/lib > /dev/null || true
+	@touch $@
+
+# These frameworks ask for packages that have no build for this torch on a CPU, and for those of web pages and of other
+# kinds of models: each is installed with what its training on text imports.
+.venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp: .venv-%/stamp: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-$*.txt
+	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
+	@.venv-$*/bin/python $(COMPILE) -x '/modelscope/' .venv-$*/lib > /dev/null 2>&1 || true
 	@touch $@

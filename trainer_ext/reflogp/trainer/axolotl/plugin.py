@@ -1,0 +1,121 @@
+"""An axolotl plugin that trains on stored reference log-probs, without a reference model.
+
+axolotl loads a reference model before it makes its trainer, in full tuning also if the trainer would not use it
+(axolotl/train.py, `setup_reference_model`). This module replaces that function by one that loads none for a run with the
+plugin, and the plugin chooses the trainer's class. All else is axolotl's code, with its own command and launchers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import axolotl.train
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.import_helper import get_cls_from_module_str
+
+from reflogp.store import UsageError
+from reflogp.trainer.axolotl import trainers
+from reflogp.trainer.axolotl.settings import StoredReferenceSettings, settings_of
+from reflogp.trainer.batches.options import warn_if_untested
+
+_TESTED = "0.19.0"
+_TRAINERS = {"dpo": trainers.StoredDPOTrainer, "ipo": trainers.StoredDPOTrainer, "kto": trainers.StoredKTOTrainer}
+#: Settings with which the reference need not be the model of `base_model`: another config, other weights, or an adapter that
+#: changes the weights under it.
+_UNCLEAR = (
+    "lora_model_dir",
+    "load_in_8bit",
+    "load_in_4bit",
+    "model_quantization_config",
+    "qat",
+    "fp8",
+    "use_onebitllms",
+    "overrides_of_model_config",
+    "overrides_of_model_kwargs",
+    "reinit_weights",
+    "shrink_embeddings",
+    "peft_layer_replication",
+)
+#: Values of peft_init_lora_weights with which the weights under the adapter stay as they are.
+_PLAIN_LORA = (None, True, False, "gaussian")
+
+_setup_reference_model = axolotl.train.setup_reference_model
+
+
+def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load a reference model as axolotl does, but none for a run with the plugin."""
+    if not _has_plugin(cfg):
+        return _setup_reference_model(cfg, *args, **kwargs)
+    _prepare(cfg)
+    return None
+
+
+axolotl.train.setup_reference_model = _no_reference_model
+
+
+class StoredReferencePlugin(BasePlugin):
+    """Trains on stored reference log-probs; the YAML file's section `reflogp:` says where they are."""
+
+    def get_input_args(self) -> str:
+        """Return the name of the class that describes the plugin's keys in the YAML file."""
+        return "reflogp.trainer.axolotl.settings.PluginSettings"
+
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """Check the settings before axolotl loads datasets and models; load no dataset.
+
+        Raises UsageError for settings that stored values do not cover.
+        """
+        if not preprocess:
+            _prepare(cfg)
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Raise UsageError if the trainer does not use stored values."""
+        if not isinstance(trainer, trainers.StoredReferenceMixin):
+            raise UsageError(
+                f"another plugin made a {type(trainer).__name__}, which does not take stored values: remove one of both"
+            )
+
+
+def _has_plugin(cfg: Any) -> bool:
+    return any(str(plugin).startswith("reflogp.trainer.axolotl.") for plugin in cfg.plugins or ())
+
+
+def _prepare(cfg: Any) -> None:
+    """Check the settings, and choose the trainer. Raises UsageError."""
+    warn_if_untested("axolotl", _TESTED)
+    _require_supported(cfg, settings_of(cfg))
+    trainer = _TRAINERS[cfg.rl]
+    if not cfg.trainer_cls:
+        cfg.trainer_cls = f"{trainer.__module__}.{trainer.__name__}"
+    elif not issubclass(get_cls_from_module_str(cfg.trainer_cls), trainer):
+        raise UsageError(
+            f"trainer_cls {cfg.trainer_cls} does not take stored values: derive it from {trainer.__module__}."
+            f"{trainer.__name__}, or leave trainer_cls out"
+        )
+
+
+def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
+    if cfg.rl not in _TRAINERS:
+        raise UsageError(
+            f"rl: {cfg.rl.value if cfg.rl else 'not set'} has no reference log-probs of given completions: remove the plugin "
+            "StoredReferencePlugin"
+        )
+    if (cfg.context_parallel_size or 1) > 1:
+        raise UsageError("context_parallel_size above 1 divides sequences among processes, which is not supported")
+    if cfg.dpo_use_liger_kernel:
+        raise UsageError("dpo_use_liger_kernel computes the reference inside of its kernel: leave it out")
+    if settings.names_reference:
+        return
+    unclear = [name for name in _UNCLEAR if cfg.get(name)]
+    if cfg.base_model_config and cfg.base_model_config != cfg.base_model:
+        unclear.append("base_model_config")
+    if cfg.peft_init_lora_weights not in _PLAIN_LORA:
+        unclear.append("peft_init_lora_weights")
+    if (cfg.peft or {}).get("loftq_config"):
+        unclear.append("loftq_config")
+    if unclear:
+        raise UsageError(
+            f"with {unclear[0]}, the reference need not be the model of base_model: name the model that it is with `model:`, "
+            "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not begin as that model, set "
+            "`policy_starts_elsewhere: true` too"
+        )

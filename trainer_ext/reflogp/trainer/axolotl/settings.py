@@ -1,0 +1,76 @@
+"""The section `reflogp:` of axolotl's YAML file."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from reflogp.store import UsageError
+from reflogp.store.reference import Dtype
+from reflogp.trainer.audit import ReferenceAudit
+from reflogp.trainer.source import OnMiss, ReferenceSource
+
+
+class StoredReferenceSettings(BaseModel):
+    """Where the reference log-probs are, of which model they are, and what to check.
+
+    axolotl refuses other keys before it reads data.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    store: str = Field(description="a store (folder, s3://…) or a running service (http://…)")
+    model: str | None = Field(None, description="the reference model; default: base_model")
+    dtype: Dtype | None = Field(
+        None, description="dtype of the reference; default: the one that the store has, else the policy's"
+    )
+    reference: str | None = Field(None, description="a service's name for the reference, instead of a model")
+    reference_id: str | None = Field(None, description="the reference's id, instead of a model")
+    snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
+    on_miss: OnMiss = Field("error", description="what to do about rows without values")
+    policy_starts_elsewhere: bool = Field(False, description="the policy does not begin as the reference")
+    step_zero_tolerance: float | None = Field(None, description="of the first batch, in nats per root token")
+    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do on wrong values")
+
+    @property
+    def names_reference(self) -> bool:
+        """Whether the settings name the reference, so that axolotl's own settings for it play no part."""
+        return not (self.model is None and self.reference is None and self.reference_id is None)
+
+    def trainer_arguments(self, base_model: str) -> dict[str, Any]:
+        """Return the arguments of `CachedReferenceMixin` for these settings.
+
+        Args:
+            base_model: the reference model if the settings name none.
+
+        Raises UsageError for settings that contradict each other.
+        """
+        source = ReferenceSource(
+            self.store,
+            model=self.model if self.names_reference else base_model,
+            dtype=self.dtype or "auto",
+            reference_id=self.reference_id,
+            snapshot=self.snapshot,
+            on_miss=self.on_miss,
+            reference=self.reference,
+        )
+        return {
+            "reference": source,
+            "policy_starts_at_reference": not self.policy_starts_elsewhere,
+            "step_zero_tolerance": self.step_zero_tolerance,
+            "audit": ReferenceAudit(on_finding=self.on_finding),
+        }
+
+
+class PluginSettings(BaseModel):
+    """The keys that the plugin adds to axolotl's YAML file."""
+
+    reflogp: StoredReferenceSettings | None = None
+
+
+def settings_of(cfg: Any) -> StoredReferenceSettings:
+    """Return the section `reflogp:` of axolotl's settings. Raises UsageError if there is none."""
+    if not cfg.reflogp:
+        raise UsageError("the plugin StoredReferencePlugin needs a section `reflogp:` in the YAML file, with `store: ./logps`")
+    return StoredReferenceSettings(**cfg.reflogp)

@@ -1,0 +1,52 @@
+"""axolotl's DPO and KTO trainers on stored reference log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from axolotl.core.trainers import AxolotlKTOTrainer
+from axolotl.core.trainers.dpo.trainer import AxolotlDPOTrainer
+from axolotl.integrations.base import PluginManager
+from transformers import AutoConfig
+
+from reflogp.store import UsageError, resolve_model
+from reflogp.trainer import CachedReferenceMixin
+from reflogp.trainer.axolotl.settings import settings_of
+
+
+class StoredReferenceMixin(CachedReferenceMixin):
+    """Take the arguments of `CachedReferenceMixin` from axolotl's YAML file, since axolotl makes the trainer.
+
+    Raises UsageError if axolotl has added tokens to the model's vocabulary, and the errors of `CachedReferenceMixin`.
+    """
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        cfg = PluginManager.get_instance().cfg
+        settings = settings_of(cfg)
+        if not settings.names_reference:
+            _require_same_vocabulary(model, cfg)
+        super().__init__(model, *args, **{**settings.trainer_arguments(_base_model(cfg)), **kwargs})
+
+
+class StoredDPOTrainer(StoredReferenceMixin, AxolotlDPOTrainer):
+    """axolotl's DPO trainer on stored values."""
+
+
+class StoredKTOTrainer(StoredReferenceMixin, AxolotlKTOTrainer):
+    """axolotl's KTO trainer on stored values."""
+
+
+def _base_model(cfg: Any) -> str:
+    revision = cfg.revision_of_model
+    return cfg.base_model if revision in (None, "main") else str(resolve_model(cfg.base_model, revision))
+
+
+def _require_same_vocabulary(policy: Any, cfg: Any) -> None:
+    """Raise UsageError if the policy has tokens that `base_model` lacks, whose embeddings axolotl draws at random."""
+    base = AutoConfig.from_pretrained(_base_model(cfg), trust_remote_code=bool(cfg.trust_remote_code))
+    before, now = (config.get_text_config().vocab_size for config in (base, policy.config))
+    if before != now:
+        raise UsageError(
+            f"axolotl has resized the vocabulary of base_model from {before:,} to {now:,} tokens (tokens, special_tokens or "
+            "resize_token_embeddings_to_32x), so the reference is another model: save the resized model once, and train from it"
+        )

@@ -1,0 +1,99 @@
+"""LLaMA-Factory's DPO and KTO trainers on stored reference log-probs, with an audit of the run.
+
+They override `compute_reference_log_probs`, which LLaMA-Factory calls for every batch (llamafactory/train/dpo/trainer.py and
+kto/trainer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow.compute as pc
+import torch
+from llamafactory.train.dpo.trainer import CustomDPOTrainer
+from llamafactory.train.kto.trainer import CustomKTOTrainer
+
+from reflogp.store import UsageError
+from reflogp.trainer.batches import LabelledColumns
+from reflogp.trainer.batches.in_trainer import BatchReferenceMixin, StoredReference
+from reflogp.trainer.batches.sequences import IGNORED
+
+_MEDIA = ("images", "videos", "audios")
+_ROWS_AT_ONCE = 1024
+#: Losses for which LLaMA-Factory divides all log-probs by their number of tokens, the reference's as well.
+_MEANS = ("ipo",)
+
+
+class _Stored(BatchReferenceMixin):
+    """What both trainers share.
+
+    Args:
+        stored: where the values are, and what to check.
+    """
+
+    def __init__(self, *args: Any, ref_model: Any = None, stored: StoredReference, **kwargs: Any) -> None:
+        if getattr(kwargs.get("data_collator"), "label_pad_token_id", IGNORED) != IGNORED:
+            raise UsageError("ignore_pad_token_for_loss: false counts log-probs of padding, which no store has: leave it true")
+        super().__init__(*args, ref_model=None, **kwargs)
+        for name, dataset in self._datasets().items():
+            _refuse_media(dataset, name)
+        self.use_stored_reference(stored, lambda dataset: LabelledColumns(dataset, self._sequence_columns))
+
+    _sequence_columns: tuple[tuple[str, str], ...]
+
+
+class StoredDPOTrainer(_Stored, CustomDPOTrainer):
+    """LLaMA-Factory's DPO trainer on stored values."""
+
+    _sequence_columns = (("chosen_input_ids", "chosen_labels"), ("rejected_input_ids", "rejected_labels"))
+
+    def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        """Return the stored sums of a batch: (chosen, rejected), float32 (B,) each; means for IPO."""
+        sums, tokens = self.ref_model.sums(batch["input_ids"], batch["attention_mask"], batch["labels"])
+        scale = tokens.clamp(min=1) if self.loss_type in _MEANS else torch.ones_like(tokens)
+
+        def policy() -> torch.Tensor:
+            with self.policy_as_reference(model):
+                found = super(StoredDPOTrainer, self).compute_reference_log_probs(model, batch)
+            return torch.cat(found) * scale
+
+        self.compare_first_batch(policy, sums, tokens)
+        return (sums / scale).chunk(2)
+
+
+class StoredKTOTrainer(_Stored, CustomKTOTrainer):
+    """LLaMA-Factory's KTO trainer on stored values."""
+
+    _sequence_columns = (("input_ids", "labels"), ("kl_input_ids", "kl_labels"))
+
+    def compute_reference_log_probs(self, model: Any, batch: dict[str, torch.Tensor]) -> Any:
+        """Return the stored sums of a batch: (desirable rows, undesirable rows, KL rows), float32."""
+        own, kl = (
+            self.ref_model.sums(*(batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "labels")))
+            for prefix in ("", "kl_")
+        )
+        (sums, tokens), (kl_sums, kl_tokens) = own, kl
+        tags = batch["kto_tags"]
+        parts = (sums[tags], sums[~tags], kl_sums)
+
+        def policy() -> torch.Tensor:
+            with self.policy_as_reference(model):
+                return torch.cat(super(StoredKTOTrainer, self).compute_reference_log_probs(model, batch))
+
+        self.compare_first_batch(policy, torch.cat(parts), torch.cat([tokens[tags], tokens[~tags], kl_tokens]))
+        return parts
+
+
+def _refuse_media(dataset: Any, name: str) -> None:
+    """Raise UsageError for a dataset with images, videos or audios: values of their text alone would be wrong."""
+    columns = [column for column in _MEDIA if column in (dataset.column_names or ())]
+    if not columns or not hasattr(dataset, "__len__"):
+        return
+    for table in dataset.select_columns(columns).with_format("arrow").iter(_ROWS_AT_ONCE):
+        for column in columns:
+            values = table[column]
+            if (
+                values.null_count < len(values)
+                and pc.any(pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)).as_py()
+            ):
+                raise UsageError(f"the {name} dataset has {column}: stored values for LLaMA-Factory are those of text alone")

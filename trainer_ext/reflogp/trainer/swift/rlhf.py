@@ -1,0 +1,35 @@
+"""Run ms-swift's DPO or KTO training with the same settings and without a reference model.
+
+    swift rlhf --rlhf_type dpo …                                           becomes
+    python -m reflogp.trainer.swift.rlhf --reflogp.store ./logps --rlhf_type dpo …
+
+ms-swift's own command runs, which starts the processes that train, with torchrun where it always does. It is only told to start
+`reflogp.trainer.swift.process` in each of them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from swift.cli.main import cli_main
+
+from reflogp.trainer.batches.options import give_to_processes, read_options, warn_if_untested
+
+_MODULE = "reflogp.trainer.swift.rlhf"
+
+
+def main() -> None:
+    """Take reflogp's options out of the command line, and run ms-swift's command with the others."""
+    options, others, parser = read_options(_MODULE, sys.argv[1:], model="--ref_model, else --model")
+    if {"-h", "--help"} & set(others):
+        parser.print_help()
+        print("\nOther arguments are those of `swift rlhf`.")
+        return
+    warn_if_untested("ms-swift", "4.6.0")
+    give_to_processes(options)
+    sys.argv[1:] = ["rlhf", *others]
+    cli_main({"rlhf": "reflogp.trainer.swift.process"})
+
+
+if __name__ == "__main__":
+    main()
