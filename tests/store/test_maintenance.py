@@ -253,6 +253,9 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
+    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json has another sha256"):
+        import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
+    (tmp_path / "shared" / "contents.json").unlink()  # as in an older export
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     part.write_bytes(b"PAR1 nothing PAR1")
@@ -365,6 +368,8 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("binary", "cannot be read"),
         ("short key", "16 bytes"),
         ("null", "null"),
+        ("no object", "a provenance is no JSON object"),
+        ("name", "another type"),
     ],
 )
 def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
@@ -372,6 +377,7 @@ def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
     shared = tmp_path / "shared"
     export_table(table, str(shared))
     reference, part = shared / "reference.json", shared / "data" / "part-00000.parquet"
+    (shared / "contents.json").unlink()  # its digests would name the change
     rows = pq.read_table(part)
     if what == "outside":
         reference.write_text(reference.read_text().replace(REFERENCE.reference_id, "../outside"))
@@ -379,6 +385,10 @@ def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
         reference.write_text("[]")
     elif what == "binary":
         reference.write_bytes(b"\xff\xfe")
+    elif what == "name":
+        reference.write_text(reference.read_text().replace('"model"', '{"a": 1}'))
+    elif what == "no object":
+        pq.write_table(rows.set_column(rows.schema.get_field_index("provenance"), "provenance", pa.array(["[]"] * 10)), part)
     else:
         keys = rows["key"].to_pylist()
         keys[3] = keys[3][:15] if what == "short key" else None

@@ -22,6 +22,8 @@ from reflogp.store import (
     verify,
 )
 from reflogp.store.compaction import RETENTION_HOURS
+from reflogp.store.exchange import Imported
+from reflogp.store.hub import pull, push_table
 from reflogp.store.storage import PLACES
 
 T = TypeVar("T")
@@ -179,18 +181,11 @@ def export(
 
     Example: reflogp store export ./logps ./logps-to-share
     """
-    tables = _Tables(Store(uri), reference)
-    if len(tables.references) != 1:
-        names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in tables.references) or "none"
-        raise UsageError(f"an export holds one reference; name it with --reference: {names}")
-
-    def work(table: LogprobTable) -> tuple[int, int]:
-        with progress_bar(f"exporting {table.reference.name}") as bar:
-            return export_table(table, folder, table.snapshot(snapshot), bar.hashed)
-
-    [(rows, files)] = tables.each(work)
+    table = _Tables(Store(uri), reference).only("an export")
+    with progress_bar(f"exporting {table.reference.name}") as bar:
+        rows, files = export_table(table, folder, table.snapshot(snapshot), bar.hashed)
     if as_json:
-        print_json({"reference_id": tables.references[0].reference_id, "folder": folder, "sequences": rows, "files": files})
+        print_json({"reference_id": table.reference.reference_id, "folder": folder, "sequences": rows, "files": files})
     else:
         out.print(f"{rows:,} sequences in {files} files written to {folder}")
 
@@ -205,6 +200,61 @@ def import_(
     store = Store(uri)
     with progress_bar("importing") as bar:
         done = import_folder(store, folder, bar.hashed)
+    _print_imported(store, done, as_json)
+
+
+@app.command("push")
+def push(
+    uri: Uri,
+    repository: Annotated[
+        str, typer.Argument(help="Dataset repository: hf://datasets/ORGANISATION/NAME.", metavar="REPOSITORY")
+    ],
+    reference: ReferenceId = None,
+    snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public. Default: private.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Push even if the repository has more rows.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one reference's log-probs to a dataset repository of the Hugging Face Hub, as plain Parquet with a card.
+
+    If a push is interrupted, run it again: uploaded files are not uploaded again.
+
+    Example: reflogp store push ./logps hf://datasets/team/sft-logps
+    """
+    table = _Tables(Store(uri), reference).only("a repository")
+    with progress_bar(f"exporting {table.reference.name}") as bar:
+        at = table.snapshot(snapshot)
+        done = push_table(table, repository, at, public=public, replace=replace, progress=bar.hashed)
+    if as_json:
+        print_json({"repository": repository, **asdict(done)})
+    elif done.changed:
+        out.print(f"{done.rows:,} sequences in {done.files} files pushed to {repository}, commit {done.commit}")
+    else:
+        out.print(f"{repository} has these {done.rows:,} sequences already, in commit {done.commit}")
+
+
+@app.command("pull")
+def pull_(
+    uri: Uri,
+    repository: Annotated[
+        str, typer.Argument(help="Dataset repository: hf://datasets/ORGANISATION/NAME[@REVISION].", metavar="REPOSITORY")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Add the log-probs of a dataset repository of the Hugging Face Hub to a store.
+
+    Digests and rows are checked first; a key that the store already has keeps its value. If a pull is interrupted, run it
+    again: downloaded files are not downloaded again.
+
+    Example: reflogp store pull ./logps hf://datasets/team/sft-logps
+    """
+    store = Store(uri)
+    with progress_bar("importing") as bar:
+        done = pull(store, repository, bar.hashed)
+    _print_imported(store, done, as_json)
+
+
+def _print_imported(store: Store, done: Imported, as_json: bool) -> None:
     if as_json:
         print_json({"store": store.uri, **asdict(done)})
     else:
@@ -232,6 +282,13 @@ class _Tables:
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
             raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
+
+    def only(self, holder: str) -> LogprobTable:
+        """Return the table of the one reference; `holder` says for the error what has room for one. Raises UsageError."""
+        if len(self.references) != 1:
+            names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
+            raise UsageError(f"{holder} holds one reference; name it with --reference: {names}")
+        return self._store.table(self.references[0].reference_id)
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:
         """Return the results of `work` for every table.

@@ -5,12 +5,18 @@ An export has the store's own rows, and a reference.json that describes their re
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import shutil
 import uuid
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from reflogp.store.commands import repair_command
@@ -24,9 +30,60 @@ from reflogp.store.snapshot import Snapshot
 from reflogp.store.storage import STORAGE_ERRORS, list_files, sentence
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
+from reflogp.store.texts import shortened
 
-_README, _DATA = "README.md", "data"
+README_FILE, CONTENTS_FILE, _DATA = "README.md", "contents.json", "data"
+_DATA_FILE = re.compile(rf"{_DATA}/part-[0-9]{{5,}}\.parquet")
 _IMPORT_ROWS = 65_536
+_MOST_CONTENTS_BYTES = 16 << 20
+_MOST_PROVENANCE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an export holds, from its contents.json.
+
+    Attributes:
+        reference_id: reference of the rows.
+        snapshot: number of the snapshot that was exported.
+        rows: number of rows.
+        card: sha256 of README.md as it was written, in hexadecimal.
+        files: path of reference.json and of each Parquet file in the export -> its sha256.
+    """
+
+    reference_id: str
+    snapshot: int
+    rows: int
+    card: str
+    files: dict[str, str]
+
+    @classmethod
+    def read(cls, file: Path) -> Contents:
+        """Parse a contents.json. Raises UsageError if it cannot be read or names files that no export has."""
+        try:
+            if file.stat().st_size > _MOST_CONTENTS_BYTES:
+                raise ValueError("it is too large")
+            found = json.loads(file.read_text(encoding="utf-8"))
+            contents = cls(**{**found, "files": dict(found["files"])})
+            if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
+                raise ValueError("its numbers are none")
+            if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
+                raise ValueError(f"no export has a file {shortened(str(others[0]), 100)!r}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"{file} cannot be read: {sentence(error)}") from error
+        return contents
+
+    @property
+    def data(self) -> list[str]:
+        """The paths of the Parquet files in the export, in order."""
+        return sorted(name for name in self.files if name != REFERENCE_FILE)
+
+    def damaged(self, folder: Path) -> list[str]:
+        """Return the files whose sha256 differs in an export's folder. Raises UsageError if a file is missing there."""
+        for name in self.files:
+            if not (folder / name).is_file():
+                raise UsageError(f"{folder} is not complete: {name} is missing")
+        return [name for name, digest in self.files.items() if sha256_of(folder / name) != digest]
 
 
 @dataclass(frozen=True)
@@ -49,7 +106,9 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Write a snapshot's rows to `folder`/data/*.parquet, one per key and sorted by key, with a README.md and a reference.json.
+    """Write a snapshot's rows to `folder`/data/*.parquet, one per key and sorted by key, with README.md and two JSON files.
+
+    reference.json describes the reference model; contents.json has the files' digests.
 
     `datasets.load_dataset(folder)` reads the folder, and so does any Parquet reader.
 
@@ -83,17 +142,25 @@ def export_table(
         sizes = list_files(table.filesystem)
         parts = max(1, round(sum(sizes.get(path, 0) for path in snapshot.rows_of) / SHARD_BYTES))
         (partial / _DATA).mkdir(parents=True)
-        rows, files = 0, 0
+        rows, files, tokens = 0, 0, 0
+        made: Counter[str] = Counter()
         for part in merged(shards, parts):
             pq.write_table(part, partial / _DATA / f"part-{files:05}.parquet", compression="zstd")
-            rows, files = rows + len(part), files + 1
+            rows, files, tokens = rows + len(part), files + 1, tokens + (pc.sum(part["scored_len"]).as_py() or 0)
+            for entry in part["provenance"].value_counts().to_pylist():
+                made[entry["values"]] += entry["counts"]
             if progress:
                 progress(rows, len(snapshot))
         if not files:  # an empty table becomes one empty file
             pq.write_table(SCHEMA.empty_table(), partial / _DATA / "part-00000.parquet")
             files = 1
-        (partial / REFERENCE_FILE).write_text(table.reference.to_json())
-        (partial / _README).write_text(_readme(table.reference, snapshot.number, rows))
+        (partial / REFERENCE_FILE).write_text(table.reference.to_json(), encoding="utf-8")
+        (partial / README_FILE).write_text(_readme(table.reference, snapshot.number, rows, tokens, made), encoding="utf-8")
+        written = [partial / REFERENCE_FILE, *sorted((partial / _DATA).iterdir())]
+        digests = {file.relative_to(partial).as_posix(): sha256_of(file) for file in written}
+        card = sha256_of(partial / README_FILE)
+        contents = Contents(table.reference.reference_id, snapshot.number, rows, card, digests)
+        (partial / CONTENTS_FILE).write_text(json.dumps(asdict(contents), indent=1), encoding="utf-8")
         if target.exists():
             target.rmdir()
         partial.replace(target)
@@ -109,7 +176,7 @@ def export_table(
 def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
     """Append an export's rows to a store, which is created if it does not exist. As always, the first commit wins for a key.
 
-    All rows are checked before the first row is written.
+    The files' digests and all rows are checked before the first row is written.
 
     Args:
         store: the store to import into.
@@ -135,14 +202,22 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     files = sorted((source / _DATA).glob("*.parquet"))
     if not (source / REFERENCE_FILE).is_file() or not files:
         raise UsageError(f"{folder} is not an export: it needs reference.json and data/*.parquet")
+    contents = None
+    if (source / CONTENTS_FILE).exists():  # older exports have none
+        contents = Contents.read(source / CONTENTS_FILE)
+        files = [source / name for name in contents.data]
+        if damaged := contents.damaged(source):
+            raise UsageError(f"{source / damaged[0]} is damaged: {CONTENTS_FILE} has another sha256; nothing was imported")
     try:
         reference = Reference.from_json((source / REFERENCE_FILE).read_text())
+        if contents is not None and contents.reference_id != reference.reference_id:
+            raise ValueError(f"{REFERENCE_FILE} and {CONTENTS_FILE} name different references")
         total = sum(pq.read_metadata(file).num_rows for file in files)
         done = 0
         for file in files:
             for batch in pq.ParquetFile(file).iter_batches(_IMPORT_ROWS):
                 rows = pa.table(batch)
-                problem = "columns differ" if rows.schema.names != SCHEMA.names else problem_of_rows(rows.cast(SCHEMA))
+                problem = "columns differ" if rows.schema.names != SCHEMA.names else _problem_of(rows.cast(SCHEMA))
                 if problem:
                     raise UsageError(f"{file}: {problem}; nothing was imported")
                 done += len(rows)
@@ -166,7 +241,45 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     return Imported(reference.reference_id, total, written, snapshot)
 
 
-def _readme(reference: Reference, snapshot: int, rows: int) -> str:
+def sha256_of(file: Path) -> str:
+    """Return the sha256 of a file's content, in hexadecimal. Raises OSError."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _problem_of(rows: pa.Table) -> str | None:
+    """Return what is wrong with rows that somebody else wrote, or None."""
+    if problem := problem_of_rows(rows):
+        return problem
+    for provenance in rows["provenance"].unique().to_pylist():
+        if len(provenance) > _MOST_PROVENANCE_BYTES or _parsed(provenance) is None:
+            return "a provenance is no JSON object"
+    return None
+
+
+def _parsed(provenance: str) -> dict[str, Any] | None:
+    """Return a row's provenance, or None if it is no JSON object."""
+    try:
+        found = json.loads(provenance)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: Counter[str]) -> str:
+    """Return the card of an export.
+
+    Args:
+        reference: reference of the rows.
+        snapshot, rows, tokens: number of the snapshot, of its rows, and of its values.
+        made: provenance, in JSON -> rows.
+    """
+    engines: Counter[str] = Counter()
+    for provenance, count in made.items():
+        about = _parsed(provenance) or {}
+        engine = str(about.get("engine", "unknown"))
+        engines[f"{engine} {about.get(engine, '')}".strip()] += count
+    computed = ", ".join(f"{engine} ({count:,} sequences)" for engine, count in engines.most_common())
     return f"""---
 configs:
 - config_name: default
@@ -177,7 +290,17 @@ tags:
 
 # Reference log-probs of {reference.name}
 
-{rows:,} sequences, scored in {reference.dtype} by reference `{reference.reference_id}`; snapshot {snapshot} of a reflogp store.
+| | |
+| --- | --- |
+| reference model | {reference.name} |
+| reference id | `{reference.reference_id}` |
+| dtype | {reference.dtype} |
+| engine | {computed or "none"} |
+| sequences | {rows:,} |
+| values | {tokens:,} |
+| snapshot of the store | {snapshot} |
+
+These are numbers only: hashes of token ids, lengths and log-probabilities. There is no text and there are no weights.
 
 | column | type | meaning |
 | --- | --- | --- |
@@ -188,8 +311,10 @@ tags:
 | `logp_sum` | float64 | sum of `token_logps` |
 | `provenance` | string | JSON: how the values were computed |
 
-    from datasets import load_dataset
-    rows = load_dataset("path/to/this/folder", split="train")
+`datasets.load_dataset` reads this folder or dataset. To train on the values, add them to a store of reflogp:
 
-Import it into a store: `reflogp store import STORE path/to/this/folder`. `reference.json` describes the reference model.
+    reflogp store pull ./logps hf://datasets/ORGANISATION/NAME     from the Hub
+    reflogp store import ./logps FOLDER                            from a folder
+
+`reference.json` describes the reference model, and `contents.json` has the files' sha256.
 """

@@ -133,9 +133,13 @@ class Reference:
         if not re.fullmatch(r"[0-9a-f]{32}", str(fields.get("reference_id"))):
             raise ValueError("its reference_id is not 32 hex digits")
         try:
-            return cls(**{**fields, "weights": tuple(fields["weights"])})
+            found = cls(**{**fields, "weights": tuple(fields["weights"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"its fields do not describe a reference ({error})") from error
+        texts = (found.name, found.dtype, found.lm_head_dtype, *found.weights)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(found.config, dict):
+            raise ValueError("its fields do not describe a reference (a field has another type)")
+        return found
 
 
 def check_format(number: int) -> None:

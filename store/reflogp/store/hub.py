@@ -1,0 +1,296 @@
+"""Share one reference's log-probs as a dataset repository of the Hugging Face Hub: push them there, and pull them into a store.
+
+A repository has the files of an export (exchange.py). Uploads and downloads are huggingface_hub's, which must be installed.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from reflogp.store.digests import Progress
+from reflogp.store.errors import StoreUnavailableError, UsageError
+from reflogp.store.exchange import CONTENTS_FILE, README_FILE, Contents, Imported, export_table, import_folder, sha256_of
+from reflogp.store.snapshot import Snapshot
+from reflogp.store.storage import sentence, split_table_uri
+from reflogp.store.store import REFERENCE_FILE, Store
+from reflogp.store.table import LogprobTable
+
+_URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
+_CHANGED = 412  # status of a commit whose parent is no longer the newest
+_ROWS_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True)
+class HubPlace:
+    """A dataset repository of the Hub.
+
+    Attributes:
+        repository: its id, "organisation/name".
+        revision: a branch, tag or commit; None for the main branch.
+    """
+
+    repository: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, uri: str) -> HubPlace:
+        """Return the repository that hf://datasets/ORGANISATION/NAME[@REVISION] names. Raises UsageError for any other URI."""
+        found = _URI.match(uri)
+        if found is None:
+            raise UsageError(f"{uri} is no dataset repository of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]")
+        return cls(found["repository"], found["revision"])
+
+    def __str__(self) -> str:
+        return f"hf://datasets/{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The result of a push.
+
+    Attributes:
+        reference_id: reference of the rows.
+        rows: rows in the repository.
+        files: Parquet files in the repository.
+        commit: the repository's commit that has them.
+        changed: False if the repository had them already.
+    """
+
+    reference_id: str
+    rows: int
+    files: int
+    commit: str
+    changed: bool
+
+
+def push_table(
+    table: LogprobTable,
+    uri: str,
+    snapshot: Snapshot | None = None,
+    *,
+    public: bool = False,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Write a snapshot's rows to a dataset repository of the Hub in one commit, with a card that says how they were computed.
+
+    Files that an interrupted push uploaded are not uploaded again. Other files of the repository stay, and so does a card that
+    somebody has changed.
+
+    Args:
+        table: the table to push.
+        uri: hf://datasets/ORGANISATION/NAME. The repository is created if it does not exist.
+        snapshot: the snapshot to push; None for the latest.
+        public: make a new repository public; otherwise it is private.
+        replace: push even if the repository is damaged or has rows that the snapshot lacks.
+        progress: called with (rows exported, total rows).
+
+    Raises:
+        UsageError: the repository has other data or rows that the snapshot lacks, changes during the push, or may not be
+            written.
+        DamagedStoreError: a shard is damaged.
+        StoreUnavailableError: the Hub cannot be reached.
+    """
+    place = HubPlace.parse(uri)
+    if place.revision is not None:
+        raise UsageError(f"{uri}: a push goes to the main branch; leave @{place.revision} out")
+    repository = _Repository(place)
+    snapshot = snapshot or table.snapshot()
+    if not repository.exists():
+        repository.create(public)
+    there = repository.contents()  # also of a new one: another push may have been first
+    if there is not None and there.reference_id != table.reference.reference_id:
+        raise UsageError(
+            f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one, so "
+            "choose another"
+        )
+    with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
+        folder = Path(scratch) / "export"
+        rows, files = export_table(table, str(folder), snapshot, progress)
+        ours = Contents.read(folder / CONTENTS_FILE)
+        changed = there is None or replace or there.files != ours.files or not repository.has(ours)
+        if changed:
+            if there is not None and not replace:
+                _require_all(repository, there, snapshot, split_table_uri(table.uri)[0])
+            repository.upload(folder, ours, there)
+    return Pushed(table.reference.reference_id, rows, files, repository.commit, changed)
+
+
+def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
+    """Append the rows of a dataset repository of the Hub to a store, which is created if it does not exist.
+
+    Files are downloaded to huggingface_hub's cache, where an interrupted download goes on. Before the first row is written, the
+    files' digests and all rows are checked. A key that the store already has keeps its value.
+
+    Args:
+        store: the store to append to.
+        uri: hf://datasets/ORGANISATION/NAME[@REVISION] that `push_table` wrote.
+        progress: called with (rows read, total rows); each row is read twice.
+
+    Raises:
+        UsageError: no such repository, not a push of reflogp's, or damaged files. Nothing is written.
+        StoreUnavailableError: the Hub cannot be reached.
+    """
+    repository = _Repository(HubPlace.parse(uri))
+    if not repository.exists():
+        raise UsageError(f"{repository.place}: there is no such dataset, or the token may not read it ({_LOG_IN})")
+    there = repository.contents(read_only=True)
+    assert there is not None
+    return import_folder(store, str(repository.download(there)), progress)
+
+
+class _Repository:
+    """A dataset repository, as huggingface_hub sees it.
+
+    Attributes:
+        commit: the commit that was seen when it was last asked for, or that an upload made.
+    """
+
+    def __init__(self, place: HubPlace) -> None:
+        try:
+            from huggingface_hub import HfApi
+        except ImportError as error:
+            raise UsageError("hf:// needs huggingface_hub: pip install huggingface_hub") from error
+        self.place = place
+        self.commit = ""
+        self._api = HfApi(library_name="reflogp")
+        self._sha256: dict[str, str | None] = {}  # path -> sha256 of a large file, None for others
+
+    def exists(self) -> bool:
+        """Ask for the newest commit and its files. Raises UsageError if the revision does not exist."""
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        with _told(self.place):
+            try:
+                about = self._api.dataset_info(self.place.repository, revision=self.place.revision, files_metadata=True)
+            except RevisionNotFoundError as error:
+                raise UsageError(f"{self.place}: there is no such revision") from error
+            except RepositoryNotFoundError:
+                return False
+        self.commit = str(about.sha)
+        self._sha256 = {entry.rfilename: getattr(entry.lfs, "sha256", None) for entry in about.siblings or ()}
+        return True
+
+    def create(self, public: bool) -> None:
+        with _told(self.place):
+            self._api.create_repo(self.place.repository, repo_type="dataset", private=not public, exist_ok=True)
+        if not self.exists():
+            raise StoreUnavailableError(f"{self.place} was created, and is not there")
+
+    def contents(self, read_only: bool = False) -> Contents | None:
+        """Return what the repository holds; None if it is empty but for a card.
+
+        Args:
+            read_only: an empty repository is an error as well.
+
+        Raises UsageError if it is no push of reflogp's.
+        """
+        if {REFERENCE_FILE, CONTENTS_FILE} <= self._sha256.keys():
+            try:
+                return Contents.read(self._file(CONTENTS_FILE))
+            except UsageError:  # perhaps only in the cache
+                return Contents.read(self._file(CONTENTS_FILE, force=True))
+        if read_only:
+            raise UsageError(f"{self.place} is not a push of `reflogp store push`: it has no {CONTENTS_FILE}")
+        if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
+            raise UsageError(f"{self.place} holds other data ({others[0]}, …): choose a repository for these log-probs alone")
+        return None
+
+    def has(self, contents: Contents) -> bool:
+        """Return True if every large file of an export is there, and the small ones by name."""
+        names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
+        return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
+
+    def download(self, contents: Contents) -> Path:
+        """Return a folder with the export. A file with another sha256 is downloaded again, once. Raises UsageError."""
+        folder = self._file(CONTENTS_FILE).parent
+        if lacking := sorted(contents.files.keys() - self._sha256.keys()):
+            raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing")
+        with _told(self.place):
+            self._api.snapshot_download(
+                self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
+            )
+        for name in contents.damaged(folder):  # perhaps only in the cache
+            self._file(name, force=True)
+        if damaged := contents.damaged(folder):
+            raise UsageError(f"{self.place} is damaged: {damaged[0]} has another sha256 than {CONTENTS_FILE} says")
+        return folder
+
+    def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
+        """Make one commit with an export in place of the one that is there."""
+        card_is_theirs = README_FILE in self._sha256 and (
+            there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
+        )
+        old = set(there.data) - set(ours.data) if there is not None else set()
+        with _told(self.place):
+            done = self._api.upload_folder(
+                repo_id=self.place.repository,
+                repo_type="dataset",
+                folder_path=folder,
+                ignore_patterns=[README_FILE] if card_is_theirs else None,
+                delete_patterns=sorted(old & self._sha256.keys()) or None,
+                commit_message=f"{ours.rows:,} sequences of reference {ours.reference_id}",
+                parent_commit=self.commit,
+            )
+        self.commit = str(done.oid)
+
+    def _file(self, name: str, force: bool = False) -> Path:
+        # by commit: for a branch, huggingface_hub would take an older copy from its cache if the Hub cannot be reached
+        with _told(self.place):
+            file = self._api.hf_hub_download(
+                self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force
+            )
+        return Path(file)
+
+
+def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, store: str) -> None:
+    """Raise UsageError if a repository has a row, or values of a row, that the snapshot lacks."""
+    folder = repository.download(there)
+    lacking = 0
+    for name in there.data:
+        try:
+            for batch in pq.ParquetFile(folder / name).iter_batches(_ROWS_AT_ONCE, columns=["key", "scored_len"]):
+                lengths = snapshot.stored_lengths(batch["key"])
+                lacking += int((lengths < batch["scored_len"].to_numpy()).sum())
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise UsageError(f"{repository.place} is damaged: {name} cannot be read ({sentence(error)})") from error
+    if lacking:
+        raise UsageError(
+            f"{repository.place} has {lacking:,} sequences that this snapshot lacks: run `reflogp store pull {store} "
+            f"{repository.place}` first, which adds them to the store, or give --replace"
+        )
+
+
+@contextmanager
+def _told(place: HubPlace) -> Iterator[None]:
+    """Turn huggingface_hub's errors into reflogp's."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    # of whichever HTTP library this huggingface_hub has
+    network: type[Exception] = next(parent for parent in HfHubHTTPError.__mro__ if parent.__name__ == "HTTPError")
+    try:
+        yield
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise UsageError(f"{place} is gone, or the token may not read it ({_LOG_IN})") from error
+    except HFValidationError as error:
+        raise UsageError(f"{place}: {sentence(error)}") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        if status in (401, 403):
+            raise UsageError(f"{place}: the token may not do this ({_LOG_IN})") from error
+        if status == _CHANGED:
+            raise UsageError(f"{place} was changed during the push; nothing was pushed. Push again") from error
+        raise StoreUnavailableError(f"{place}: {sentence(error)}") from error
+    except (network, OSError, RuntimeError, ValueError) as error:
+        raise StoreUnavailableError(f"{place}: {sentence(error)}") from error
+
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"

@@ -1,0 +1,260 @@
+"""The part of the Hugging Face Hub's HTTP API that huggingface_hub uses for datasets, on a port of this machine, for tests.
+
+Repositories are in memory. The server checks what the Hub checks: the token, a commit's parent, an upload's sha256, and that a
+commit's large files were uploaded. Its faults are for tests: see `HubFaults`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+import yaml
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+TOKEN = "hf_tester"
+_LARGE = (".parquet",)
+
+
+@dataclass
+class HubFaults:
+    """What goes wrong.
+
+    Attributes:
+        uploads_left: uploads that work before every other one breaks off; None for all.
+        downloads_left: downloads that work before every other one breaks off; None for all.
+        damaged: path of a file whose first bytes are changed on the way out.
+        commits_between: another commit arrives just before a client's own.
+        appears: files of a repository that somebody else creates just before a client does.
+        status: answer of every request, where it is not 0.
+    """
+
+    uploads_left: int | None = None
+    downloads_left: int | None = None
+    damaged: str | None = None
+    commits_between: bool = False
+    appears: dict[str, bytes] | None = None
+    status: int = 0
+
+
+@dataclass
+class _Repository:
+    private: bool
+    commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
+
+    def commit(self, files: dict[str, bytes]) -> str:
+        content = "".join(f"{name} {hashlib.sha256(data).hexdigest()}" for name, data in sorted(files.items()))
+        oid = hashlib.sha1(f"{len(self.commits)} {content}".encode()).hexdigest()
+        self.commits.append((oid, files))
+        return oid
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        if revision == "main":
+            return self.commits[-1]
+        return next((found for found in self.commits if found[0] == revision), None)
+
+
+class Hub:
+    """A running server.
+
+    Attributes:
+        url: for HF_ENDPOINT.
+        repositories: id -> repository.
+        uploaded, downloaded: paths of requests that ended well, in order.
+        faults: see HubFaults.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.repositories: dict[str, _Repository] = {}
+        self.uploaded: list[str] = []
+        self.downloaded: list[str] = []
+        self.faults = HubFaults()
+        self._blobs: dict[str, bytes] = {}
+        self.app = FastAPI()
+        self._routes()
+
+    def files(self, repository: str) -> dict[str, bytes]:
+        return self.repositories[repository].commits[-1][1]
+
+    def _error(self, status: int, code: str, words: str) -> Response:
+        return JSONResponse({"error": words}, status, {"X-Error-Code": code, "X-Error-Message": words})
+
+    def _routes(self) -> None:
+        app = self.app
+
+        @app.middleware("http")
+        async def check(request: Request, call_next: Any) -> Response:
+            if self.faults.status:
+                return self._error(self.faults.status, "Fault", "out of order")
+            if request.headers.get("authorization") != f"Bearer {TOKEN}" and not request.url.path.startswith("/lfs/"):
+                return self._error(401, "RepoNotFound", "Invalid credentials")
+            return await call_next(request)
+
+        @app.post("/api/validate-yaml")
+        async def validate(request: Request) -> Any:
+            card = (await request.json())["content"]
+            assert yaml.safe_load(card.split("---")[1])["tags"] == ["reflogp"]
+            return {"errors": [], "warnings": []}
+
+        @app.post("/api/repos/create")
+        async def create(request: Request) -> Any:
+            about = await request.json()
+            name = f"{about['organization']}/{about['name']}"
+            assert about["type"] == "dataset"
+            if self.faults.appears:
+                self.repositories[name] = _Repository(True)
+                self.repositories[name].commit(self.faults.appears)
+            if name in self.repositories:
+                words = "You already created this dataset repo"
+                return JSONResponse({"error": words, "url": f"{self.url}/datasets/{name}"}, 409)
+            private = about.get("private", about.get("visibility") == "private")
+            self.repositories[name] = _Repository(bool(private))
+            self.repositories[name].commit({".gitattributes": b"*.parquet filter=lfs\n"})
+            return {"url": f"{self.url}/datasets/{name}"}
+
+        @app.get("/api/datasets/{owner}/{name}")
+        @app.get("/api/datasets/{owner}/{name}/revision/{revision}")
+        async def about(owner: str, name: str, revision: str = "main") -> Any:
+            repository = self.repositories.get(f"{owner}/{name}")
+            if repository is None:
+                return self._error(404, "RepoNotFound", "Repository not found")
+            found = repository.at(revision)
+            if found is None:
+                return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            oid, files = found
+            siblings = [_sibling(path, data) for path, data in files.items()]
+            return {"id": f"{owner}/{name}", "sha": oid, "private": repository.private, "tags": [], "siblings": siblings}
+
+        @app.get("/api/datasets/{owner}/{name}/tree/{revision}")
+        async def tree(owner: str, name: str, revision: str) -> Any:
+            repository = self.repositories.get(f"{owner}/{name}")
+            found = repository and repository.at(revision)
+            if not found:
+                return self._error(404, "RepoNotFound", "Repository not found")
+            return [_described(path, data) for path, data in found[1].items()]
+
+        @app.post("/api/datasets/{owner}/{name}/preupload/{revision}")
+        async def preupload(request: Request) -> Any:
+            files = (await request.json())["files"]
+            return {
+                "files": [
+                    {"path": file["path"], "uploadMode": "lfs" if _is_large(file["path"]) else "regular", "shouldIgnore": False}
+                    for file in files
+                ]
+            }
+
+        @app.post("/datasets/{owner}/{name}.git/info/lfs/objects/batch")
+        async def batch(request: Request) -> Any:
+            objects = []
+            for entry in (await request.json())["objects"]:
+                there = entry["oid"] in self._blobs
+                action = {"upload": {"href": f"{self.url}/lfs/{entry['oid']}"}}
+                objects.append({**entry, "authenticated": True} | ({} if there else {"actions": action}))
+            return JSONResponse({"transfer": "basic", "objects": objects}, media_type="application/vnd.git-lfs+json")
+
+        @app.put("/lfs/{oid}")
+        async def upload(oid: str, request: Request) -> Any:
+            data = await request.body()
+            if self.faults.uploads_left is not None:
+                if self.faults.uploads_left == 0:
+                    return Response("broken off", 400)
+                self.faults.uploads_left -= 1
+            assert hashlib.sha256(data).hexdigest() == oid
+            self._blobs[oid] = data
+            self.uploaded.append(oid)
+            return Response()
+
+        @app.post("/api/datasets/{owner}/{name}/commit/{revision}")
+        async def commit(owner: str, name: str, request: Request) -> Any:
+            repository = self.repositories[f"{owner}/{name}"]
+            operations = [json.loads(line) for line in (await request.body()).splitlines() if line]
+            if self.faults.commits_between:
+                repository.commit({**repository.commits[-1][1], "note.txt": b"between"})
+            newest, before = repository.commits[-1]
+            files = dict(before)
+            for operation in operations:
+                value = operation["value"]
+                match operation["key"]:
+                    case "header":
+                        if value.get("parentCommit", newest) != newest:
+                            return self._error(412, "PreconditionFailed", "A commit has happened since.")
+                    case "file":
+                        files[value["path"]] = base64.b64decode(value["content"])
+                    case "lfsFile":
+                        if value["oid"] not in self._blobs:
+                            return self._error(400, "BadRequest", "LFS pointer points to a file that does not exist")
+                        files[value["path"]] = self._blobs[value["oid"]]
+                    case "deletedFile":
+                        del files[value["path"]]
+                    case other:
+                        raise AssertionError(other)
+            oid = repository.commit(files)
+            return {"commitUrl": f"{self.url}/datasets/{owner}/{name}/commit/{oid}", "commitOid": oid, "hookOutput": ""}
+
+        @app.api_route("/datasets/{owner}/{name}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+        async def resolve(owner: str, name: str, revision: str, path: str, request: Request) -> Any:
+            repository = self.repositories.get(f"{owner}/{name}")
+            found = repository and repository.at(revision)
+            if not found:
+                return self._error(404, "RepoNotFound", "Repository not found")
+            oid, files = found
+            if path not in files:
+                return self._error(404, "EntryNotFound", "Entry not found")
+            data = files[path]
+            headers = {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+            if request.method == "HEAD":
+                return Response(headers={**headers, "Content-Length": str(len(data))})
+            if self.faults.downloads_left is not None:
+                if self.faults.downloads_left == 0:
+                    return Response("broken off", 400)
+                self.faults.downloads_left -= 1
+            if path == self.faults.damaged:
+                data = bytes([data[0] ^ 1]) + data[1:]
+            self.downloaded.append(path)
+            start = int(request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+            return Response(data[start:], 206 if start else 200, headers)
+
+
+def _described(path: str, data: bytes) -> dict[str, Any]:
+    """A file as the API lists a folder."""
+    about = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    return about | ({"lfs": {"oid": _lfs(data)["sha256"], **_lfs(data)}} if _is_large(path) else {})
+
+
+def _sibling(path: str, data: bytes) -> dict[str, Any]:
+    """A file as the API describes a repository, with blobs=true."""
+    about = {"rfilename": path, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
+    return about | ({"lfs": _lfs(data)} if _is_large(path) else {})
+
+
+def _lfs(data: bytes) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+
+
+def _is_large(path: str) -> bool:
+    return path.endswith(_LARGE)
+
+
+@contextmanager
+def hub() -> Iterator[Hub]:
+    """Start a server."""
+    found = Hub()
+    server = uvicorn.Server(uvicorn.Config(found.app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    found.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield found
+    server.should_exit = True
+    thread.join()

@@ -1,0 +1,328 @@
+"""`reflogp store push` and `pull` with the real huggingface_hub, against a server that speaks the Hub's API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from reflogp.store import LogprobTable, Store, UsageError
+from reflogp.store.hub import HubPlace
+from tests.store.hub_server import TOKEN, HubFaults, hub
+from tests.store.rows import REFERENCE, some_rows
+
+NAME = "team/sft-logps"
+PLACE = f"hf://datasets/{NAME}"
+ROWS = 3000
+
+
+@pytest.fixture
+def server():
+    with hub() as found:
+        yield found
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """run(words, …) -> (exit code, what was printed); each is a process, since huggingface_hub reads its settings once."""
+    program = "import reflogp.store.compaction as c, reflogp.store.exchange as e; e.SHARD_BYTES = 20_000\n"  # several files
+    program += "from reflogp.cli import main; main()"
+
+    def call(*words: str, token: str = TOKEN, **variables: str) -> tuple[int, str]:
+        environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
+        environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0", "COLUMNS": "400", **variables}
+        command = [sys.executable, "-c", program, "store", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    return call
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    found = Store(tmp_path / "store")
+    for first in range(0, ROWS, 1000):
+        found.create_table(REFERENCE).append(some_rows(first, 1000)[1])
+    return found
+
+
+def table_of(store: Store) -> LogprobTable:
+    return store.table(REFERENCE.reference_id)
+
+
+def rows_of(store: Store) -> dict[bytes, list[float]]:
+    keys = some_rows(0, ROWS)[0]
+    sums = table_of(store).snapshot().prefix_sums(keys, np.full(ROWS, 5))
+    return dict(zip(keys.to_pylist(), sums.tolist(), strict=True))
+
+
+def test_what_is_pushed_is_pulled(run, server, store, tmp_path):
+    code, said = run("push", store.uri, PLACE)
+    assert code == 0, said
+    files = server.files(NAME)
+    assert {"README.md", "reference.json", "contents.json", "data/part-00001.parquet"} <= files.keys()
+    assert server.repositories[NAME].private
+    card = files["README.md"].decode()
+    for words in (REFERENCE.reference_id, f"test ({ROWS:,} sequences)", f"| values | {5 * ROWS:,} |", "numbers only"):
+        assert words in card
+    code, said = run("pull", str(tmp_path / "other"), PLACE, "--json")
+    assert code == 0, said
+    assert json.loads(said.splitlines()[0])["written"] == ROWS
+    assert rows_of(Store(tmp_path / "other")) == rows_of(store)
+
+
+@pytest.mark.slow
+def test_a_push_again_changes_nothing(run, server, store):
+    run("push", store.uri, PLACE, "--public")
+    assert not server.repositories[NAME].private
+    uploads, commits = len(server.uploaded), len(server.repositories[NAME].commits)
+    code, said = run("push", store.uri, PLACE)
+    assert code == 0
+    assert "already" in said
+    assert (len(server.uploaded), len(server.repositories[NAME].commits)) == (uploads, commits)
+
+
+@pytest.mark.slow
+def test_an_interrupted_push_goes_on(run, server, store):
+    server.faults = HubFaults(uploads_left=1)
+    code, said = run("push", store.uri, PLACE)
+    assert code == 1
+    assert PLACE in said
+    assert not any(name.startswith("data/") for name in server.files(NAME)), "nothing is half there"
+    first = list(server.uploaded)
+    assert first
+    server.faults = HubFaults()
+    assert run("push", store.uri, PLACE)[0] == 0
+    assert len(server.uploaded) == len(set(server.uploaded)), "no file was uploaded twice"
+    parts = [name for name in server.files(NAME) if name.startswith("data/")]
+    assert len(server.uploaded) == len(parts) > len(first)
+
+
+@pytest.mark.slow
+def test_an_interrupted_pull_goes_on(run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    server.faults = HubFaults(downloads_left=3)
+    code, said = run("pull", str(tmp_path / "other"), PLACE)
+    assert code == 1
+    assert PLACE in said
+    assert not (tmp_path / "other").exists()
+    first = list(server.downloaded)
+    server.faults = HubFaults()
+    assert run("pull", str(tmp_path / "other"), PLACE)[0] == 0
+    assert len(server.downloaded) == len(set(server.downloaded)) > len(first), "no file was downloaded twice"
+    assert rows_of(Store(tmp_path / "other")) == rows_of(store)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["data/part-00001.parquet", "reference.json", "contents.json"])
+def test_a_damaged_file_is_refused(file, run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    server.faults = HubFaults(damaged=file)
+    code, said = run("pull", str(tmp_path / "other"), PLACE)
+    assert code != 0
+    assert "is damaged" in said or "cannot be read" in said, said
+    assert not (tmp_path / "other").exists()
+    server.faults = HubFaults()
+    assert run("pull", str(tmp_path / "other"), PLACE)[0] == 0, "it was damaged on the way, and not in the repository"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [100, ROWS, ROWS + 500])
+def test_rows_of_others_are_not_lost(rows, run, server, store, tmp_path):
+    """However many rows there are: what the repository has and the store lacks is named, pulled, and then pushed together."""
+    run("push", store.uri, PLACE)
+    others = Store(tmp_path / "others")
+    others.create_table(REFERENCE).append(some_rows(ROWS, rows)[1])
+    code, said = run("push", others.uri, PLACE)
+    assert code == 2
+    assert f"has {ROWS:,} sequences that this snapshot lacks" in said
+    pulled = re.search(r"`reflogp store (pull \S+ \S+)`", said)
+    assert pulled is not None
+    assert run(*pulled[1].split())[0] == 0
+    assert run("push", others.uri, PLACE)[0] == 0
+    assert json.loads(server.files(NAME)["contents.json"])["rows"] == ROWS + rows
+    assert run("push", store.uri, PLACE, "--replace")[0] == 0
+    contents = json.loads(server.files(NAME)["contents.json"])
+    assert contents["rows"] == ROWS
+    assert contents["files"].keys() - {"reference.json"} == {name for name in server.files(NAME) if name.startswith("data/")}
+
+
+@pytest.mark.slow
+def test_more_values_of_a_row_are_not_lost(run, store, server, tmp_path):
+    run("push", store.uri, PLACE)
+    short = Store(tmp_path / "short")
+    short.create_table(REFERENCE).append(some_rows(0, ROWS, values=3)[1])
+    code, said = run("push", short.uri, PLACE)
+    assert code == 2
+    assert f"{ROWS:,} sequences" in said
+
+
+@pytest.mark.slow
+def test_a_repository_that_appears_meanwhile_is_looked_at(run, server, store, tmp_path):
+    server.faults = HubFaults(appears={"data/train.parquet": b"PAR1"})
+    code, said = run("push", store.uri, PLACE)
+    assert code == 2
+    assert "holds other data" in said
+    server.repositories.pop(NAME)
+    server.faults = HubFaults()
+    assert run("push", store.uri, "hf://datasets/team/first")[0] == 0
+    fewer = Store(tmp_path / "fewer")
+    fewer.create_table(REFERENCE).append(some_rows(0, 10)[1])
+    server.faults = HubFaults(appears=server.files("team/first"))
+    code, said = run("push", fewer.uri, PLACE)
+    assert code == 2
+    assert "sequences that this snapshot lacks" in said
+
+
+@pytest.mark.slow
+def test_a_damaged_repository_is_named_and_can_be_replaced(run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    whole = server.files(NAME)
+    for files in (
+        {**whole, "data/part-00001.parquet": b"PAR1 nothing PAR1"},
+        {name: data for name, data in whole.items() if name != "data/part-00001.parquet"},
+    ):
+        server.repositories[NAME].commit(files)
+        for words in (("push", store.uri), ("pull", str(tmp_path / "other"))):
+            code, said = run(*words, PLACE)
+            assert code == 2
+            assert f"{PLACE} is damaged: data/part-00001.parquet" in said
+        assert run("push", store.uri, PLACE, "--replace")[0] == 0
+        assert server.files(NAME) == whole
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_cards_and_files_of_people_stay(run, server, store):
+    run("push", store.uri, PLACE)
+    theirs = {"README.md": b"---\ntags:\n- reflogp\n---\nours", "data/extra/mine.parquet": b"PAR1", "LICENSE": b"free"}
+    server.repositories[NAME].commit(server.files(NAME) | theirs)
+    table_of(store).append(some_rows(ROWS, 10)[1])
+    assert run("push", store.uri, PLACE)[0] == 0
+    files = server.files(NAME)
+    assert theirs.items() <= files.items()
+    assert json.loads(files["contents.json"])["rows"] == ROWS + 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"files": {"../outside": "00"}, "reference_id": "a", "rows": 1, "snapshot": 1, "card": ""}', "no export"),
+        ('{"files": {}, "reference_id": "a", "rows": Infinity, "snapshot": 1, "card": ""}', "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        (None, "name different references"),
+    ],
+)
+def test_a_repository_of_a_stranger_harms_nothing(content, why, run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    files = dict(server.files(NAME))
+    if content is None:  # another reference, with its own digest
+        files["reference.json"] = files["reference.json"].replace(REFERENCE.reference_id.encode(), b"cd" * 16)
+        contents = json.loads(files["contents.json"])
+        contents["files"]["reference.json"] = hashlib.sha256(files["reference.json"]).hexdigest()
+        content = json.dumps(contents)
+    files["contents.json"] = content.encode()
+    server.repositories[NAME].commit(files)
+    code, said = run("pull", str(tmp_path / "other"), PLACE)
+    assert code == 2
+    assert why in said
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_another_commit_during_a_push_is_not_overwritten(run, server, store):
+    run("push", store.uri, PLACE)
+    table_of(store).append(some_rows(ROWS, 10)[1])
+    server.faults = HubFaults(commits_between=True)
+    code, said = run("push", store.uri, PLACE)
+    assert code == 2
+    assert "was changed during the push" in said
+    server.faults = HubFaults()
+    assert run("push", store.uri, PLACE)[0] == 0
+    assert "note.txt" in server.files(NAME)
+
+
+@pytest.mark.slow
+def test_a_commit_can_be_pulled_later(run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    first = server.repositories[NAME].commits[-1][0]
+    table_of(store).append(some_rows(ROWS, 10)[1])
+    run("push", store.uri, PLACE)
+    code, said = run("pull", str(tmp_path / "other"), f"{PLACE}@{first}")
+    assert code == 0, said
+    assert len(table_of(Store(tmp_path / "other")).snapshot()) == ROWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "more", "why"),
+    [
+        (("pull", "{store}", "hf://datasets/team/none"), {}, "there is no such dataset"),
+        (("pull", "{store}", f"{PLACE}@abc"), {}, "no such revision"),
+        (("pull", "{store}", "hf://team/sft-logps"), {}, "give hf://datasets/ORGANISATION/NAME"),
+        (("push", "{store}", f"{PLACE}@main"), {}, "leave @main out"),
+        (("push", "{store}", PLACE), {"token": "hf_another"}, "log in with `hf auth login`"),
+        (("push", "{store}", PLACE, "--snapshot", "99"), {}, "99"),
+        (("push", "{store}", PLACE), {"HF_ENDPOINT": "http://127.0.0.1:9"}, PLACE),
+        (("pull", "{store}", PLACE), {"HF_ENDPOINT": "http://127.0.0.1:9"}, PLACE),
+        (("push", "{store}", PLACE), {"HF_HUB_OFFLINE": "1"}, PLACE),
+    ],
+)
+def test_errors_say_what_is_wrong(words, more, why, run, server, store):
+    run("push", store.uri, PLACE)
+    before = len(server.repositories[NAME].commits), len(table_of(store).snapshot())
+    code, said = run(*(word.format(store=store.uri) for word in words), **more)
+    assert code in (1, 2)
+    assert why in said, said
+    assert (len(server.repositories[NAME].commits), len(table_of(store).snapshot())) == before
+
+
+@pytest.mark.slow
+def test_a_repository_with_other_data_is_left_alone(run, server, store):
+    run("push", store.uri, PLACE)
+    other = {"data/train.parquet": b"PAR1"}
+    server.repositories["team/data"] = type(server.repositories[NAME])(private=True)
+    server.repositories["team/data"].commit(other)
+    code, said = run("push", store.uri, "hf://datasets/team/data")
+    assert code == 2
+    assert "holds other data" in said
+    code, said = run("pull", store.uri, "hf://datasets/team/data")
+    assert code == 2
+    assert "not a push of" in said
+    assert "data/train.parquet" not in server.downloaded
+    contents = json.loads(server.files(NAME)["contents.json"])
+    files = server.files(NAME) | {"contents.json": json.dumps({**contents, "reference_id": "cd" * 16}).encode()}
+    server.repositories[NAME].commit(files)
+    code, said = run("push", store.uri, PLACE)
+    assert code == 2
+    assert f"holds reference {'cd' * 16}" in said
+    assert server.files("team/data") == other
+
+
+@pytest.mark.slow
+def test_a_server_out_of_order_is_an_error_and_not_an_old_copy(run, server, store, tmp_path):
+    run("push", store.uri, PLACE)
+    assert run("pull", str(tmp_path / "one"), PLACE)[0] == 0
+    server.faults = HubFaults(status=403)
+    code, said = run("pull", str(tmp_path / "two"), PLACE)
+    assert code == 2, said
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize("uri", ["hf://datasets/a/b", "hf://datasets/a/b/", "hf://datasets/a.b/c_d-e@refs/convert/parquet"])
+def test_places(uri):
+    assert str(HubPlace.parse(uri)) == uri.rstrip("/")
+
+
+@pytest.mark.parametrize("uri", ["hf://datasets/a", "hf://a/b", "s3://a/b", "hf://datasets/a/b/c", "hf://datasets/a/b@", ""])
+def test_what_is_no_place(uri):
+    with pytest.raises(UsageError, match="give hf://datasets/"):
+        HubPlace.parse(uri)
