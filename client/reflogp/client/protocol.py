@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import IO, Any, TypeAlias, TypeVar
@@ -139,6 +140,7 @@ class Call:
         wait: seconds to wait for the next bytes of the response; None for the client's own timeout.
         until: deadline (by time.monotonic) including retries and pauses; each attempt tells the service the time left.
         into: file for the body of a successful response; None keeps the body in memory.
+        request_id: sent as X-Request-Id with every attempt; the service's log has it.
     """
 
     method: str
@@ -150,6 +152,7 @@ class Call:
     wait: float | None = None
     until: float | None = None
     into: IO[bytes] | None = None
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 #: A sequence of calls, each of which can depend on earlier responses: yields a call, receives its response (or its
@@ -250,6 +253,8 @@ def error_of(response: httpx.Response) -> ServiceError:
     except (ValueError, KeyError, TypeError):
         detail, next_step = visible(f"{response.status_code} {response.reason_phrase}"), ""
     status = response.status_code
+    if status >= 500 and "x-request-id" in response.headers:  # for the service's log
+        detail += f" (request {visible(response.headers['x-request-id'])})"
     kind: type[ServiceError] = ServiceFailedError if status >= 500 else RequestRefusedError
     if status in (401, 403):
         kind = NotAllowedError
@@ -262,7 +267,8 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 def arguments(call: Call) -> dict[str, Any]:
     """Return the arguments of httpx' `stream` for a call that is sent now, except the body."""
-    found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": call.headers}
+    headers = {"x-request-id": call.request_id, **call.headers}
+    found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
         found["timeout"] = httpx.Timeout(call.wait, connect=min(call.wait, CONNECT_SECONDS))
     if call.until is not None:

@@ -27,6 +27,7 @@ from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.precompute import Precompute
 from reflogp.service.processes import Start, start_here
 from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.request_ids import RequestIds
 from reflogp.service.request_memory import RequestMemory, RequestMemoryGuard, default_request_memory
 from reflogp.service.routes.health import health_router
 from reflogp.service.routes.jobs import jobs_router
@@ -44,10 +45,10 @@ _DESCRIPTION = "Reference log-probs: score datasets as jobs, score sequences at 
 
 
 class _App(FastAPI):
-    """An app that adds security headers outside all other middleware, so that even unexpected errors have them."""
+    """An app that adds request ids and security headers outside all other middleware, so that every error has them too."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return SecurityHeaders(super().build_middleware_stack())
+        return RequestIds(SecurityHeaders(super().build_middleware_stack()))
 
 
 def create_app(settings: ServerSettings) -> FastAPI:

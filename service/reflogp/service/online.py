@@ -21,6 +21,7 @@ from reflogp.service.metrics import Metrics
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.request_ids import request_id
 from reflogp.service.settings import ServerSettings
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of, token_count
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
@@ -188,6 +189,7 @@ class OnlineScoring:
         message = {
             "op": "score",
             "id": key,
+            "request": request_id(),
             "reference_id": reference_id,
             "temperature": temperature,
             "alone": False,

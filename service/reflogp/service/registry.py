@@ -139,11 +139,11 @@ class ReferenceRegistry:
     def _is_something_else(self) -> bool:
         """Return whether the store's path holds something that is not a store.
 
-        A path that does not exist, or where a table is being created, counts as an empty store.
+        A path that does not exist, or where a table is being created, by this service or by a command that was cut off (a full
+        disk), counts as an empty store.
         """
         place = Path(self.store.uri)
-        being_made = any((place / reference.reference_id).is_dir() for reference in self._named.values())
-        return is_local(self.store.uri) and place.exists() and not being_made
+        return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
 
     def snapshot(self, name_or_id: str, number: int | None) -> Snapshot:
         """Return a snapshot of a reference, with its index loaded.
@@ -162,3 +162,10 @@ class ReferenceRegistry:
 
 def _is_id(text: str) -> bool:
     return len(text) == 32 and all(ch in "0123456789abcdef" for ch in text)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:  # a file, or gone
+        return []

@@ -19,20 +19,11 @@ from pythonjsonlogger.json import JsonFormatter
 
 from reflogp.service.app import create_app
 from reflogp.service.connections import ConnectionConfig, waiting_connections
+from reflogp.service.log_lines import FIELDS, LogLine
+from reflogp.service.request_ids import add_request_id
 from reflogp.service.request_memory import give_memory_back
 from reflogp.service.settings import ServerSettings
-from reflogp.store.texts import LineFormatter, hide_secrets
-
-_FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
-
-
-class _ForPeople(LineFormatter):
-    """Formats a record as a line, with the job's id at the end if the record is about a job."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        line = super().formatMessage(record)
-        job = getattr(record, "job", None)
-        return line if job is None else f"{line} [job {job}]"
+from reflogp.store.texts import hide_secrets
 
 
 class _ForPrograms(JsonFormatter):
@@ -47,7 +38,8 @@ def install_logging(form: Literal["text", "json"]) -> None:
     """Send this process's log to stderr in the given format."""
     handler = logging.StreamHandler(sys.stderr)
     renamed = {"asctime": "time", "levelname": "level", "name": "logger"}
-    handler.setFormatter(_ForPrograms(_FIELDS, rename_fields=renamed) if form == "json" else _ForPeople(_FIELDS))
+    handler.setFormatter(_ForPrograms(FIELDS, rename_fields=renamed) if form == "json" else LogLine())
+    handler.addFilter(add_request_id)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)  # warnings may quote secrets too, which the formatters hide
 

@@ -37,6 +37,7 @@ from reflogp.scoring.runs.spread.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.scoring.vision import load_processor
+from reflogp.service.log_lines import LogLine
 from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.engines import Engines
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
@@ -45,7 +46,7 @@ from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, Wo
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.schema import stream_bytes
-from reflogp.store.texts import LineFormatter, shortened
+from reflogp.store.texts import shortened
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -89,6 +90,7 @@ class Worker:
         self._sending = threading.Lock()
         self._references: dict[str, Reference] = {}
         self._tokenizers = TokenizerCache(_TOKENIZERS)
+        self._visions: dict[str, VisionCache] = {}
         self._store = Store(configuration.store)
         self._place = JobContext(
             self._store,
@@ -200,11 +202,27 @@ class Worker:
         if message["write"]:
             self._writes.add(message["id"])
         self.loop.ask(
-            OnlineRequest(message["id"], message["reference_id"], sequences, message["temperature"], message["alone"], deadline)
+            OnlineRequest(
+                message["id"],
+                message["reference_id"],
+                sequences,
+                message["temperature"],
+                message["alone"],
+                deadline,
+                request=message["request"],
+            )
         )
 
     def _answer(self, answer: Answer) -> None:
         request = answer.request
+        about = {"request": request.request}
+        if answer.error is None:
+            seconds = answer.queue_seconds + answer.engine_seconds
+            logger.info(
+                "scored %d sequences, %d tokens, in %.3f s", len(request.sequences), request.tokens(), seconds, extra=about
+            )
+        else:
+            logger.warning("did not score %d sequences: %s", len(request.sequences), answer.error, extra=about)
         message = {
             "op": "scored",
             "id": request.id,
@@ -258,7 +276,7 @@ class Worker:
             reference = self._reference(order.reference_id)
             table = self._store.create_table(reference)
             assert isinstance(order, HelpOrder)
-            vision = VisionCache(self._folder(order.reference_id), self._models(order.reference_id).trust_remote_code)
+            vision = self._vision(order.reference_id)
             help_with(order, table, self.loop, ordered.asked, self.send, partial(self._check, ordered), vision)
         except (JobStoppedError, ModelUnloadedError):
             pass
@@ -317,6 +335,13 @@ class Worker:
             self._references[reference_id] = found
         return self._references[reference_id]
 
+    def _vision(self, reference_id: str) -> VisionCache:
+        """Return the image processors for help with jobs of a reference."""
+        folder = self._folder(reference_id)
+        if folder not in self._visions:
+            self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
+        return self._visions[folder]
+
     def _admit(self, reference_id: str) -> None:
         """Raise an error if a model certainly cannot be loaded, before others are unloaded for it.
 
@@ -358,7 +383,7 @@ def main() -> None:
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # keeps printed text out of the frames
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.captureWarnings(True)
     quiet_libraries()

@@ -53,6 +53,8 @@ class OnlineRequest:
     """Sequences whose values a client is waiting for.
 
     Attributes:
+        id: number that the service gave it.
+        request: X-Request-Id of the caller's request, for log lines.
         alone: scored in a round of its own, because it may have killed a worker before.
         deadline: time.monotonic() after which the client no longer waits, or None.
         outcomes: one per sequence; None until the sequence is computed.
@@ -65,6 +67,7 @@ class OnlineRequest:
     alone: bool
     deadline: float | None
     arrived: float = field(default_factory=time.monotonic)
+    request: str | None = None
     outcomes: list[Outcome | None] = field(default_factory=list)
     left: int = 0
 

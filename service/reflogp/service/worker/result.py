@@ -24,14 +24,13 @@ from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.data.tokenize import TokenizedRows
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.joining import join_note
-from reflogp.scoring.reports.shown import thumbnail
+from reflogp.scoring.reports.shown import image_text, thumbnail
 from reflogp.store import Snapshot, join_logps
 from reflogp.store.files import write_atomically
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.joins import Join, completion_columns, tokens_column
 from reflogp.store.keys import KEY_TYPE
 from reflogp.store.schema import one_array
-from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
@@ -140,7 +139,7 @@ def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     found, left = "", _TEXT // 2
     for is_image, run in groupby(ids, key=lambda token: token >= FIRST_IMAGE_ID):
         tokens = list(run)
-        found += f"⟨image, {counted(len(tokens), 'token')}⟩" if is_image else str(tokenizer.decode(tokens[:left]))
+        found += image_text(len(tokens)) if is_image else str(tokenizer.decode(tokens[:left]))
         left -= 0 if is_image else len(tokens[:left])
     return found[:_TEXT]
 
