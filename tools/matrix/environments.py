@@ -21,12 +21,16 @@ class Environment:
 
     Attributes:
         without: cases' trainer -> why that TRL cannot have them; that it cannot is checked.
+        more: further requirements.
+        variables: environment variables of the runs.
     """
 
     trl: str
     transformers: str
     datasets: str
     without: dict[str, str] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
     def make(self, folder: Path) -> Path:
         """Install it below `folder`, unless that was done, and give its Python."""
@@ -54,14 +58,20 @@ class Environment:
 
     def _requirements(self) -> list[str]:
         pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
-        own = [f"trl=={self.trl}", f"transformers=={self.transformers}", f"datasets=={self.datasets}"]
+        own = [f"trl=={self.trl}", f"transformers=={self.transformers}", f"datasets=={self.datasets}", *self.more]
         return own + [f"{name}=={pins[name]}" for name in _SHARED]
 
 
 _NO_KTO = {"kto": "KTOTrainer has no `_precompute_ref_logps`"}
+#: TRL 1.15 computes its loss in Triton kernels alone, which run on a CPU in Triton's interpreter.
+_ON_TRITON = {"more": ("triton==3.9.0",), "variables": {"TRITON_INTERPRET": "1"}}
 ENVIRONMENTS = [
     Environment("1.16.0", "5.23.0", "5.2.0"),
+    Environment("1.15.0", "5.22.2", "5.2.0", **_ON_TRITON),
+    Environment("1.14.2", "5.20.2", "5.2.0"),
+    Environment("1.13.0", "5.18.0", "5.2.0"),
     Environment("1.12.0", "5.16.1", "5.2.0"),
+    Environment("1.9.0", "5.14.1", "5.2.0"),
     Environment("1.8.0", "5.13.1", "5.2.0"),
     Environment("1.2.0", "4.57.6", "5.0.1"),
     Environment("1.1.0", "5.5.4", "5.0.1", _NO_KTO),
