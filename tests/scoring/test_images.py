@@ -534,7 +534,7 @@ def test_an_error_of_a_processor_in_a_pass_is_an_engine_error(llava):
     sequences = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
 
     class Broken:
-        digest, size = bytes(16), 1
+        digest, size, held = bytes(16), 1, 0
 
         def load(self):
             raise ValueError("the file is gone")

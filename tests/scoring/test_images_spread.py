@@ -69,7 +69,7 @@ def score(llava, tmp_path):
 
 
 def rows(folder) -> list[dict]:
-    """Pairs with none to three images, some of them shared, as paths and as bytes in turn."""
+    """Pairs with none to three images, some of them shared, as paths."""
     draw = random.Random(3)
     names = []
     for seed in range(30):

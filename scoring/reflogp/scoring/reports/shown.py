@@ -64,7 +64,7 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
     while at < len(ids):
         if ids[at] >= FIRST_IMAGE_ID:
             end = next((after for after in range(at, len(ids)) if ids[after] < FIRST_IMAGE_ID), len(ids))
-            found.append(TokenText(f"⟨image, {counted(end - at, 'token')}⟩", end - at, True))
+            found.append(TokenText(image_text(end - at), end - at, True))
             at = end
             continue
         if ids[at] >= size:
@@ -82,6 +82,11 @@ def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[
         found.append(TokenText(shown or f"⟨id {ids[at]}⟩", taken, ids[at] in special or not shown))
         at += taken
     return found
+
+
+def image_text(tokens: int) -> str:
+    """Return the text that stands for a run of an image's tokens."""
+    return f"⟨image, {counted(tokens, 'token')}⟩"
 
 
 def visible(text: str) -> str:

@@ -76,26 +76,18 @@ class UnitQueue:
                 del self._again[at]
                 return unit
         chosen: list[Miss] = []
+        images: dict[bytes, int] = {}
         while self._groups:
             prompt, group = next(iter(self._groups.items()))
             if chosen and len(chosen) + len(group) > size:
                 break
-            chosen += [group.popleft() for _ in range(min(len(group), size))]
-            if not group:
-                del self._groups[prompt]
-            if len(chosen) >= size:
+            while group and len(chosen) < size and _fits(group[0], images):
+                chosen.append(group.popleft())
+            if group:
                 break
+            del self._groups[prompt]
         self._grouped -= len(chosen)
-        fitting = _within(chosen)
-        for miss in reversed(chosen[fitting:]):
-            self._put_first(miss)
-        return Unit(chosen[:fitting]) if chosen else None
-
-    def _put_first(self, miss: Miss) -> None:
-        prompt = _prompt(miss)
-        self._groups.setdefault(prompt, deque()).appendleft(miss)
-        self._groups.move_to_end(prompt, last=False)
-        self._grouped += 1
+        return Unit(chosen) if chosen else None
 
     def is_suspect(self) -> bool:
         """Return True if the next unit is a retry after a worker died at it."""
@@ -128,16 +120,14 @@ def _prompt(miss: Miss) -> bytes:
     return hashlib.blake2b(np.asarray(miss.sequence.prompt_ids, np.int64).tobytes(), digest_size=16).digest()
 
 
-def _within(misses: list[Miss]) -> int:
-    """Return how many of the misses, from the first, fit in a unit by the bytes of their images; at least 1."""
-    sizes: dict[bytes, int] = {}
-    for count, miss in enumerate(misses):
-        images = miss.sequence.images
-        new = {} if images is None else {image.digest: image.size for image in images.pictures if image.digest not in sizes}
-        sizes |= new
-        if count and new and sum(sizes.values()) > _IMAGE_BYTES:
-            return count
-    return len(misses)
+def _fits(miss: Miss, images: dict[bytes, int]) -> bool:
+    """Add a miss's images to a unit's (digest -> bytes). Returns False, and adds none, if a unit cannot hold them all."""
+    own = {} if miss.sequence.images is None else {image.digest: image.size for image in miss.sequence.images.pictures}
+    both = images | own
+    if images and len(both) > len(images) and sum(both.values()) > _IMAGE_BYTES:
+        return False
+    images |= own
+    return True
 
 
 class Rate:
