@@ -315,11 +315,14 @@ def test_a_model_that_cannot_be_loaded_says_so(tmp_path, reference_folder):
 
 
 @pytest.mark.slow
-def test_a_store_that_is_being_made_is_an_empty_one(tmp_path, reference_folder):
+@pytest.mark.parametrize("by", ["the service", "a command"])
+def test_a_store_that_is_being_made_is_an_empty_one(by, tmp_path, reference_folder):
+    """Also one that a command was making, of a reference that the service does not know, when its disk was full."""
     reference = describe_reference(str(reference_folder), "float32")
     file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)})
     with running("--config", file) as service, Client(service.url) as client:
-        (tmp_path / "store" / reference.reference_id / "logprobs").mkdir(parents=True)  # reference.json comes last
+        made = reference.reference_id if by == "the service" else "0f" * 16
+        (tmp_path / "store" / made / "logprobs").mkdir(parents=True)  # reference.json comes last
         with pytest.raises(RequestRefusedError, match="nothing was scored"):
             client.lookup("ref", [b"0" * 16])
         assert [entry.sequences for entry in client.references()] == [0]

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.docs.blocks import Block, blocks_of, pages
-from tests.docs.workspace import Workspace, lines_of, parse, parse_ini, parse_python
+from tests.docs.workspace import Workspace, lines_of, parse, parse_axolotl, parse_ini, parse_python
 
 #: (page, beginning of a line of a sh block or of a block in another language) -> why it is parsed and not run. Page None: any.
 NOT_RUN: dict[tuple[str | None, str], str] = {
@@ -22,6 +22,16 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
         "docs/openrlhf.md",
         "from reflogp.trainer import",
     ): "OpenRLHF's environment; tests/trainer_ext/test_openrlhf.py trains there",
+    ("docs/llamafactory.md", "llamafactory-cli"): "LLaMA-Factory's environment",
+    (
+        "docs/llamafactory.md",
+        "python -m reflogp.trainer",
+    ): "LLaMA-Factory's environment; tests/trainer_ext/test_llamafactory.py trains there",
+    ("docs/ms-swift.md", "swift rlhf"): "ms-swift's environment",
+    ("docs/ms-swift.md", "python -m reflogp.trainer"): "ms-swift's environment; tests/trainer_ext/test_swift.py trains there",
+    ("docs/axolotl.md", "axolotl "): "axolotl's environment; tests/trainer_ext/test_axolotl.py trains there",
+    ("docs/clusters.md", "kubectl "): "needs a cluster; tests/examples/test_clusters.py validates the file",
+    ("docs/clusters.md", "sbatch "): "needs Slurm; tests/examples/test_clusters.py runs both scripts",
     ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
@@ -32,6 +42,8 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/many-gpus.md", "reflogp score ./sft-model pairs.jsonl --store ./logps --devices cuda:0"): "needs GPUs",
     ("docs/ray.md", "reflogp score --ray"): "8 GPUs, or a cluster; tests/scoring/test_ray.py scores on two nodes",
     ("docs/ray.md", "ray start"): "starts a cluster; tests/scoring/test_ray.py does",
+    (None, "reflogp store push"): "the Hugging Face Hub; tests/store/test_hub.py pushes to a server of its API",
+    (None, "reflogp store pull"): "the Hugging Face Hub; tests/store/test_hub.py pulls from a server of its API",
     ("docs/operations.md", "[Service]"): "systemd starts it",
     ("CONTRIBUTING.md", "PYTHONPATH=store"): "needs a GPU; tests/benchmarks/test_gpu.py collects them without one",
     ("CONTRIBUTING.md", "python benchmarks/gpu.py"): "needs a GPU; tests/benchmarks/test_gpu.py runs it on a CPU",
@@ -71,6 +83,9 @@ def _handle(block: Block, workspace: Workspace) -> str:
             workspace.run_toml(block)
         case "json":
             workspace.run_json(block)
+        case "yaml":
+            parse_axolotl(block)
+            return "parsed"
         case "ini" if _reason(block, block.text):
             parse_ini(block)
             return "parsed"
@@ -107,7 +122,7 @@ def test_what_is_not_run_is_there_and_the_rest_is_counted(record_property):
     assert _COUNTS["run"] > _COUNTS["parsed"]
 
 
-@pytest.mark.parametrize("language", ["", "yaml", "console"])
+@pytest.mark.parametrize("language", ["", "xml", "console"])
 def test_a_block_of_no_language_that_is_known_fails(language, workspace):
     with pytest.raises(AssertionError, match=r"docs/new\.md:1: a block of"):
         _handle(Block("docs/new.md", 1, language, "reflogp store ls ./logps\n"), workspace)
@@ -120,7 +135,10 @@ def test_a_block_of_no_language_that_is_known_fails(language, workspace):
         ("reflogp scores ./sft-70b pairs.jsonl", "No such command"),
         ("reflogp join ./sft-70b pairs.jsonl --store ./logps", "Missing"),
         ("pip install 'reflogp[servce]'", "there is no extra"),
-        ("kubectl apply -f reflogp.yaml", "nothing here parses"),
+        ("kubectl apply -f reflogp.yaml", "there is no reflogp.yaml"),
+        ("sbatch --nodes=4 examples/slurm.sh ./sft-model", "there is no examples/slurm.sh"),
+        ("python -m reflogp.trainer.llamafactory.trains --reflogp.store ./logps", "there is no module"),
+        ("helm install reflogp", "nothing here parses"),
     ],
 )
 def test_a_line_that_is_only_parsed_still_has_to_be_right(line, said):

@@ -26,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 from packaging.requirements import Requirement
 
 from reflogp.cli import main
 from reflogp.cli.main import app
 from reflogp.scoring.data.shape import detect_format, examples_of, output_columns, token_row
 from reflogp.service.settings import read_settings
+from reflogp.trainer.axolotl.settings import StoredReferenceSettings
+from reflogp.trainer.batches.options import read_options
 from tests.conftest import REPOSITORY
 from tests.docs.blocks import Block
 from tests.service.serving import Service
@@ -51,6 +54,8 @@ _SHORT_OF = {
 _SHORT_DEMO = ("--model", "./sft-model", "--rows", "16", "--steps", "2")
 _CONFIG = re.compile(r"\b((?:DPO|KTO|RLOO|GRPO|OnlineDPO)Config)\(")
 _OURS = re.compile(r"reflogp\.\w+")
+#: Modules that start a framework's training.
+_FRAMEWORK = re.compile(r"reflogp\.trainer\.\w+\.\w+$")
 
 
 class Workspace:
@@ -178,10 +183,16 @@ def parse(line: str) -> None:
             from ray.scripts.scripts import cli
 
             cli.commands[name].make_context(name, arguments)
-        case ["deepspeed", "--module", "reflogp.trainer.openrlhf.train_dpo", *arguments]:
-            _check_openrlhf([word for word in arguments if word.startswith("--reflogp.")])
-        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_]:
-            pass  # OpenRLHF's own command, beside ours
+        case ["deepspeed", "--module", module, *arguments] | ["python", "-m", module, *arguments] if _FRAMEWORK.match(module):
+            assert _source(REPOSITORY / "trainer_ext" / module.replace(".", "/")), f"there is no module {module}"
+            read_options(module, arguments, model="")
+        case ["deepspeed", "--module", "openrlhf.cli.train_dpo", *_] | ["llamafactory-cli" | "swift" | "axolotl", *_]:
+            pass  # the framework's own command, beside ours
+        case ["kubectl", *arguments]:
+            _check_files(arguments)
+        case ["sbatch", *arguments]:
+            script = next(word for word in arguments if not word.startswith("-"))
+            assert (REPOSITORY / script).is_file(), f"there is no {script}"
         case ["python", "-m", module, *_]:
             assert find_spec(module), f"there is no module {module}"
         case ["python", script]:
@@ -234,6 +245,16 @@ def parse_ini(block: Block) -> None:
     parse_reflogp(arguments)
 
 
+def parse_axolotl(block: Block) -> None:
+    """A part of axolotl's YAML file: the plugin's class is in the module that is named, and the settings are its own."""
+    settings = yaml.safe_load(block.text)
+    [plugin] = settings["plugins"]
+    module, _, name = plugin.rpartition(".")
+    file = _source(REPOSITORY / "trainer_ext" / module.replace(".", "/"))
+    assert file is not None and name in file.read_text(encoding="utf-8"), f"there is no {plugin}"
+    StoredReferenceSettings(**settings["reflogp"])
+
+
 def _reflogp(arguments: list[str]) -> str:
     """What the command prints; it has to end well."""
     argv, sys.argv = sys.argv, ["reflogp", *arguments]
@@ -264,13 +285,12 @@ def _check_requirement(requirement: Requirement) -> None:
 
 def _check_docker(words: list[str]) -> None:
     """The files that -f names are there, and what the image is given is a command."""
-    for flag, name in pairwise(words):
-        assert flag != "-f" or (REPOSITORY / name).is_file(), name
+    _check_files(words)
     if words[0] == "run" and (arguments := words[words.index("reflogp:cpu") + 1 :]):
         parse_reflogp(arguments)
 
 
-def _check_openrlhf(options: list[str]) -> None:
-    source = (REPOSITORY / "trainer_ext/reflogp/trainer/openrlhf/train_dpo.py").read_text(encoding="utf-8")
-    for option in options:
-        assert f'"{option}"' in source, f"train_dpo has no option {option}"
+def _check_files(words: list[str]) -> None:
+    """The files that -f names are there."""
+    for flag, name in pairwise(words):
+        assert flag != "-f" or (REPOSITORY / name).is_file(), f"there is no {name}"
