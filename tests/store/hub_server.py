@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
 import uvicorn
 import yaml
@@ -32,6 +33,7 @@ class HubFaults:
     Attributes:
         uploads_left: uploads that work before every other one breaks off; None for all.
         downloads_left: downloads that work before every other one breaks off; None for all.
+        most_bytes: a longer answer to a download is cut there; None for no cut.
         damaged: path of a file whose first bytes are changed on the way out.
         commits_between: another commit arrives just before a client's own.
         appears: files of a repository that somebody else creates just before a client does.
@@ -40,6 +42,7 @@ class HubFaults:
 
     uploads_left: int | None = None
     downloads_left: int | None = None
+    most_bytes: int | None = None
     damaged: str | None = None
     commits_between: bool = False
     appears: dict[str, bytes] | None = None
@@ -82,6 +85,10 @@ class Hub:
         self._blobs: dict[str, bytes] = {}
         self.app = FastAPI()
         self._routes()
+
+    def make(self, repository: str, files: dict[str, bytes]) -> str:
+        """Commit files to a repository, which is made if it is not there; return the commit."""
+        return self.repositories.setdefault(repository, _Repository(True)).commit(files)
 
     def files(self, repository: str) -> dict[str, bytes]:
         return self.repositories[repository].commits[-1][1]
@@ -142,6 +149,15 @@ class Hub:
             if not found:
                 return self._error(404, "RepoNotFound", "Repository not found")
             return [_described(path, data) for path, data in found[1].items()]
+
+        @app.post("/api/datasets/{owner}/{name}/paths-info/{revision}")
+        async def paths(owner: str, name: str, revision: str, request: Request) -> Any:
+            repository = self.repositories.get(f"{owner}/{name}")
+            found = repository and repository.at(revision)
+            if not found:
+                return self._error(404, "RepoNotFound", "Repository not found")
+            asked = parse_qs((await request.body()).decode())["paths"]
+            return [_described(path, found[1][path]) for path in asked if path in found[1]]
 
         @app.post("/api/datasets/{owner}/{name}/preupload/{revision}")
         async def preupload(request: Request) -> Any:
@@ -221,8 +237,9 @@ class Hub:
             if path == self.faults.damaged:
                 data = bytes([data[0] ^ 1]) + data[1:]
             self.downloaded.append(path)
-            start = int(request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")[0])
-            return Response(data[start:], 206 if start else 200, headers)
+            start, end = request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")
+            part = data[int(start) : int(end) + 1 if end else None]
+            return Response(part[: self.faults.most_bytes], 206 if "range" in request.headers else 200, headers)
 
 
 def _described(path: str, data: bytes) -> dict[str, Any]:

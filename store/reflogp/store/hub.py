@@ -168,7 +168,7 @@ class _Repository:
         """Ask for the newest commit and its files. Raises UsageError if the revision does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        with _told(self.place):
+        with told(self.place):
             try:
                 about = self._api.dataset_info(self.place.repository, revision=self.place.revision, files_metadata=True)
             except RevisionNotFoundError as error:
@@ -180,7 +180,7 @@ class _Repository:
         return True
 
     def create(self, public: bool) -> None:
-        with _told(self.place):
+        with told(self.place):
             self._api.create_repo(self.place.repository, repo_type="dataset", private=not public, exist_ok=True)
         if not self.exists():
             raise StoreUnavailableError(f"{self.place} was created, and is not there")
@@ -214,7 +214,7 @@ class _Repository:
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
             raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing")
-        with _told(self.place):
+        with told(self.place):
             self._api.snapshot_download(
                 self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
             )
@@ -230,7 +230,7 @@ class _Repository:
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
         old = set(there.data) - set(ours.data) if there is not None else set()
-        with _told(self.place):
+        with told(self.place):
             done = self._api.upload_folder(
                 repo_id=self.place.repository,
                 repo_type="dataset",
@@ -244,7 +244,7 @@ class _Repository:
 
     def _file(self, name: str, force: bool = False) -> Path:
         # by commit: for a branch, huggingface_hub would take an older copy from its cache if the Hub cannot be reached
-        with _told(self.place):
+        with told(self.place):
             file = self._api.hf_hub_download(
                 self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force
             )
@@ -270,7 +270,7 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
 
 
 @contextmanager
-def _told(place: HubPlace) -> Iterator[None]:
+def told(place: HubPlace) -> Iterator[None]:
     """Turn huggingface_hub's errors into reflogp's."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 

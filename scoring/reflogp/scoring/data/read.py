@@ -25,8 +25,9 @@ from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLin
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
-from reflogp.store import FileChangedError
+from reflogp.store import FileChangedError, ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity
+from reflogp.store.hub_file import SCHEME, HubFile
 from reflogp.store.texts import shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]
@@ -77,7 +78,8 @@ class RowSource:
     """A dataset that can be read from its beginning any number of times, in bounded memory.
 
     Args:
-        data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, or a hub name.
+        data: a file, a folder that `datasets.save_to_disk` wrote, a folder of files of one format, a hub name, or a file of the
+            Hub: hf://datasets/ORGANISATION/NAME[@REVISION]/PATH.
         split: the split of a hub dataset or a saved DatasetDict.
         bounds: limits for untrusted data; None for no limits. With limits, three things are refused: data that exceeds them, a
             saved dataset that names files outside its folder, and hub names.
@@ -106,7 +108,7 @@ class RowSource:
         self._check = check
         self._dataset: Any = None
         self._numbers: frozenset[int] | None = None
-        path = Path(data).expanduser()
+        path = _downloaded(data) if data.startswith(SCHEME) and bounds is None else Path(data).expanduser()
         self.files: tuple[Path, ...] = ()
         if path.is_dir():
             self.format, self.files = _folder_format(path)
@@ -310,6 +312,17 @@ def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
     if len(formats) != 1:
         raise DatasetError(f"{folder} holds {'no data files' if not formats else 'files of several formats'}")
     return formats.pop(), tuple(data)
+
+
+def _downloaded(uri: str) -> Path:
+    """Return the local copy of a file of the Hub. Raises DatasetError."""
+    try:
+        file = HubFile.parse(uri)
+        if dataset_suffix(file.path) is None:
+            raise UsageError(f"{file.path} does not end in {SUFFIXES_IN_WORDS}")
+        return file.download()
+    except ReflogpError as error:
+        raise DatasetError(f"dataset {uri}: {error}") from error
 
 
 def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
