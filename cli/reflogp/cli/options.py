@@ -13,7 +13,7 @@ Data = Annotated[
     str,
     typer.Argument(
         help="Dataset: JSON lines, JSON, CSV, Parquet or Arrow file (may be .gz), a folder of such files "
-        "or from datasets.save_to_disk, or a hub name."
+        "or from datasets.save_to_disk, a hub name, or one file of the Hub: hf://datasets/ORGANISATION/NAME/FILE."
     ),
 ]
 Store = Annotated[str, typer.Option("--store", help=f"Store: {PLACES}.", metavar="URI")]

@@ -24,7 +24,7 @@ def submit(
         str,
         typer.Argument(
             help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a URI that the "
-            "service fetches (https://, s3://, …); with --on-service, a path on the service's machine.",
+            "service fetches (https://, s3://, hf://datasets/…); with --on-service, a path on the service's machine.",
             metavar="DATA",
         ),
     ],

@@ -36,7 +36,7 @@ class ServicePath:
 
 @dataclass(frozen=True)
 class ServiceUri:
-    """A dataset that the service downloads: https://, s3://, …, if the service's settings allow it.
+    """A dataset that the service downloads: https://, s3://, hf://datasets/…, if the service's settings allow it.
 
     Attributes:
         uri: with or without a query.

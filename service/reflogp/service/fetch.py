@@ -4,7 +4,8 @@
 
 A host named by a prefix in the settings (https://data.example.org/prefs/, s3://team/) is trusted, whether its addresses are
 internal or public. A bare http scheme (https://) allows any host whose addresses are all public: the name is resolved once, and
-the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket.
+the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket, and hf://
+every dataset repository of the Hugging Face Hub. A prefix of a repository allows its files at every revision.
 
 Two steps are bounded only by the timeouts of their libraries: name resolution, and a single request to an object store. The
 total time may therefore exceed the limit by some minutes.
@@ -38,12 +39,14 @@ from reflogp.service.fetched import PARTIAL, FetchedFolder
 from reflogp.service.problems import Problem
 from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
-from reflogp.store import UsageError
+from reflogp.store import StoreUnavailableError, UsageError
+from reflogp.store.hub_file import HubFile
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
 from reflogp.store.texts import hide_secrets
 
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
+_HUB = "hf"
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 #: The most addresses of a public host that are tried.
@@ -74,8 +77,9 @@ class _Uri:
     """A URI in parts, each in a form that every library reads in the same way.
 
     Attributes:
-        host: host name in lower case, IPv6 address without brackets, or bucket of an object store; "" only in a prefix.
-        port: None for object stores.
+        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" of the Hub; ""
+            only in a prefix.
+        port: None for object stores and the Hub.
         path: "" or begins with a slash.
         query: "" or begins with a question mark.
     """
@@ -127,7 +131,7 @@ def fetch(
     longer needs the file.
 
     Args:
-        uri: https://, http://, s3://, gs:// or az://, under a prefix of the settings.
+        uri: https://, http://, s3://, gs://, az:// or hf://, under a prefix of the settings.
         folder: receives the file and bounds its size.
         settings: prefixes and limits.
         cancelled: called a few times a second, or after each chunk from an object store; True stops the fetch.
@@ -145,6 +149,8 @@ def fetch(
         with _partial(folder, arrived) as sink:
             if parsed.scheme in _OBJECT_STORES:
                 _copy_object(parsed, sink, settings, cancelled)
+            elif parsed.scheme == _HUB:
+                _copy_from_hub(uri, sink, settings, cancelled)
             else:
                 asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
             return sink.keep(suffix)
@@ -169,10 +175,14 @@ def _parse(uri: str) -> _Uri:
         if query or "%" in path:
             raise ValueError("its key must be written without percent-encoding and query: % and ? are not allowed")
         host, port = authority, None
+    elif scheme == _HUB:
+        if authority not in ("", "datasets") or query or "%" in path:
+            raise ValueError("a file of the Hub is hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % and ?")
+        host, port = authority, None
     elif scheme in _PORTS:
         host, port = _host_and_port(scheme, authority) if authority else ("", None)
     else:
-        raise ValueError(f"its scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES])}")
+        raise ValueError(f"its scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES, _HUB])}")
     _check_path(path)
     return _Uri(scheme, host, port, path, query)
 
@@ -207,7 +217,16 @@ def _suffix(uri: _Uri) -> str:
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
         raise ValueError(f"its path does not end in {SUFFIXES_IN_WORDS}")
+    if uri.scheme == _HUB:
+        _hub_file(uri)
     return suffix
+
+
+def _hub_file(uri: _Uri) -> HubFile:
+    try:
+        return HubFile.parse(f"{_HUB}://{uri.host}{uri.path}")
+    except UsageError as error:
+        raise ValueError(str(error)) from error
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
@@ -218,6 +237,9 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
         UsageError: a prefix in the settings is malformed.
     """
     any_host = False
+    paths = [uri.path]
+    if uri.scheme == _HUB:
+        paths.append(_hub_file(uri).without_revision().removeprefix(f"{_HUB}://{uri.host}"))
     for text in settings.dataset_uris:
         try:
             prefix = _parse(text)
@@ -234,11 +256,11 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
             any_host |= uri.port == _PORTS.get(uri.scheme)
         elif (prefix.host, prefix.port) == (uri.host, uri.port):
             folder = prefix.path.removesuffix("/")
-            if uri.path == prefix.path or uri.path.startswith(f"{folder}/"):
+            if any(path == prefix.path or path.startswith(f"{folder}/") for path in paths):
                 return True
     if not any_host:
         raise ValueError("this service fetches nothing from there")
-    return uri.scheme in _OBJECT_STORES
+    return uri.scheme not in _PORTS
 
 
 # Addresses
@@ -389,6 +411,24 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         raise ValueError(sentence(error)) from error
     if sink.size != about.size:
         raise ValueError("the object changed while it was read")
+
+
+# The Hugging Face Hub
+
+
+def _copy_from_hub(uri: str, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
+    """Copy a file of a dataset repository into a sink, with the service's own token. Raise ValueError if that fails."""
+    deadline = time.monotonic() + settings.fetch_seconds
+    try:
+        size, pieces = HubFile.parse(uri).read(_CHUNK)
+        sink.check_room(size, settings)
+        for piece in pieces:
+            sink.write(piece, settings)
+            _check_going_on(deadline, settings, cancelled)
+    except FetchCancelledError:
+        raise
+    except (UsageError, StoreUnavailableError) as error:
+        raise ValueError(str(error)) from error
 
 
 # Files

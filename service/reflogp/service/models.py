@@ -38,7 +38,10 @@ class DatasetSpec(BaseModel):
         None, pattern="^/", max_length=4096, description="File or folder on the service's machine, under an allowed root."
     )
     uri: str | None = Field(
-        None, pattern=r"^[a-z][a-z0-9+.-]*://", max_length=4096, description="https://, s3://, … where the settings allow it."
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*://",
+        max_length=4096,
+        description="https://, s3://, hf://datasets/…, where the settings allow it.",
     )
     split: str = Field("train", max_length=200, description="Split of a saved DatasetDict.")
 
