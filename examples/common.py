@@ -134,7 +134,7 @@ def show(trainer: Any) -> None:
         f"values: {joined.rows} rows from {joined.where.store}, snapshot {joined.where.snapshot}, "
         f"reference {joined.where.reference_id}\n"
         f"step-0 gate: policy and reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} sequences "
-        f"({gate.max_per_root_token:.2g} per root token, {gate.tolerance:g} allowed)\n"
+        f"({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)\n"
         f"losses: {' '.join(f'{loss:.4f}' for loss in losses)}\n"
         f"audit: {json.loads(report.read_text())['verdict']} ({report})"
     )

@@ -92,7 +92,7 @@ def demo(
     gate = trainer.audit.step_zero
     out.print(
         f"   step-0 gate: policy and stored reference differ by at most {gate.max_difference:.2g} nats over {gate.sequences} "
-        f"sequences ({gate.max_per_root_token:.2g} per root token, {gate.tolerance:g} allowed)"
+        f"sequences ({gate.max_per_root_token:.2g} nats/√tokens, {gate.tolerance:g} allowed)"
     )
     out.print(f"   language models that ran while training: {len(ran)} (the policy), so {len(ran) - 1} reference models")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

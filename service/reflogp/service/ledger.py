@@ -52,7 +52,7 @@ create table if not exists job (
 ) strict;
 create unique index if not exists job_identity on job (identity);
 create index if not exists job_line on job (state, priority desc, number);
-create table if not exists cancellation (job text primary key) strict;  -- running jobs that shall end cancelled
+create table if not exists cancellation (job text primary key) strict;  -- running jobs that were cancelled
 create table if not exists upload (
     name text primary key, file text not null, bytes integer not null, sha256 text not null, uploaded_at text not null
 ) strict;

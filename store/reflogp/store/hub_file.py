@@ -80,7 +80,7 @@ class HubFile:
                     piece = source.read(min(chunk, size - start))
                     if len(piece) != min(chunk, size - start):
                         raise StoreUnavailableError(
-                            f"{self.place}: the Hub sent {len(piece):,} bytes, and not what was asked for"
+                            f"{self.place}: the Hub sent {len(piece):,} bytes in place of those that were asked for"
                         )
                     yield piece
 

@@ -64,7 +64,7 @@ class CachedReferenceMixin(_AnyTrainer):
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
             against the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
             checkpoint.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
             the dtypes in use (reflogp.trainer.tolerances).
         audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 

@@ -83,7 +83,7 @@ class PolicyWeights(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights' new form.
 
-        Weights that were unchanged before `train` split, cast or broadcast them count as unchanged in their new form.
+        `train` may have split, cast or broadcast the weights. If they were unchanged before, they still count as unchanged.
         """
         if self._carries:
             self._known.append(self._now())

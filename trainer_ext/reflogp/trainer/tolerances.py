@@ -16,7 +16,7 @@ PER_ROOT_TOKEN = {"float32": (1e-3, 5e-3), "float16": (0.02, 0.06), "bfloat16": 
 
 
 def tolerance(dtype: str, is_moe: bool) -> float:
-    """Return the allowed difference in nats per root token if both sides computed in `dtype`; unknown dtypes count as bfloat16.
+    """Return the allowed difference in nats/√tokens if both sides computed in `dtype`; unknown dtypes count as bfloat16.
 
     Under autocast it is the tolerance of the dtype of the matrix products, which cause most of the difference.
     """

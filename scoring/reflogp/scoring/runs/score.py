@@ -354,7 +354,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """Read a new snapshot if values were committed, and forget the misses that it has."""
+        """Read a new snapshot if values were committed, and drop the misses whose values it has."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()

@@ -67,7 +67,7 @@ class ReferenceAudit(TrainerCallback):
     Args:
         on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
         checks: which checks run; all by default.
-        step_zero_tolerance: allowed difference between two sums, in nats per root token. None chooses a tolerance for the
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. None chooses a tolerance for the
             dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
         spot_rows: number of rows in the spot check.
 

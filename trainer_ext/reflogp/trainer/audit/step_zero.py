@@ -33,7 +33,7 @@ class StepZero:
         max_difference: largest |policy - reference| of a sum, in nats.
         max_per_root_token: largest |policy - reference| / sqrt(tokens); compared with `tolerance`.
         mean_difference: mean of policy - reference. Rounding errors have a mean near 0; another model's differences do not.
-        tolerance: the allowed difference, in nats per root token.
+        tolerance: the allowed difference, in nats/√tokens.
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
@@ -55,7 +55,7 @@ class StepZero:
         return short_repr(
             "StepZero",
             f"{'passed' if self.passed else 'failed'}: {counted(self.sequences, 'sequence')} within "
-            f"{self.max_difference:.2g} nats ({self.max_per_root_token:.2g} per root token, {self.tolerance:g} allowed), "
+            f"{self.max_difference:.2g} nats ({self.max_per_root_token:.2g} nats/√tokens, {self.tolerance:g} allowed), "
             f"policy in {self.policy_dtype}, reference in {self.reference_dtype}",
         )
 
@@ -75,13 +75,13 @@ class StepZero:
             dtypes = _UNTRUE_DTYPE if same else _OTHER_DTYPE.format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
                 f"the policy's log-probs of {what} differ from the joined reference's by up to {self.max_difference:.4g} nats "
-                f"({self.max_per_root_token:.4g} per root token, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
+                f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "
                 "average). " + _CAUSES.format(dtype=dtypes),
                 "step_zero",
             )
 
     def require_one_dtype(self, check: str = "step_zero") -> None:
-        """Raise StepZeroError, for this check, if the reference was scored in another dtype than the policy computes in."""
+        """Raise StepZeroError, naming `check`, if the reference was scored in another dtype than the policy computes in."""
         wanted = self.policy_dtype
         if self.reference_dtype not in ("unknown", wanted):
             raise StepZeroError(

@@ -30,7 +30,7 @@ class StoredReferenceSettings(BaseModel):
     snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
     policy_starts_elsewhere: bool = Field(False, description="the policy does not begin as the reference")
-    step_zero_tolerance: float | None = Field(None, description="of the first batch, in nats per root token")
+    step_zero_tolerance: float | None = Field(None, description="of the first batch, in nats/√tokens")
     on_finding: Literal["fail", "warn"] = Field("fail", description="what to do on wrong values")
 
     @property

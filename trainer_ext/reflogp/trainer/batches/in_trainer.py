@@ -33,7 +33,7 @@ class StoredReference:
         source: where the values are.
         run_command: score missing rows here, by running `reflogp score` in a separate process.
         policy_starts_at_reference: the policy begins as the reference, so the first batch is compared with the stored values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 

@@ -40,7 +40,7 @@ class RemoteReferenceMixin(_AnyTrainer):
             for that time.
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch's values are
             then compared with the policy's own before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
             the dtype, and refuses a service that computes in another dtype than the policy.
         audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
 

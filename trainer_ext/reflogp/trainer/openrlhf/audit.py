@@ -51,7 +51,7 @@ class RunAudit:
         output_dir: folder of reflogp_audit.json.
         joins: dataset name -> what was joined, for the report.
         on_finding: "fail" raises AuditError where reference values are wrong; "warn" only logs a warning.
-        step_zero_tolerance: allowed difference between two sums, in nats per root token. None chooses a tolerance for the
+        step_zero_tolerance: allowed difference between two sums, in nats/√tokens. None chooses a tolerance for the
             dtypes and the kind of model, and refuses a reference of another dtype than the policy computes in.
 
     Attributes:

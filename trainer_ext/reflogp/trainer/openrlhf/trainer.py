@@ -28,7 +28,7 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
         policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
             against the stored values before the first step.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats per root token; None chooses one for
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None chooses one for
             the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
 
