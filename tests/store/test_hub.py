@@ -185,15 +185,17 @@ def test_a_repository_that_appears_meanwhile_is_looked_at(run, server, store, tm
 def test_a_damaged_repository_is_named_and_can_be_replaced(run, server, store, tmp_path):
     run("push", store.uri, PLACE)
     whole = server.files(NAME)
-    for files in (
-        {**whole, "data/part-00001.parquet": b"PAR1 nothing PAR1"},
-        {name: data for name, data in whole.items() if name != "data/part-00001.parquet"},
+    for files, damage in (
+        ({**whole, "data/part-00001.parquet": b"PAR1 nothing PAR1"}, "data/part-00001.parquet"),
+        ({name: data for name, data in whole.items() if name != "data/part-00001.parquet"}, "data/part-00001.parquet"),
+        ({**whole, "contents.json": b"{"}, "contents.json"),
     ):
         server.repositories[NAME].commit(files)
         for words in (("push", store.uri), ("pull", str(tmp_path / "other"))):
             code, said = run(*words, PLACE)
             assert code == 2
-            assert f"{PLACE} is damaged: data/part-00001.parquet" in said
+            assert f"{PLACE} is damaged: " in said
+            assert damage in said
         assert run("push", store.uri, PLACE, "--replace")[0] == 0
         assert server.files(NAME) == whole
     assert not (tmp_path / "other").exists()

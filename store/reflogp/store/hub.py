@@ -106,7 +106,7 @@ def push_table(
     snapshot = snapshot or table.snapshot()
     if not repository.exists():
         repository.create(public)
-    there = repository.contents()  # also of a new one: another push may have been first
+    there = repository.contents(replace=replace)  # also of a new one: another push may have been first
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
             f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one, so "
@@ -185,19 +185,26 @@ class _Repository:
         if not self.exists():
             raise StoreUnavailableError(f"{self.place} was created, and is not there")
 
-    def contents(self, read_only: bool = False) -> Contents | None:
+    def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
         """Return what the repository holds; None if it is empty but for a card.
 
         Args:
             read_only: an empty repository is an error as well.
+            replace: return None for a push whose contents.json is damaged, because it is going to be replaced.
 
-        Raises UsageError if it is no push of reflogp's.
+        Raises UsageError if it is no push of reflogp's, or if its contents.json is damaged.
         """
         if {REFERENCE_FILE, CONTENTS_FILE} <= self._sha256.keys():
             try:
                 return Contents.read(self._file(CONTENTS_FILE))
             except UsageError:  # perhaps only in the cache
-                return Contents.read(self._file(CONTENTS_FILE, force=True))
+                file = self._file(CONTENTS_FILE, force=True)
+            try:
+                return Contents.read(file)
+            except UsageError as error:
+                if replace:
+                    return None
+                raise UsageError(f"{self.place} is damaged: {error}; push with --replace to write it anew") from error
         if read_only:
             raise UsageError(f"{self.place} is not a push of `reflogp store push`: it has no {CONTENTS_FILE}")
         if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
