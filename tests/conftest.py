@@ -20,12 +20,17 @@ PAIRS = REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"
 
 #: The files that take longest, longest first, so that none of them is begun when the others are done.
 LONGEST = (
-    "trainer_ext/test_distributed",
-    "trainer_ext/test_openrlhf",
+    "trainer_ext/test_swift",
+    "service/test_helping",
+    "trainer_ext/test_axolotl",
+    "trainer_ext/test_ordinary_runs",
+    "scoring/test_ray",
     "service/test_jobs",
+    "trainer_ext/test_openrlhf",
+    "trainer_ext/test_llamafactory",
+    "trainer_ext/test_distributed",
     "service/test_state_machine",
     "service/test_staying_up",
-    "scoring/test_ray",
     "trainer_ext/test_online",
     "service/test_pages",
     "examples/test_examples",
