@@ -8,27 +8,16 @@ import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
+from reflogp.cli.score_arguments import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
-from reflogp.store.windows import TrainerSettings
 
 
+@takes_score_arguments
 def report(
-    model: options.Model,
-    data: options.Data,
-    store: options.Store,
+    arguments: ScoreArguments,
     output: Annotated[str, typer.Option("--output", "-o", help="Folder to write: a new one, or that of an earlier report.")],
-    dtype: options.StoreDtype = "auto",
-    lm_head_dtype: options.LmHeadDtype = None,
-    max_length: options.MaxLength = None,
-    truncation_mode: options.TruncationMode = "keep_start",
-    form: options.Form = None,
     snapshot: options.SnapshotNumber = None,
-    split: options.Split = "train",
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    chat_template: options.ChatTemplate = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Check whether a scored dataset is sane for training with this reference: one HTML page, and its charts as PNG.
@@ -44,24 +33,10 @@ def report(
     except ImportError as error:
         raise missing_extra("service", error) from error
     quiet_libraries()
-    arguments = ScoreArguments(
-        model,
-        data,
-        store,
-        dtype,
-        TrainerSettings(max_length, truncation_mode),
-        lm_head_dtype=lm_head_dtype,
-        revision=revision,
-        split=split,
-        form=form,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
     command = arguments.command()
     dataset, at = open_scored(arguments, snapshot)
     with progress_bar("reading") as bar:
-        summary = write_report(dataset, at, output, arguments.settings, score=command, model=model, watcher=bar)
+        summary = write_report(dataset, at, output, arguments.settings, score=command, model=arguments.model, watcher=bar)
     print_left_out(summary, at)
     if summary.missing:
         err.print(

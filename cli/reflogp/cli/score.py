@@ -15,10 +15,10 @@ from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
 from reflogp.cli.reference import find_reference
+from reflogp.cli.score_arguments import takes_score_arguments
 from reflogp.cli.scored import open_rows, tokenized
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
-from reflogp.store.windows import TrainerSettings
 
 _ADDRESS = re.compile(r"auto|local|ray://\S+|[^/\s]+:\d+")
 
@@ -33,17 +33,10 @@ class ScoreCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@takes_score_arguments
 def score(
+    arguments: ScoreArguments,
     ctx: typer.Context,
-    model: options.Model,
-    data: options.Data,
-    store: options.Store,
-    dtype: options.StoreDtype = "auto",
-    lm_head_dtype: options.LmHeadDtype = None,
-    max_length: options.MaxLength = None,
-    truncation_mode: options.TruncationMode = "keep_start",
-    form: options.Form = None,
-    split: options.Split = "train",
     engine: engine_options.Engine = "torch",
     strict_engine: engine_options.StrictEngine = False,
     device: engine_options.Device = None,
@@ -72,10 +65,6 @@ def score(
     commit_sequences: Annotated[
         int, typer.Option(min=1, help="Commit after this many sequences, and at least every 30 seconds.")
     ] = 4096,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    chat_template: options.ChatTemplate = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Score a dataset's sequences with a reference model and store the log-probs.
@@ -96,7 +85,7 @@ def score(
     quiet_libraries()
     choice = engine_choice(
         engine,
-        trust_remote_code,
+        arguments.trust_remote_code,
         claim is None and not trust_claim,
         {"device": device, "token_budget": token_budget},
         {"vllm_python": vllm_python, "tensor_parallel": tensor_parallel, "vllm_option": vllm_option},
@@ -113,21 +102,7 @@ def score(
         raise UsageError(
             "--engine remote needs no --ray: the server computes, and --concurrency limits the requests sent at the same time"
         )
-    opened = Store(store)
-    arguments = ScoreArguments(
-        model,
-        data,
-        store,
-        dtype,
-        TrainerSettings(max_length, truncation_mode),
-        lm_head_dtype=lm_head_dtype,
-        revision=revision,
-        split=split,
-        form=form,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+    opened = Store(arguments.store)
     rows = open_rows(arguments)
     with ExitStack() as stack:
         if devices is not None and {name.strip() for name in devices.split(",")} == {"cpu"}:
@@ -136,16 +111,19 @@ def score(
             choice = stack.enter_context(_cluster(choice, ray))
         if claim is None:
             if engine == "remote":
-                _require_weights(model, revision)
+                _require_weights(arguments.model, arguments.revision)
             folder, reference = find_reference(opened, arguments, choice.default_dtype())
         else:
-            folder, reference = str(resolve_model(model, revision, weights=False)), claimed_reference(claim, opened)
+            folder, reference = (
+                str(resolve_model(arguments.model, arguments.revision, weights=False)),
+                claimed_reference(claim, opened),
+            )
             _require_claimed(ctx, reference)
         choice.require_dtype(reference.dtype)
         made = (
             _scorer(choice, folder, reference, commit_sequences, devices)
             if ray is None
-            else _scorer_on_ray(choice, model, revision, reference, commit_sequences, ray_workers)
+            else _scorer_on_ray(choice, arguments.model, arguments.revision, reference, commit_sequences, ray_workers)
         )
         scorer, bar = stack.enter_context(closing(made)), stack.enter_context(progress_bar("scoring"))
         summary = score_dataset(
