@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 COMPILE := -m compileall -q -j 0
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
-.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf setup-frameworks fidelity matrix clean
+.PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity matrix hub-versions clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,7 @@ demo: .venv/run.stamp  ## the whole loop on example data, no network: score, joi
 test: .venv/dev.stamp  ## the tests, several files at a time, without the slow ones
 	$(PYTEST) -m 'not slow and not vllm and not docker'
 
-test-slow: .venv/dev.stamp .venv-openrlhf/stamp .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp  ## the slow tests: stress, kills, Ray, several processes, other frameworks, whole examples
+test-slow: .venv/dev.stamp .venv-openrlhf/stamp .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-skypilot/stamp  ## the slow tests: stress, kills, Ray, several processes, other frameworks, whole examples
 	$(PYTEST) -m 'slow and not vllm and not docker'
 
 test-all: test test-slow  ## both
@@ -65,14 +65,19 @@ setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, 
 
 setup-frameworks: .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp  ## LLaMA-Factory, ms-swift and axolotl, each in an environment of its own, for `make test-slow`
 
+setup-skypilot: .venv-skypilot/stamp  ## SkyPilot in an environment of its own, which `make test` reads its example with
+
 fidelity: .venv/dev.stamp  ## measure every model family and write docs/fidelity.md
 	$(BIN)/python -m tools.fidelity
 
 matrix: .venv/dev.stamp  ## train with several TRLs, each in an environment below .venv-matrix, and write docs/trl-versions.md
 	$(BIN)/python -m tools.matrix
 
+hub-versions: .venv/dev.stamp  ## the tests of the Hub with other versions of huggingface_hub, each in an environment below .venv-hub
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.hub_versions
+
 clean:  ## remove .venv, the site, what the demo and the examples left, and caches
-	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-skypilot .venv-hub .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -118,4 +123,11 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-$*.txt
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
 	@.venv-$*/bin/python $(COMPILE) -x '/modelscope/' .venv-$*/lib > /dev/null 2>&1 || true
+	@touch $@
+
+# SkyPilot asks for older versions than this package's own, and for clients of databases and clouds: it is installed with what
+# reading a task's file imports.
+.venv-skypilot/stamp: constraints-skypilot.txt
+	$(PYTHON) -m venv .venv-skypilot
+	.venv-skypilot/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-skypilot.txt
 	@touch $@

@@ -26,6 +26,10 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],
     ),
+    "hub": (
+        ["from huggingface_hub import HfApi; import reflogp.store.hub, reflogp.store.hub_file"],
+        ["torch", "transformers", "datasets", "fastapi"],
+    ),
     "service": (
         ["from reflogp.scoring.torch_engine import Sequence, TorchEngine", "import reflogp.service.app"],
         ["trl", "ray", "vllm"],

@@ -193,6 +193,10 @@ def parse(line: str) -> None:
         case ["sbatch", *arguments]:
             script = next(word for word in arguments if not word.startswith("-"))
             assert (REPOSITORY / script).is_file(), f"there is no {script}"
+        case ["sky", "launch", "-c", _, file, *options]:
+            _check_sky(file, options)
+        case ["sky", "down", _] | ["ssh", "-N", "-L", _, _]:
+            pass  # ends the machine of `sky launch`, or leads to it
         case ["python", "-m", module, *_]:
             assert find_spec(module), f"there is no module {module}"
         case ["python", script]:
@@ -203,6 +207,18 @@ def parse(line: str) -> None:
             assert re.match(r"[A-Z_]+=", assignment), assignment
         case _:
             raise AssertionError(f"nothing here parses {words[0]!r}")
+
+
+def _check_sky(file: str, options: list[str]) -> None:
+    """What `sky launch` gets is declared in the task's file, and what the file leaves open is given."""
+    declared = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
+    given = dict.fromkeys(("envs", "secrets"), frozenset[str]())
+    for option, value in zip(options[::2], options[1::2], strict=True):
+        kind = {"--env": "envs", "--secret": "secrets"}[option]
+        given[kind] |= {value.partition("=")[0]}
+    for kind, names in given.items():
+        assert names <= declared[kind].keys(), f"{file} has no {names - declared[kind].keys()}"
+        assert names >= {name for name, value in declared[kind].items() if value is None}, f"{kind} of {file}"
 
 
 def parse_reflogp(arguments: list[str]) -> None:

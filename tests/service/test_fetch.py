@@ -235,6 +235,11 @@ PREFIXES = (
         "HF://datasets/team/prefs@refs/convert/parquet/default/train/0000.parquet",
         "hf://datasets/pinned/prefs@v1/a.jsonl",
         "hf://datasets/deep/prefs@main/data/a.jsonl",
+        "hf://datasets/team/prefs",
+        "hf://datasets/team/prefs/",
+        "hf://datasets/team/prefs@v1",
+        "HF://datasets/team/prefs@refs/convert/parquet",
+        "hf://datasets/pinned/prefs@v1",
     ],
 )
 def test_what_a_prefix_allows_passes(uri):
@@ -270,6 +275,13 @@ def test_what_a_prefix_allows_passes(uri):
         "hf://datasets/pinned/prefs@v2/a.jsonl",
         "hf://datasets/deep/prefs/a.jsonl",
         "hf://datasets/deep/prefs@data/a.jsonl",
+        "hf://datasets/team/prefs-secret",
+        "hf://datasets/team/other",
+        "hf://datasets/teams/prefs",
+        "hf://datasets/pinned/prefs",
+        "hf://datasets/pinned/prefs@v12",
+        "hf://datasets/deep/prefs",
+        "hf://datasets/deep/prefs@data",
     ],
 )
 def test_what_no_prefix_allows_is_forbidden(uri, folder):

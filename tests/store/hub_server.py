@@ -143,12 +143,14 @@ class Hub:
             return {"id": f"{owner}/{name}", "sha": oid, "private": repository.private, "tags": [], "siblings": siblings}
 
         @app.get("/api/datasets/{owner}/{name}/tree/{revision}")
-        async def tree(owner: str, name: str, revision: str) -> Any:
+        @app.get("/api/datasets/{owner}/{name}/tree/{revision}/{folder:path}")
+        async def tree(owner: str, name: str, revision: str, folder: str = "", recursive: bool = False) -> Any:
             repository = self.repositories.get(f"{owner}/{name}")
             found = repository and repository.at(revision)
             if not found:
                 return self._error(404, "RepoNotFound", "Repository not found")
-            return [_described(path, data) for path, data in found[1].items()]
+            listed = _listed(found[1], f"{folder}/" if folder else "", recursive)
+            return listed if listed or not folder else self._error(404, "EntryNotFound", f"{folder} does not exist")
 
         @app.post("/api/datasets/{owner}/{name}/paths-info/{revision}")
         async def paths(owner: str, name: str, revision: str, request: Request) -> Any:
@@ -157,7 +159,7 @@ class Hub:
             if not found:
                 return self._error(404, "RepoNotFound", "Repository not found")
             asked = parse_qs((await request.body()).decode())["paths"]
-            return [_described(path, found[1][path]) for path in asked if path in found[1]]
+            return [entry for entry in _listed(found[1], "", True) if entry["path"] in asked]
 
         @app.post("/api/datasets/{owner}/{name}/preupload/{revision}")
         async def preupload(request: Request) -> Any:
@@ -240,6 +242,15 @@ class Hub:
             start, end = request.headers.get("range", "bytes=0-").removeprefix("bytes=").split("-")
             part = data[int(start) : int(end) + 1 if end else None]
             return Response(part[: self.faults.most_bytes], 206 if "range" in request.headers else 200, headers)
+
+
+def _listed(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """The files and folders in a folder, as the API lists them."""
+    inside = {path: data for path, data in files.items() if path.startswith(folder)}
+    cuts = [(path, at) for path in inside for at in range(len(folder), len(path)) if path[at] == "/"]
+    folders = dict.fromkeys(path[:at] for path, at in cuts if recursive or "/" not in path[len(folder) : at])
+    about = [{"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()} for path in folders]
+    return about + [_described(path, data) for path, data in inside.items() if recursive or "/" not in path[len(folder) :]]
 
 
 def _described(path: str, data: bytes) -> dict[str, Any]:

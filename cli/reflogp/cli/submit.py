@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from reflogp.cli.console import err, print_json, progress_bar
 from reflogp.client import files
 from reflogp.client.client import Client, Dataset
 from reflogp.client.errors import RequestRefusedError
+from reflogp.client.jobs import on_hub
 from reflogp.client.models import ServicePath, ServiceUri, Uploaded
 from reflogp.store import UsageError
 from reflogp.store.windows import TruncationMode
@@ -23,8 +25,10 @@ def submit(
     data: Annotated[
         str,
         typer.Argument(
-            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a URI that the "
-            "service fetches (https://, s3://, hf://datasets/…); with --on-service, a path on the service's machine.",
+            help="Dataset: a local file, which is uploaded (JSON lines, JSON, CSV, Parquet, Arrow; may be .gz); a hub name "
+            "(ORGANISATION/NAME) or a URI, which the service fetches if its settings allow it (https://, s3://, "
+            "hf://datasets/ORGANISATION/NAME, hf://datasets/ORGANISATION/NAME/FILE); with --on-service, a path on the "
+            "service's machine.",
             metavar="DATA",
         ),
     ],
@@ -45,6 +49,9 @@ def submit(
         float | None, typer.Option(min=0, max=1, help="LD-DPO's weight of tokens beyond the pair's shorter completion.")
     ] = None,
     split: options.Split = "train",
+    dataset_config: Annotated[
+        str | None, typer.Option(help="Config (subset) of a dataset of the Hub.  [default: the dataset's own]", metavar="NAME")
+    ] = None,
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first, and interrupts lower ones.")] = 0,
     title: Annotated[str, typer.Option(help="A label for people.")] = "",
     idempotency_key: Annotated[
@@ -69,7 +76,7 @@ def submit(
             raise UsageError(f"the output {output} is the dataset itself; give it another name")
     with Client(url, token) as client:
         job = client.submit(
-            _dataset(client, data, on_service),
+            _dataset(client, data, on_service, dataset_config),
             reference,
             format=form,
             max_length=max_length,
@@ -101,10 +108,13 @@ def submit(
     raise typer.Exit(jobs.exit_code(job))
 
 
-def _dataset(client: Client, data: str, on_service: bool) -> Dataset:
+def _dataset(client: Client, data: str, on_service: bool, config: str | None) -> Dataset:
+    found = ServiceUri(data) if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data) else on_hub(data)
+    if config is not None and (on_service or found is None):
+        raise UsageError(f"--dataset-config is for a dataset of the Hub; {data} is a path")
     if on_service:
         return ServicePath(data)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data):
-        return ServiceUri(data)
+    if found is not None:
+        return replace(found, config=config)
     with progress_bar("uploading (bytes)") as bar:
         return Uploaded(client.upload(data, progress=bar.hashed).name)

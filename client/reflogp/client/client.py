@@ -155,9 +155,10 @@ class Client:
         """Submit a job that scores a dataset. Submitting the same dataset, reference and settings again returns the same job.
 
         Args:
-            dataset: a file on this machine, which is uploaded first; or ServicePath, ServiceUri or Uploaded.
+            dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset of the Hugging Face Hub,
+                which the service downloads if its settings allow it; or ServicePath, ServiceUri or Uploaded.
             reference: name or id.
-            split: split of a saved DatasetDict.
+            split: split of a saved DatasetDict or of a dataset of the Hub.
             idempotency_key: names the job; the same key with other content is refused.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
@@ -170,7 +171,7 @@ class Client:
         """
         jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
-            dataset = Uploaded(self.upload(dataset).name)
+            dataset = jobs.on_hub(dataset) or Uploaded(self.upload(dataset).name)
         call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
         return jobs.job_of(self._send(call))
 
@@ -418,7 +419,7 @@ class AsyncClient:
         """See Client.submit."""
         jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
-            dataset = Uploaded((await self.upload(dataset)).name)
+            dataset = jobs.on_hub(dataset) or Uploaded((await self.upload(dataset)).name)
         call = jobs.submit_call(dataset, reference, split, idempotency_key, settings)
         return jobs.job_of(await self._send(call))
 

@@ -79,12 +79,13 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     if found.is_dir():
         raise UsageError(
             f"{path} is a folder, and one file is sent at a time: name a file in it,"
-            " or a path on the service's machine (ServicePath, --on-service)"
+            " or a path on the service's machine (ServicePath, --on-service);"
+            " for a dataset of the Hugging Face Hub with this name, write hf://datasets/ORGANISATION/NAME"
         )
     if not found.is_file():
         elsewhere = "; use ServiceUri for a dataset that the service fetches" if "://" in str(path) else ""
         raise UsageError(f"{path}: no such file on this machine{elsewhere}")
-    if not _KNOWN.search(name or found.name):
+    if not is_dataset_name(name or found.name):
         raise UsageError(
             f"{name or found.name}: a dataset's name ends in .jsonl, .json, .csv (or e.g. .csv.gz), .parquet or .arrow"
         )
@@ -95,6 +96,11 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     return LocalFile(found, name or _upload_name(found.name, digest), size, digest, progress)
+
+
+def is_dataset_name(name: str) -> bool:
+    """Return whether a file's name ends as a dataset file's name does."""
+    return _KNOWN.search(name) is not None
 
 
 def _upload_name(name: str, digest: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
 
@@ -11,9 +13,11 @@ import httpx
 
 from reflogp.client import protocol
 from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefusedError, ServiceFailedError
-from reflogp.client.files import LocalFile
+from reflogp.client.files import LocalFile, is_dataset_name
 from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
+#: A name of the Hub; a first part of dots is a folder of this machine.
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _TIMES = ("created_at", "started_at", "finished_at")
 
 
@@ -81,6 +85,16 @@ def check_settings(settings: JobSettings) -> None:
         raise TypeError(f"a job has no setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
 
 
+def on_hub(dataset: str | Path) -> ServiceUri | None:
+    """Return the dataset of the Hugging Face Hub that "ORGANISATION/NAME" names; None for a file or folder of this machine.
+
+    A local file or folder of that name is meant first, as `reflogp score` takes it.
+    """
+    if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
+        return None
+    return None if Path(dataset).exists() else ServiceUri(f"hf://datasets/{dataset}")
+
+
 def submit_call(
     dataset: ServicePath | ServiceUri | Uploaded,
     reference: str,
@@ -93,11 +107,12 @@ def submit_call(
     Safe to repeat, with or without a key: the service identifies a job by its dataset's content, its reference and its
     settings.
     """
+    where: dict[str, str]
     match dataset:
         case ServicePath(path):
             where = {"path": path}
-        case ServiceUri(uri):
-            where = {"uri": uri}
+        case ServiceUri(uri, config):
+            where = {"uri": uri} | ({} if config is None else {"config": config})
         case Uploaded(name):
             where = {"upload": name}
     given = {name: value for name, value in settings.items() if value is not None}

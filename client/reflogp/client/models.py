@@ -39,15 +39,18 @@ class ServiceUri:
     """A dataset that the service downloads: https://, s3://, hf://datasets/…, if the service's settings allow it.
 
     Attributes:
-        uri: with or without a query.
+        uri: with or without a query. hf://datasets/ORGANISATION/NAME is a dataset of the Hugging Face Hub, of which one split
+            is read, and hf://datasets/ORGANISATION/NAME/FILE is one of its files; both may have @REVISION after the name.
+        config: config (subset) of a dataset of the Hub; None for its default.
 
     Examples:
         >>> from reflogp.client import ServiceUri
         >>> ServiceUri("s3://team/pairs.parquet")  # for Client.submit
-        ServiceUri(uri='s3://team/pairs.parquet')
+        ServiceUri(uri='s3://team/pairs.parquet', config=None)
     """
 
     uri: str
+    config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,8 @@ class Job:
         state: queued, running, done, failed or cancelled.
         reference_id: reference that scores it, 32 hex digits.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
-        dataset: split, and one of upload, path and uri (without its query). Empty if another token submitted the job and the
-            client's token has no permission to read.
+        dataset: split, config, and one of upload, path and uri (without its query). Empty if another token submitted the job
+            and the client's token has no permission to read.
         progress: the progress of the latest attempt.
         created_at: time of the submission, with a time zone.
         note: why the latest attempt did not complete the job, or what a queued job waits for.

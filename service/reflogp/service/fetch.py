@@ -7,6 +7,8 @@ internal or public. A bare http scheme (https://) allows any host whose addresse
 the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket, and hf://
 every dataset repository of the Hugging Face Hub. A prefix of a repository allows its files at every revision.
 
+A URI of a whole repository (hf://datasets/team/prefs) stands for the files of one split, which are fetched into a folder.
+
 Two steps are bounded only by the timeouts of their libraries: name resolution, and a single request to an object store. The
 total time may therefore exceed the limit by some minutes.
 """
@@ -20,6 +22,7 @@ import ipaddress
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +36,8 @@ import httpx
 import pyarrow as pa
 import pyarrow.fs as pafs
 
+from reflogp.scoring.data.confined_paths import folder_digest
+from reflogp.scoring.data.hub_split import files_of_split
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
 from reflogp.service.fetched import PARTIAL, FetchedFolder
@@ -40,6 +45,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
 from reflogp.store import StoreUnavailableError, UsageError
+from reflogp.store.hub import HubPlace
 from reflogp.store.hub_file import HubFile
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
 from reflogp.store.texts import hide_secrets
@@ -47,6 +53,8 @@ from reflogp.store.texts import hide_secrets
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
 _HUB = "hf"
+#: The path of a URI that names a whole repository of the Hub, with or without a revision.
+_REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 #: The most addresses of a public host that are tried.
@@ -96,16 +104,20 @@ class _Uri:
         return host if self.port in (None, _PORTS.get(self.scheme)) else f"{host}:{self.port}"
 
 
-def check_uri(uri: str, settings: ServerSettings) -> None:
+def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
     """Raise a Problem for a URI that `fetch` would refuse without connecting to anything.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI, 422 if it is malformed or its suffix names no dataset format.
+        Problem: 403 if the settings do not allow the URI, 422 if it is malformed, its suffix names no dataset format, or it has
+            a config and is not a repository of the Hub.
         UsageError: a prefix in the settings is malformed.
     """
     try:
         parsed = _parse(uri)
-        _suffix(parsed)
+        if _repository(parsed) is None:
+            _suffix(parsed)
+            if config is not None:
+                raise ValueError("only a whole dataset of the Hub (hf://datasets/ORGANISATION/NAME) has configs")
     except ValueError as error:
         raise Problem(422, f"the URI cannot be fetched: {error}", "write it plainly: https://host/folder/file.jsonl") from error
     try:
@@ -124,11 +136,14 @@ def fetch(
     settings: ServerSettings,
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None] = lambda size: None,
+    *,
+    config: str | None = None,
+    split: str = "train",
 ) -> tuple[Path, str]:
-    """Fetch a dataset; return its file and its sha256 digest.
+    """Fetch a dataset; return its file and its sha256 digest, or a folder and its digest for a whole dataset of the Hub.
 
-    The file is named by its content. It is complete, or it does not exist. The caller must call `folder.released` when it no
-    longer needs the file.
+    The file or folder is named by its content. It is complete, or it does not exist. The caller must call `folder.released`
+    when it no longer needs it.
 
     Args:
         uri: https://, http://, s3://, gs://, az:// or hf://, under a prefix of the settings.
@@ -136,6 +151,7 @@ def fetch(
         settings: prefixes and limits.
         cancelled: called a few times a second, or after each chunk from an object store; True stops the fetch.
         arrived: called after each chunk with the number of bytes so far.
+        config, split: what is fetched of a whole dataset of the Hub; None for its default config.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
@@ -144,13 +160,16 @@ def fetch(
     """
     try:
         parsed = _parse(uri)
-        suffix = _suffix(parsed)
+        place = _repository(parsed)
+        suffix = "" if place is not None else _suffix(parsed)
         trusted = _admit(parsed, settings)
+        if place is not None:
+            return _fetch_split(place, config, split, folder, settings, cancelled, arrived)
         with _partial(folder, arrived) as sink:
             if parsed.scheme in _OBJECT_STORES:
                 _copy_object(parsed, sink, settings, cancelled)
             elif parsed.scheme == _HUB:
-                _copy_from_hub(uri, sink, settings, cancelled)
+                _copy_from_hub(_hub_file(parsed), sink, settings, cancelled, time.monotonic() + settings.fetch_seconds)
             else:
                 asyncio.run(_download_bounded(parsed, trusted, sink, settings, cancelled))
             return sink.keep(suffix)
@@ -222,6 +241,14 @@ def _suffix(uri: _Uri) -> str:
     return suffix
 
 
+def _repository(uri: _Uri) -> HubPlace | None:
+    """Return the repository of the Hub that a URI names as a whole; None for all other URIs."""
+    found = _REPOSITORY.fullmatch(uri.path) if uri.scheme == _HUB and uri.host else None
+    if found is None or dataset_suffix(found["name"]) is not None:  # team/a.jsonl is a file whose repository is missing
+        return None
+    return HubPlace.parse(f"{_HUB}://{uri.host}{uri.path}")
+
+
 def _hub_file(uri: _Uri) -> HubFile:
     try:
         return HubFile.parse(f"{_HUB}://{uri.host}{uri.path}")
@@ -238,7 +265,9 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
     """
     any_host = False
     paths = [uri.path]
-    if uri.scheme == _HUB:
+    if (place := _repository(uri)) is not None:
+        paths = [f"{str(some).removeprefix(f'{_HUB}://{uri.host}')}/" for some in (place, HubPlace(place.repository))]
+    elif uri.scheme == _HUB:
         paths.append(_hub_file(uri).without_revision().removeprefix(f"{_HUB}://{uri.host}"))
     for text in settings.dataset_uris:
         try:
@@ -416,11 +445,31 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
 # The Hugging Face Hub
 
 
-def _copy_from_hub(uri: str, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
-    """Copy a file of a dataset repository into a sink, with the service's own token. Raise ValueError if that fails."""
+def _fetch_split(
+    place: HubPlace,
+    config: str | None,
+    split: str,
+    folder: FetchedFolder,
+    settings: ServerSettings,
+    cancelled: Callable[[], bool],
+    arrived: Callable[[int], None],
+) -> tuple[Path, str]:
+    """Fetch the files of a split into a folder, where their names keep their order. Return the folder and its digest."""
     deadline = time.monotonic() + settings.fetch_seconds
+    files = files_of_split(place, config, split, lambda: _check_going_on(deadline, settings, cancelled))
+    with _partial_folder(folder, arrived) as sinks:
+        for number, file in enumerate(files):
+            with sinks.file(f"{number:05}{dataset_suffix(file.path)}") as sink:
+                _copy_from_hub(file, sink, settings, cancelled, deadline)
+        return sinks.keep()
+
+
+def _copy_from_hub(
+    file: HubFile, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool], deadline: float
+) -> None:
+    """Copy a file of a dataset repository into a sink, with the service's own token. Raise ValueError if that fails."""
     try:
-        size, pieces = HubFile.parse(uri).read(_CHUNK)
+        size, pieces = file.read(_CHUNK)
         sink.check_room(size, settings)
         for piece in pieces:
             sink.write(piece, settings)
@@ -435,18 +484,24 @@ def _copy_from_hub(uri: str, sink: _Sink, settings: ServerSettings, cancelled: C
 
 
 class _Sink:
-    """A hidden file that is being written, and its digest."""
+    """A hidden file that is being written, and its digest.
 
-    def __init__(self, path: Path, file: BinaryIO, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
+    Args:
+        size: bytes of the same dataset that were written to other files before.
+    """
+
+    def __init__(
+        self, path: Path, file: BinaryIO, folder: FetchedFolder, arrived: Callable[[int], None], size: int = 0
+    ) -> None:
         self._path, self._file = path, file
         self._folder = folder
         self._arrived = arrived
         self._digest = hashlib.sha256()
-        self.size = 0
+        self.size = size
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
         """Raise ValueError if a file of `size` bytes is too long, or if there is no room for it."""
-        self._check_length(size, settings)
+        self._check_length(self.size + size, settings)
         self._folder.check_room(size)
 
     def write(self, chunk: bytes, settings: ServerSettings) -> None:
@@ -459,12 +514,16 @@ class _Sink:
 
     def keep(self, suffix: str) -> tuple[Path, str]:
         """Name the file by its content; return the file and its sha256 digest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        digest = self._digest.hexdigest()
+        digest = self.written()
         file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
         self.size = 0
         return file, digest
+
+    def written(self) -> str:
+        """Bring the file to the disk; return its sha256 digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
 
     def abandon(self) -> None:
         """Delete the file unless it was kept."""
@@ -487,5 +546,52 @@ def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[
                 yield sink
             finally:
                 sink.abandon()
+    except OSError as error:
+        raise ValueError(f"it cannot be written here: {error.strerror}") from error
+
+
+class _FolderSink:
+    """A hidden folder into which files are written one after the other."""
+
+    def __init__(self, path: Path, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
+        self._path, self._folder, self._arrived = path, folder, arrived
+        self._digests: dict[str, str] = {}
+        self._size = 0
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[_Sink]:
+        """Open the next file."""
+        with (self._path / name).open("xb") as file:
+            sink = _Sink(self._path / name, file, self._folder, self._arrived, self._size)
+            try:
+                yield sink
+            finally:
+                self._size = sink.size
+            self._digests[name] = sink.written()
+
+    def keep(self) -> tuple[Path, str]:
+        """Name the folder by its content; return the folder and its digest."""
+        digest = folder_digest(self._digests)
+        kept = self._folder.keep(self._path, digest, self._size)
+        self._size = 0
+        return kept, digest
+
+    def abandon(self) -> None:
+        """Delete the folder unless it was kept."""
+        self._folder.give(self._size)
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+@contextmanager
+def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_FolderSink]:
+    """Make a hidden folder; delete it at the end unless it was kept. Raise ValueError if it cannot be written."""
+    path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
+    try:
+        path.mkdir()
+        sink = _FolderSink(path, folder, arrived)
+        try:
+            yield sink
+        finally:
+            sink.abandon()
     except OSError as error:
         raise ValueError(f"it cannot be written here: {error.strerror}") from error

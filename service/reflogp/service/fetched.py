@@ -1,10 +1,12 @@
-"""Keep fetched dataset files in one folder, each named by its content, until no unfinished job needs them.
+"""Keep fetched datasets in one folder, each a file or folder named by its content, until no unfinished job needs them.
 
 One quota bounds the bytes of uploads and fetched files together.
 """
 
 from __future__ import annotations
 
+import secrets
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -70,12 +72,12 @@ PARTIAL = ".partial-"
 
 
 class FetchedFolder:
-    """Fetched files, each named by its content. Safe to use from several threads.
+    """Fetched datasets, each a file or folder named by its content. Safe to use from several threads.
 
     Args:
-        folder: created if it does not exist. Half-written files of a killed service are deleted from it.
-        ledger: lists the files that jobs need.
-        room: bounds the size of these files together with uploads.
+        folder: created if it does not exist. What a killed service had half written is deleted from it.
+        ledger: lists the datasets that jobs need.
+        room: bounds the size of these datasets together with uploads.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, room: DatasetQuota) -> None:
@@ -85,9 +87,9 @@ class FetchedFolder:
         self._lock = Lock()
         self._fresh: dict[Path, int] = {}  # kept, but not in the ledger yet -> number of fetches of the file
         folder.mkdir(parents=True, exist_ok=True)
-        for partial_file in folder.glob(f"{PARTIAL}*"):
-            partial_file.unlink(missing_ok=True)
-        room.hold(sum(file.stat().st_size for file in folder.iterdir() if file.is_file()))
+        for partial_dataset in folder.glob(f"{PARTIAL}*"):
+            _delete(partial_dataset)
+        room.hold(sum(map(_size, folder.iterdir())))
         room.add_sweeper(self.collect)
 
     def take(self, size: int) -> None:
@@ -103,28 +105,31 @@ class FetchedFolder:
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Give back the room of an abandoned file."""
+        """Give back the room of an abandoned dataset."""
         self._room.give(size)
 
-    def keep(self, partial_file: Path, name: str, size: int) -> Path:
-        """Give a complete file its name; return its path. The file stays until `released`, and then while a job needs it."""
+    def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
+        """Give a complete file or folder its name; return its path. It stays until `released`, then while a job needs it."""
         file = self.folder / name
         with self._lock:
             if file.exists():
                 self._room.give(size)
-            partial_file.replace(file)
+            if file.is_dir():
+                _delete(partial_dataset)
+            else:
+                partial_dataset.replace(file)
             self._fresh[file] = self._fresh.get(file, 0) + 1
         return file
 
     def released(self, file: Path) -> None:
-        """End the protection of a kept file: the ledger names it now, or nobody needs it."""
+        """End the protection of a kept dataset: the ledger names it now, or nobody needs it."""
         with self._lock:
             self._fresh[file] -= 1
             if not self._fresh[file]:
                 del self._fresh[file]
 
     def collect(self) -> int:
-        """Delete the files that no unfinished job needs; return how many. A retried job fetches its file again."""
+        """Delete the datasets that no unfinished job needs; return how many. A retried job fetches its dataset again."""
         deleted = 0
         with self._lock:
             needed = self._ledger.files_in_use(unfinished_only=True)
@@ -132,8 +137,8 @@ class FetchedFolder:
                 if file.name.startswith(PARTIAL) or file in self._fresh or str(file) in needed:
                     continue
                 with suppress(FileNotFoundError):
-                    size = file.stat().st_size
-                    file.unlink()
+                    size = _size(file)
+                    _delete(file)
                     self._room.give(size)
                     deleted += 1
         return deleted
@@ -143,3 +148,17 @@ class FetchedFolder:
             f"uploads and fetched datasets take {byte_count(self._room.most)} at the most (max_uploads_bytes), and there is no"
             " room left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
         )
+
+
+def _size(dataset: Path) -> int:
+    """Return the bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in dataset.iterdir()) if dataset.is_dir() else dataset.stat().st_size
+
+
+def _delete(dataset: Path) -> None:
+    if dataset.is_dir():
+        doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")  # a kill in between leaves no dataset that lacks files
+        dataset.rename(doomed)
+        shutil.rmtree(doomed)
+    else:
+        dataset.unlink(missing_ok=True)

@@ -106,7 +106,16 @@ class Fetching:
         notes = asyncio.create_task(self._note(job, fetching))
         try:
             logger.info("the dataset is fetched", extra={"job": job})
-            begin = partial(fetch, source["uri"], self._folder, self._settings, fetching.stop.is_set, fetching.arrived)
+            begin = partial(
+                fetch,
+                source["uri"],
+                self._folder,
+                self._settings,
+                fetching.stop.is_set,
+                fetching.arrived,
+                config=source.get("config"),
+                split=source["split"],
+            )
             file, digest = await to_thread.run_sync(begin, limiter=self._threads)
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}

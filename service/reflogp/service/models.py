@@ -41,14 +41,21 @@ class DatasetSpec(BaseModel):
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
         max_length=4096,
-        description="https://, s3://, hf://datasets/…, where the settings allow it.",
+        description="https://, s3://, hf://datasets/ORGANISATION/NAME (or a file of it), where the settings allow it.",
     )
-    split: str = Field("train", max_length=200, description="Split of a saved DatasetDict.")
+    split: str = Field(
+        "train", max_length=200, description="Split of a saved DatasetDict or of hf://datasets/ORGANISATION/NAME."
+    )
+    config: str | None = Field(
+        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME; None for its default."
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> DatasetSpec:
         if sum(source is not None for source in (self.upload, self.path, self.uri)) != 1:
             raise ValueError("name the dataset by exactly one of upload, path and uri")
+        if self.config is not None and self.uri is None:
+            raise ValueError("only a dataset of the Hub has configs: give its uri, hf://datasets/ORGANISATION/NAME")
         return self
 
 

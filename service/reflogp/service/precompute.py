@@ -189,6 +189,7 @@ class Precompute:
             "dataset": source.get("digest") or source["uri"],
             "path": source["file"] if "path" in source else None,  # rows may name images beside it
             "split": request.dataset.split,
+            **({} if request.dataset.config is None else {"config": request.dataset.config}),
             "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
         }
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
@@ -489,7 +490,7 @@ class Precompute:
         try:
             if "path" in source:
                 root = await to_thread.run_sync(self._check_unchanged, source)
-            elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).is_file):
+            elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
                 note = "its fetched dataset was deleted, and is fetched again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
         except Exception as error:
@@ -547,8 +548,9 @@ class Precompute:
             file, digest = resolve_path(dataset.path, self._settings)
             return {"name": dataset.path, "file": str(file), "digest": digest, "split": dataset.split, "path": dataset.path}
         assert dataset.uri is not None
-        check_uri(dataset.uri, self._settings)
-        return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split}
+        check_uri(dataset.uri, self._settings, dataset.config)
+        config = {} if dataset.config is None else {"config": dataset.config}
+        return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
         """Return the root of a path. Raises Problem if the dataset has changed since the submission, or is forbidden now."""

@@ -217,9 +217,9 @@ class ServerSettings(BaseSettings):
     dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name. Default: none.")
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/, hf://datasets/name/."
-        " A named host is"
-        " trusted, also in a private network; https:// alone allows all hosts with public addresses.",
+        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/, "
+        "hf://datasets/organisation/name. A named host is trusted, also in a private network; https:// alone allows all "
+        "hosts with public addresses.",
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
     max_uploads_bytes: int = Field(64 << 30, gt=0, description="Maximum size of all uploads and fetched datasets together.")

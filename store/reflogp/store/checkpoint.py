@@ -130,7 +130,7 @@ def resolve_model(model: str, revision: str | None = None, weights: bool = True)
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise UsageError(
-            f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install huggingface_hub"
+            f"model {model!r} is not a local folder, and a hub id needs huggingface_hub: pip install 'reflogp[hub]'"
         ) from error
     patterns = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", *(["*.safetensors"] if weights else [])]
     try:

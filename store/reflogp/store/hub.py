@@ -158,7 +158,7 @@ class _Repository:
         try:
             from huggingface_hub import HfApi
         except ImportError as error:
-            raise UsageError("hf:// needs huggingface_hub: pip install huggingface_hub") from error
+            raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
         self.place = place
         self.commit = ""
         self._api = HfApi(library_name="reflogp")

@@ -108,5 +108,5 @@ def _api() -> HfApi:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UsageError("hf:// needs huggingface_hub: pip install huggingface_hub") from error
+        raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
     return HfApi(library_name="reflogp")

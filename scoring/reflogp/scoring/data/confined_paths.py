@@ -200,6 +200,11 @@ def _digest(found: Found, digests: dict[str, str]) -> str:
         return next(iter(digests.values()))
     if not digests:
         raise PathError("unusable", "the folder has no dataset files", f"files end in {SUFFIXES_IN_WORDS}")
+    return folder_digest(digests)
+
+
+def folder_digest(digests: dict[str, str]) -> str:
+    """Return the digest of a folder from the relative name and sha256 of each of its dataset files."""
     content = hashlib.blake2b(digest_size=32, person=b"reflogp.folder")
     for name, digest in sorted(digests.items()):
         content.update(f"{name}\0{digest}\n".encode("utf-8", "surrogateescape"))

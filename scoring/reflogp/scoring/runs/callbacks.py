@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from tqdm.auto import tqdm
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
 
 
 class ProgressCallbacks:
@@ -77,6 +79,8 @@ def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
         label: what is being done.
         show: None shows it in terminals and notebooks only.
     """
+    from tqdm.auto import tqdm  # the command line has a bar of its own, and is installed without tqdm
+
     with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:
         progress = ProgressBar(bar)
         try:

@@ -1,0 +1,193 @@
+"""Find the files of one split of a dataset repository of the Hugging Face Hub, as `datasets` finds them.
+
+`datasets` does this in a process of its own (`python -m`, this module), which reads the repository's metadata and no data. The
+process has an empty working folder and empty caches, so that neither a local folder with the dataset's name nor an older copy
+can take the dataset's place. Metadata may name files anywhere, so names that lead out of the repository are refused before
+`datasets` looks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from reflogp.scoring.data.confined_paths import MOST_ENTRIES
+from reflogp.scoring.data.confined_process import POLL_SECONDS
+from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
+from reflogp.scoring.errors import DatasetError
+from reflogp.store import ReflogpError
+from reflogp.store.hub import HubPlace, told
+from reflogp.store.hub_file import HubFile
+from reflogp.store.storage import sentence
+from reflogp.store.texts import shortened
+
+#: Files of a repository that hold metadata, and the most bytes of the first.
+_CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
+#: Fields of a config of `datasets` that do not change how its files are read.
+_PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
+#: Processor time of the process, in seconds, and memory that it may take in addition to what its libraries take.
+_CPU_SECONDS, _MEMORY = 300, 2 << 30
+
+
+def files_of_split(place: HubPlace, config: str | None, split: str, check: Callable[[], None]) -> list[HubFile]:
+    """Return the files of a split in the order in which `datasets` reads them, all at the commit that the revision names now.
+
+    Args:
+        place: repository and revision.
+        config: a config (subset) of the dataset; None for its default.
+        split: name of a split.
+        check: called a few times a second; may raise to stop.
+
+    Raises:
+        DatasetError: there is no such dataset, config or split, or its files cannot be read here.
+    """
+    with tempfile.TemporaryDirectory(prefix="reflogp-hub-") as folder:
+        caches = {name: f"{folder}/{name}" for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")}
+        empty = Path(folder, "empty")
+        empty.mkdir()
+        command = [sys.executable, "-P", "-m", "reflogp.scoring.data.hub_split"]
+        environment = {**os.environ, **caches, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, cwd=empty, env=environment, text=True, **streams) as process:  # type: ignore[call-overload]
+            try:
+                answer = _answer(process, json.dumps([place.repository, place.revision, config, split]), check)
+            finally:
+                process.kill()
+    if answer is None:
+        raise DatasetError(
+            f"{place}: the process that read its metadata ended with status {process.returncode}: it may have taken too much "
+            "memory or time"
+        )
+    if "problem" in answer:
+        raise DatasetError(f"{place}: {answer['problem']}")
+    return [HubFile(HubPlace(place.repository, answer["commit"]), path) for path in answer["paths"]]
+
+
+def _answer(process: subprocess.Popen[str], asked: str | None, check: Callable[[], None]) -> dict[str, Any] | None:
+    """Send a request, and return what the process says; None if it ended without a word."""
+    while True:
+        check()
+        try:
+            said, _ = process.communicate(asked, timeout=POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            asked = None  # it is being sent
+            continue
+        lines = said.splitlines()
+        return dict(json.loads(lines[-1])) if process.returncode == 0 and lines else None
+
+
+# In the process
+
+
+def _main() -> None:
+    import resource
+
+    repository, revision, config, split = json.load(sys.stdin)
+    place = HubPlace(repository, revision)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
+    try:
+        import datasets  # noqa: F401 (what it takes is not counted)
+
+        _limit_memory()
+        commit, names = _commit_and_names(place)
+        at = HubPlace(repository, commit)
+        if _YAML in names:
+            raise DatasetError(
+                f"its metadata is in {_YAML}, which is not read here: give its files, {at}/FILE, one in each job"
+            )
+        if _CARD in names:
+            _check_card(HubFile(at, _CARD))
+        answer: dict[str, Any] = {"commit": commit, "paths": _paths(at, config, split)}
+    except ReflogpError as error:
+        answer = {"problem": str(error).removeprefix(f"{place}: ")}
+    print(json.dumps(answer))
+
+
+def _limit_memory() -> None:
+    import resource
+
+    if sys.platform == "linux":
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY, taken + _MEMORY))
+
+
+def _commit_and_names(place: HubPlace) -> tuple[str, set[str]]:
+    """Return the commit that the revision names now, and the names of its files."""
+    from huggingface_hub import HfApi
+
+    with told(place):
+        about = HfApi(library_name="reflogp").dataset_info(place.repository, revision=place.revision)
+    return str(about.sha), {entry.rfilename for entry in about.siblings or ()}
+
+
+def _check_card(card: HubFile) -> None:
+    """Raise DatasetError if a repository's README.md is too long, cannot be read, or names files outside of the repository."""
+    from huggingface_hub import DatasetCard
+
+    size, pieces = card.read(_MOST_CARD)
+    if size > _MOST_CARD:
+        raise DatasetError(f"its {_CARD} is longer than {_MOST_CARD:,} bytes")
+    try:  # as `datasets` reads it
+        configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
+    except Exception as error:  # of YAML, and of each field's own checks
+        raise DatasetError(f"the metadata in its {_CARD} cannot be read: {shortened(sentence(error))}") from error
+    for config in configs if isinstance(configs, list) else []:
+        for text in _texts([config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else [config]):
+            if ":" in text or text.startswith(("/", "~", "\\")) or ".." in re.split(r"[/\\]", text):
+                raise DatasetError(f"its {_CARD} names files outside of the repository: {shortened(text)}")
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
+        yield from _texts(part)
+
+
+def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
+    """Return the paths of a split's files. Raises DatasetError."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(place.repository, config, revision=place.revision)
+    except MemoryError:
+        raise
+    except Exception as error:  # dozens of types, all of which mean that the dataset cannot be loaded
+        text = " ".join(str(error).partition("Example of usage")[0].split())
+        raise DatasetError(f"`datasets` cannot load it: {shortened(text)}") from error
+    splits = builder.config.data_files or {}
+    if split not in splits:
+        raise DatasetError(f"it has no split {split!r}; it has {', '.join(map(str, splits))}")
+    plain = type(builder.config)()
+    names = [field.name for field in fields(plain) if field.name not in _PLACES]
+    if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
+        raise DatasetError(
+            f"its metadata sets {', '.join(options)} for `datasets`, which is not supported: score it with `reflogp score`, or "
+            "upload it as Parquet"
+        )
+    paths = [_path(str(url), place) for url in splits[split]]
+    if len(paths) > MOST_ENTRIES:
+        raise DatasetError(f"its split {split!r} has {len(paths):,} files; {MOST_ENTRIES:,} are supported")
+    return paths
+
+
+def _path(url: str, place: HubPlace) -> str:
+    """Return the path of a file in the repository. Raises DatasetError for a file that is elsewhere or has another format."""
+    path = url.removeprefix(f"{place}/")
+    if path == url or HubFile.parse(f"{HubPlace(place.repository)}/{path}").path != path:
+        raise DatasetError(f"a file is outside of the repository: {shortened(url)}")
+    if dataset_suffix(path) is None:
+        raise DatasetError(f"its file {shortened(path)} does not end in {SUFFIXES_IN_WORDS}")
+    return path
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,292 @@
+"""Datasets of the Hub by name in jobs: the real huggingface_hub and `datasets`, against a server that speaks the Hub's API."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from reflogp.client import Client, NotAllowedError, RequestRefusedError, ServiceUri
+from reflogp.scoring.data.bounds import ReadBounds
+from reflogp.scoring.data.read import RowSource
+from reflogp.scoring.errors import DatasetError
+from reflogp.service.fetch import FetchCancelledError, check_uri, fetch
+from reflogp.service.fetched import DatasetQuota, FetchedFolder
+from reflogp.service.ledger import Ledger
+from reflogp.service.problems import Problem
+from reflogp.service.settings import ServerSettings
+from reflogp.store import UsageError, sequence_keys
+from tests.service.serving import float32, running, settings_file, token_rows
+from tests.store.hub_server import TOKEN, Hub, hub
+from tests.store.s3 import environment_of
+
+BOUNDS = ReadBounds(1 << 20, 1 << 20, 1 << 20)
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  default: true
+  data_files:
+  - split: train
+    path: main/part-*.parquet
+  - split: test
+    path: [main/test.parquet]
+- config_name: extra
+  data_files: extra/*.parquet
+---
+# Pairs
+"""
+SEMICOLONS = b"---\nconfigs:\n- config_name: x\n  data_files: a.csv\n  sep: ';'\n---\n"
+
+
+def numbered(first: int, count: int) -> list[dict]:
+    return [{"prompt": f"{number}", "chosen": "yes", "rejected": "no"} for number in range(first, first + count)]
+
+
+def parquet(rows: list[dict]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+def jsonl(rows: list[dict]) -> bytes:
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Hub]:
+    with hub() as found:
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        settings = {"ENDPOINT": found.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        for name, value in settings.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        for name, value in {"HF_ENDPOINT": found.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}.items():
+            monkeypatch.setenv(name, value)
+        parts = {f"main/part-{part}.parquet": parquet(numbered(10 * part, 10)) for part in range(12)}  # 10 sorts before 2
+        more = {"main/test.parquet": parquet(numbered(900, 4)), "extra/a.parquet": parquet(numbered(700, 3))}
+        found.make("team/prefs", {"README.md": CARD.encode(), **parts, **more})
+        split = {f"data/train-{part:05}-of-00002.jsonl.gz": gzip.compress(jsonl(numbered(part, 1))) for part in range(2)}
+        found.make("team/plain", {**split, "data/test-00000-of-00001.jsonl.gz": gzip.compress(jsonl(numbered(50, 2)))})
+        found.make("team/secret", {"a.jsonl": jsonl(numbered(0, 5))})
+        yield found
+
+
+def allowing(*prefixes: str, **settings) -> ServerSettings:
+    return ServerSettings(store="store", dataset_uris=list(prefixes), **{"max_upload_bytes": 1_000_000, **settings})
+
+
+TEAM = allowing("hf://datasets/team/")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[FetchedFolder]:
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        yield FetchedFolder(tmp_path / "fetched", ledger, DatasetQuota(TEAM.max_uploads_bytes))
+
+
+def fetched(uri: str, folder: FetchedFolder, settings: ServerSettings = TEAM, **more) -> tuple[Path, str]:
+    check_uri(uri, settings, more.get("config"))
+    return fetch(uri, folder, settings, lambda: False, **more)
+
+
+def left(folder: FetchedFolder) -> list[Path]:
+    return list(folder.folder.iterdir())
+
+
+LOAD = """
+import datasets, json, sys
+name, config, split = json.loads(sys.argv[1])
+print(json.dumps(list(datasets.load_dataset(name, config, split=split))))
+"""
+
+
+def rows_of_datasets(name: str, config: str | None, split: str, cache: Path) -> list[dict]:
+    """The rows that `datasets` itself gives for the dataset."""
+    environment = {**os.environ, "HF_HOME": str(cache)}
+    command = [sys.executable, "-c", LOAD, json.dumps([name, config, split])]
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "split", "rows"),
+    [
+        ("team/prefs", None, "train", 120),
+        ("team/prefs", "main", "test", 4),
+        ("team/prefs", "extra", "train", 3),
+        ("team/plain", None, "train", 2),
+        ("team/plain", None, "test", 2),
+    ],
+)
+def test_a_split_has_the_rows_that_datasets_gives_in_their_order(server, folder, name, config, split, rows, tmp_path):
+    path, digest = fetched(f"hf://datasets/{name}", folder, config=config, split=split)
+    assert path == folder.folder / digest and left(folder) == [path]
+    found = [row.columns for row in RowSource(str(path), bounds=BOUNDS)]
+    assert len(found) == rows
+    assert found == rows_of_datasets(name, config, split, tmp_path / "hf")
+
+
+def test_a_revision_names_a_commit(server, folder):
+    first = server.repositories["team/secret"].commits[0][0]
+    server.make("team/secret", {"a.jsonl": jsonl(numbered(100, 7))})
+    counts = [RowSource(str(fetched(f"hf://datasets/team/secret{at}", folder)[0])).count() for at in ("", f"@{first}", "@main")]
+    assert counts == [7, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("uri", "more", "says"),
+    [
+        ("hf://datasets/team/prefs", {"split": "validation"}, "it has no split 'validation'; it has train, test"),
+        ("hf://datasets/team/prefs", {"config": "none"}, "cannot load it: .*'none' not found.*main"),
+        ("hf://datasets/team/nothing", {}, "the token may not read it"),
+        ("hf://datasets/team/prefs@none", {}, "the token may not read it"),
+    ],
+)
+def test_what_is_not_there_is_named(server, folder, uri, more, says):
+    with pytest.raises(DatasetError, match=says):
+        fetched(uri, folder, **more)
+    assert left(folder) == []
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """A port to which nobody may connect."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        yield listening
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "data_files: http://127.0.0.1:PORT/prefs/a.jsonl",
+        "data_files: {train: ['a.jsonl', 'http://127.0.0.1:PORT/prefs/a.jsonl']}",
+        "data_files: [{split: train, path: 'zip://a.jsonl::http://127.0.0.1:PORT/a.zip'}]",
+        "data_files: hf://datasets/team/secret/a.jsonl",
+        "data_files: FILE",
+        "data_files: file:FILE",
+        "data_files: ../secret@main/a.jsonl",
+        "data_dir: hf://datasets/team/secret",
+        "data_dir: ../secret",
+    ],
+)
+def test_a_card_leads_nowhere_else(server, folder, listener, place, end, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(numbered(0, 1)))
+    place = place.replace("PORT", str(listener.getsockname()[1])).replace("FILE", str(tmp_path / "a.jsonl"))
+    card = f"---\nconfigs:\n- config_name: x\n  {place}\n---\n".strip().replace("\n", end)
+    server.make("team/odd", {"README.md": card.encode(), "a.jsonl": jsonl(numbered(0, 1))})
+    with pytest.raises(DatasetError, match="names files outside of the repository"):
+        fetched("hf://datasets/team/odd", folder)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    assert set(server.downloaded) == {"README.md"} and left(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"README.md": SEMICOLONS, "a.csv": b"a;b\n1;2\n"}, "sets sep"),
+        ({"README.md": b"---\nconfigs: [\n---\n", "a.jsonl": b"{}\n"}, "metadata in its README.md cannot be read"),
+        ({"README.md": b"x" * (5 << 20), "a.jsonl": b"{}\n"}, "README.md is longer than"),
+        ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"\.huggingface\.yaml, which is not read here"),
+        ({"a.txt": b"text\n"}, r"a\.txt does not end in"),
+        ({"a@b.jsonl": b"{}\n"}, "is no file of the Hub"),
+        ({"odd.py": b"print()\n"}, "cannot load it"),
+    ],
+)
+def test_what_is_read_in_another_way_is_refused(server, folder, files, says):
+    server.make("team/odd", files)
+    with pytest.raises(DatasetError, match=says):
+        fetched("hf://datasets/team/odd", folder)
+    assert left(folder) == []
+
+
+def test_the_limits_are_for_all_files_together(server, folder):
+    server.make("team/large", {f"train-{part}.jsonl": b"x" * 600_000 for part in range(2)})
+    with pytest.raises(DatasetError, match=r"longer than 1,000,000"):
+        fetched("hf://datasets/team/large", folder)
+    assert left(folder) == [] and folder._room.used == 0
+    path, _ = fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))
+    assert folder._room.used == 1_200_000
+    assert fetched("hf://datasets/team/large", folder, allowing("hf://", max_upload_bytes=1_200_000))[0] == path
+    assert folder._room.used == 1_200_000 and left(folder) == [path]
+
+
+def test_a_split_is_deleted_as_a_whole_and_counted_after_a_restart(server, folder, tmp_path):
+    path, _ = fetched("hf://datasets/team/prefs", folder)
+    (folder.folder / ".partial-of-a-killed-service").mkdir()
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        room = DatasetQuota(TEAM.max_uploads_bytes)
+        again = FetchedFolder(folder.folder, ledger, room)
+        assert left(again) == [path] and room.used == sum(file.stat().st_size for file in path.iterdir())
+        assert again.collect() == 1 and left(again) == [] and room.used == 0
+
+
+def test_a_cancelled_fetch_leaves_nothing(server, folder):
+    """While the process that finds its files runs."""
+    polls = iter([False] * 3)
+    with pytest.raises(FetchCancelledError):
+        fetch("hf://datasets/team/prefs", folder, TEAM, lambda: next(polls, True))
+    assert left(folder) == []
+
+
+def test_only_datasets_of_the_hub_have_a_config():
+    with pytest.raises(Problem, match="has configs") as refused:
+        check_uri("hf://datasets/team/prefs/a.jsonl", TEAM, "main")
+    assert refused.value.status == 422
+    with pytest.raises(Problem, match="may not be fetched") as refused:
+        check_uri("hf://datasets/other/prefs", TEAM, "main")
+    assert refused.value.status == 403
+
+
+@pytest.mark.slow
+def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, reflogp, monkeypatch):
+    """A folder of that name in the service's own folder is not read; in the caller's, it is what the name means."""
+    train, extra, local = (token_rows(count, seed=seed) for count, seed in ((9, 50), (5, 51), (3, 52)))
+    parts = {"main/part-0.parquet": parquet(train[:4]), "main/part-1.parquet": parquet(train[4:])}
+    others = {"main/test.parquet": parquet(local), "extra/a.parquet": parquet(extra)}
+    server.make("team/prefs", {"README.md": CARD.encode(), **parts, **others})
+    here = tmp_path / "team" / "prefs"
+    here.mkdir(parents=True)
+    (here / "rows.jsonl").write_bytes(jsonl(local))
+    settings = {"dataset_uris": ["hf://datasets/team/prefs"], "devices": ["cpu"]}
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, **settings)
+    monkeypatch.chdir(tmp_path)
+    with environment_of({"HF_HOME": str(tmp_path / "hf")}), running("--config", file) as service, Client(service.url) as client:
+        with pytest.raises(UsageError, match="write hf://datasets/ORGANISATION/NAME"):
+            client.submit("team/prefs", "ref")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for dataset, more, rows in (
+            ("team/prefs", {}, train),
+            (ServiceUri("hf://datasets/team/prefs", "extra"), {}, extra),
+            (ServiceUri("hf://datasets/team/prefs@main"), {"split": "test"}, local),
+        ):
+            job = client.watch(client.submit(dataset, "ref", **more).id)
+            assert (job.state, job.summary["rows"], job.summary["bad_rows"]) == ("done", len(rows), 0), job.error
+            keys = pq.read_table(client.result(job.id, tmp_path / "result.parquet"))["chosen_key"].to_pylist()
+            expected = sequence_keys([row["prompt_ids"] for row in rows], [row["chosen_ids"] for row in rows])
+            assert keys == expected.to_pylist()
+        words = ("team/prefs", "--reference", "ref", "--dataset-config", "extra", "--watch", "--json")
+        code, out, err = reflogp("submit", service.url, *words)
+        assert code == 0, err
+        job = json.loads(out)
+        assert (job["dataset"]["config"], job["summary"]["hits"], job["summary"]["scored"]) == ("extra", 10, 0)
+        for refused in ("team/secret", ServiceUri("hf://datasets/team/secret")):
+            with pytest.raises(NotAllowedError, match="may not be fetched: this service fetches nothing from there"):
+                client.submit(refused, "ref")
+        with pytest.raises(RequestRefusedError, match="has configs"):
+            client.submit(ServiceUri("hf://datasets/team/prefs/extra/a.parquet", "extra"), "ref")
+        failed = client.watch(client.submit(ServiceUri("hf://datasets/team/prefs", "none"), "ref").id)
+        assert failed.state == "failed" and "'none' not found" in failed.error
