@@ -302,7 +302,7 @@ def _check_requirement(requirement: Requirement) -> None:
 def _check_docker(words: list[str]) -> None:
     """The files that -f names are there, and what the image is given is a command."""
     _check_files(words)
-    if words[0] == "run" and (arguments := words[words.index("reflogp:cpu") + 1 :]):
+    if words[0] == "run" and "reflogp:cpu" in words and (arguments := words[words.index("reflogp:cpu") + 1 :]):
         parse_reflogp(arguments)
 
 

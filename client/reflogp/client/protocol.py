@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -267,7 +268,7 @@ def error_of(response: httpx.Response) -> ServiceError:
 
 def arguments(call: Call) -> dict[str, Any]:
     """Return the arguments of httpx' `stream` for a call that is sent now, except the body."""
-    headers = {"x-request-id": call.request_id, **call.headers}
+    headers = {"x-request-id": call.request_id, **_trace_context(), **call.headers}
     found: dict[str, Any] = {"method": call.method, "url": call.path, "params": call.params, "headers": headers}
     if call.wait is not None:
         found["timeout"] = httpx.Timeout(call.wait, connect=min(call.wait, CONNECT_SECONDS))
@@ -276,6 +277,19 @@ def arguments(call: Call) -> dict[str, Any]:
         found["params"] = call.params | {"deadline_ms": min(math.ceil(1000 * left), _LONGEST_DEADLINE_MS)}
         found["timeout"] = httpx.Timeout(left + _GRACE, connect=min(left, CONNECT_SECONDS))
     return found
+
+
+def _trace_context() -> dict[str, str]:
+    """Return the headers (traceparent, tracestate) with which a service continues the caller's OpenTelemetry trace.
+
+    Empty if the caller has no active span. A caller that has one has imported opentelemetry, so it is not imported here.
+    """
+    headers: dict[str, str] = {}
+    if "opentelemetry.trace" in sys.modules:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        TraceContextTextMapPropagator().inject(headers)
+    return headers
 
 
 def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:

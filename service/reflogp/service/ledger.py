@@ -53,6 +53,7 @@ create table if not exists job (
 create unique index if not exists job_identity on job (identity);
 create index if not exists job_line on job (state, priority desc, number);
 create table if not exists cancellation (job text primary key) strict;  -- running jobs that were cancelled
+create table if not exists origin (job text primary key, request text, traceparent text) strict;  -- the submitting request
 create table if not exists upload (
     name text primary key, file text not null, bytes integer not null, sha256 text not null, uploaded_at text not null
 ) strict;
@@ -75,6 +76,7 @@ class Submission:
             submission creates a new job once the earlier job is done. So does a submission without an Idempotency-Key if rows
             of the earlier job name images as files, which are no part of the dataset's content.
         source: what the worker will read.
+        request, traceparent: X-Request-Id and W3C trace context of the submitting request.
     """
 
     identity: str
@@ -85,6 +87,8 @@ class Submission:
     reference_id: str
     submitted_by: str
     lasting: bool = True
+    request: str | None = None
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Claim:
         deaths: workers that died since the job last made progress.
         suspects: keys (hex) of sequences, one of which may have killed a worker. They are scored in ever smaller groups.
         poison: keys (hex) that killed a worker, each with the reason. They are not scored again.
+        request, traceparent: see Submission; those of the last submission that queued the job.
     """
 
     id: str
@@ -105,6 +110,8 @@ class Claim:
     deaths: int = 0
     suspects: list[str] = field(default_factory=list)
     poison: dict[str, str] = field(default_factory=dict)
+    request: str | None = None
+    traceparent: str | None = None
 
 
 class Ledger:
@@ -159,6 +166,7 @@ class Ledger:
                 if known["state"] in ("failed", "cancelled"):  # the same content may have another path or URI now
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
+                    _set_origin(db, known["id"], asked)
                 _retry(db, known["id"])
                 return _job(db, known["id"]), False
             job = secrets.token_hex(8)
@@ -178,6 +186,7 @@ class Ledger:
                     _now(),
                 ],
             )
+            _set_origin(db, job, asked)
             return _job(db, job), True
 
         return self._file.write(submit)
@@ -249,7 +258,7 @@ class Ledger:
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
 
-        def claim(db: sqlite3.Connection) -> sqlite3.Row | None:
+        def claim(db: sqlite3.Connection) -> Claim | None:
             query = f"select * from job where {ready} order by priority desc, number limit 1"
             first: sqlite3.Row | None = db.execute(query, [*but]).fetchone()
             if first is None:
@@ -265,10 +274,10 @@ class Ledger:
                 " where id = ?",
                 [_now(), chosen["id"]],
             )
-            return chosen
+            origin = db.execute("select request, traceparent from origin where job = ?", [chosen["id"]]).fetchone()
+            return _as_claim(chosen, origin)
 
-        chosen = self._file.write(claim)
-        return None if chosen is None else _as_claim(chosen)
+        return self._file.write(claim)
 
     def cancel(self, job: str) -> JobState | None:
         """Cancel a job: a queued one at once, a running one when its worker gives it back or dies.
@@ -414,6 +423,7 @@ class Ledger:
         def forget(db: sqlite3.Connection) -> None:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
             db.executemany(query, [[job] for job in jobs])
+            db.execute("delete from origin where job not in (select id from job)")
 
         self._file.write(forget)
 
@@ -502,7 +512,12 @@ def _forget_file(db: sqlite3.Connection, job: str) -> None:
     )
 
 
-def _as_claim(row: sqlite3.Row) -> Claim:
+def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
+    db.execute("insert or replace into origin values (?, ?, ?)", [job, asked.request, asked.traceparent])
+
+
+def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
+    """Return a job as a claim. Jobs of an older reflogp have no origin."""
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),
@@ -512,6 +527,7 @@ def _as_claim(row: sqlite3.Row) -> Claim:
         row["deaths"],
         json.loads(row["suspects"]),
         json.loads(row["poison"]),
+        *(origin or (None, None)),
     )
 
 

@@ -36,6 +36,7 @@ from reflogp.service.pending_writes import PendingWrites
 from reflogp.service.pool import Pool, WorkerHandle
 from reflogp.service.problems import Problem
 from reflogp.service.registry import ReferenceRegistry
+from reflogp.service.request_ids import request_id, traceparent
 from reflogp.service.roots import resolve_path, root_of
 from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
@@ -205,6 +206,8 @@ class Precompute:
             reference_id=reference.reference_id,
             submitted_by=who,
             lasting=idempotency_key is not None or "digest" in source,
+            request=request_id(),
+            traceparent=traceparent(),
         )
         try:
             job, new = await to_thread.run_sync(self._ledger.submit, submission)
@@ -519,6 +522,8 @@ class Precompute:
             report=str(self._report_file(claim.id)),
             suspects=claim.suspects,
             poison=claim.poison,
+            request=claim.request,
+            traceparent=claim.traceparent,
         )
         logger.info("job begins on worker %d", worker.number, extra={"job": claim.id})
         running.began = True

@@ -1,4 +1,7 @@
-"""Give every request an id, chosen by its caller or here, which its response and the log lines about it have: X-Request-Id."""
+"""Give every request an id, chosen by its caller or here, which its response and the log lines about it have: X-Request-Id.
+
+Also keep the W3C trace context (traceparent) that its caller sent, from which the trace of a job goes on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "X-Request-Id"
 #: What a caller may choose; anything else could not be searched for in a log.
 _CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+#: A traceparent of any version of the W3C's trace context that begins as version 00.
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 _current: ContextVar[str | None] = ContextVar("request_id", default=None)
+_traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 def request_id() -> str | None:
@@ -21,8 +27,13 @@ def request_id() -> str | None:
     return _current.get()
 
 
+def traceparent() -> str | None:
+    """Return the trace context of the request that is handled here; None if its caller sent none."""
+    return _traceparent.get()
+
+
 class RequestIds:
-    """ASGI middleware that sets the request's id and adds it to the response, including errors."""
+    """ASGI middleware that sets the request's id and adds it to the response, including errors; keeps its trace context."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,7 +42,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        chosen = Headers(scope=scope).get(HEADER, "")
+        headers = Headers(scope=scope)
+        chosen, parent = headers.get(HEADER, ""), headers.get("traceparent", "")
         own = chosen if _CHOSEN.fullmatch(chosen) else uuid.uuid4().hex
 
         async def with_id(message: Message) -> None:
@@ -39,11 +51,12 @@ class RequestIds:
                 MutableHeaders(scope=message)[HEADER] = own
             await send(message)
 
-        token = _current.set(own)
+        tokens = _current.set(own), _traceparent.set(parent if _TRACEPARENT.fullmatch(parent) else None)
         try:
             await self._app(scope, receive, with_id)
         finally:
-            _current.reset(token)
+            _current.reset(tokens[0])
+            _traceparent.reset(tokens[1])
 
 
 def add_request_id(record: logging.LogRecord) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.image_decoder import ImageDecoder
@@ -24,6 +25,7 @@ from reflogp.scoring.data.row_process import Ids, RowLimits, RowTokenizer, Token
 from reflogp.scoring.data.shape import Format, RowError, RowLimitError, detect_format, output_columns, token_row
 from reflogp.scoring.data.tokenizer_files import open_tokenizer
 from reflogp.scoring.errors import DatasetError, TokenizerError
+from reflogp.scoring.tracing import span, traced
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import UsageError, resolve_model
 from reflogp.store.media import IMAGE_COLUMNS
@@ -52,6 +54,10 @@ class TokenizedRows:
     limited: bool = False
     images: list[tuple[RowImage, ...]] = field(default_factory=list)
     vision: VisionProcessor | None = None
+
+    def tokens(self) -> int:
+        """Return the number of tokens of all prompts and completions."""
+        return sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in self.table.columns[1:])
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -98,7 +104,7 @@ def tokenize_dataset(
     children: RowTokenizer | None = None
     images: _Images | None = None
     with ExitStack() as stack:
-        for rows in batched(source, window):
+        for rows in traced("read", batched(source, window), lambda rows: {"rows": len(rows)}):
             if outputs is None and any(row.columns is not None for row in rows):
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
@@ -116,7 +122,10 @@ def tokenize_dataset(
                 problems = {row.number: shortened(row.problem or "") for row in rows}
                 yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
                 continue
-            yield _tokenize_window(rows, children, outputs, check, images)
+            with span("tokenise", rows=len(rows)) as tokenising:
+                tokenized = _tokenize_window(rows, children, outputs, check, images)
+                tokenising.set(tokens=tokenized.tokens())
+            yield tokenized
     if outputs is None:
         raise DatasetError(f"{source.name} has no readable row; {why}")
 

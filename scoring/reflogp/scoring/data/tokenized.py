@@ -26,6 +26,7 @@ from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import Format
 from reflogp.scoring.data.tokenize import TokenizedRows, tokenize_dataset
+from reflogp.scoring.tracing import traced
 from reflogp.scoring.vision import VisionProcessor
 
 
@@ -113,7 +114,9 @@ class TokenizedDataset:
     def __iter__(self) -> Iterator[TokenizedRows]:
         if self._kept is None:
             return self._tokenized()
-        return _read(self._kept) if self._kept.is_file() else self._tokenized_and_kept(self._kept)
+        if not self._kept.is_file():
+            return self._tokenized_and_kept(self._kept)
+        return traced("read", _read(self._kept), lambda window: {"rows": len(window.table), "tokens": window.tokens()})
 
     def _tokenized(self) -> Iterator[TokenizedRows]:
         yield from tokenize_dataset(

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp.scoring.torch_engine.sequences import Logps, Sequence
+from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
@@ -48,13 +49,15 @@ class Committer:
 
         Raises the errors of LogprobTable.append.
         """
-        rows = shard_table(
-            keys,
-            np.array([len(sequence.prompt_ids) for sequence in sequences], np.int32),
-            completion_lens,
-            pa.array(logps, pa.list_(pa.float32())),
-            provenance,
-        )
-        snapshot = self._table.append(rows).snapshot
-        compact_if_many(self._table, self._small_shards)
+        with span("commit", sequences=len(sequences), tokens=sum(map(len, sequences))) as commit:
+            rows = shard_table(
+                keys,
+                np.array([len(sequence.prompt_ids) for sequence in sequences], np.int32),
+                completion_lens,
+                pa.array(logps, pa.list_(pa.float32())),
+                provenance,
+            )
+            snapshot = self._table.append(rows).snapshot
+            commit.set(snapshot=snapshot)
+            compact_if_many(self._table, self._small_shards)
         return snapshot

@@ -10,6 +10,7 @@ from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Scored, ScoringPipeline
+from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
 #: Seconds between two checks whether there is room for a group.
@@ -104,7 +105,8 @@ class LocalScorer:
     def _begin(self) -> tuple[ScoringPipeline, Engine]:
         if self._engine is None or self._computing is None:
             assert self._table is not None, "opened before"
-            self._engine = self._make_engine()
+            with span("load model"):
+                self._engine = self._make_engine()
             self._work.workers = 1
             self._work.provenance = {"reflogp": version("reflogp"), **self._engine.provenance()}
             self._computing = ScoringPipeline(

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from reflogp.scoring.engines import Engine
 from reflogp.scoring.runs.committer import COMMIT_SECONDS, COMMIT_SEQUENCES, Committer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
+from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
 #: Most groups that wait for the engine, and most passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
@@ -103,8 +105,8 @@ class ScoringPipeline:
         self._done: list[tuple[Miss, Logps]] = []
         self._since = 0.0
         self._threads = [
-            threading.Thread(target=self._compute, name="reflogp-engine", daemon=True),
-            threading.Thread(target=self._commit_passes, name="reflogp-commit", daemon=True),
+            threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)  # spans are the caller's
+            for work, name in ((self._compute, "reflogp-engine"), (self._commit_passes, "reflogp-commit"))
         ]
         for thread in self._threads:
             thread.start()
@@ -147,7 +149,7 @@ class ScoringPipeline:
             with closing(self._engine.flow(self._groups)) as flow:
                 since = time.monotonic()
                 while not self._stopped.is_set():
-                    landed = next(flow, None)
+                    landed = self._land(flow)
                     if landed is None:
                         break
                     if not landed:
@@ -157,10 +159,21 @@ class ScoringPipeline:
                     now = time.monotonic()
                     self.seconds += now - since  # includes waiting for a commit: the device computes meanwhile
                     since = now
-                    self._passes.put([(*self._groups.computed(number), outcome) for number, outcome in landed])
+                    self._passes.put(landed)
         except BaseException as caught:
             error = caught
         self._passes.put(Ended(error))
+
+    def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
+        """Return the outcomes of the engine's next pass; an empty list if it has no group, None after the last pass."""
+        with span("score") as scoring:
+            numbered = next(flow, None)
+            if not numbered:
+                scoring.discard()
+                return None if numbered is None else []
+            landed = [(*self._groups.computed(number), outcome) for number, outcome in numbered]
+            scoring.set(sequences=len(landed), tokens=sum(len(miss.sequence) for miss, _, _ in landed))
+        return landed
 
     def _commit_passes(self) -> None:
         """Commit until the engine has ended; if the store fails, only wait for the engine to end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +18,8 @@ _LOOK_SECONDS = 0.1
 class Prefetch(Generic[T]):
     """Items of an iterable, made ahead in a thread; a context manager, which ends the thread.
 
+    The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
+
     Args:
         items: the iterable; it is iterated and closed in the thread.
         depth: maximum number of finished items that wait. One more may be in preparation.
@@ -27,7 +30,7 @@ class Prefetch(Generic[T]):
         self._items = items
         self._made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._make, name=name, daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._make,), name=name, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Prefetch[T]:

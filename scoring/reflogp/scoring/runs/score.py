@@ -16,16 +16,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from reflogp.scoring.data.tokenize import TokenizedRows
-from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.data.tokenized import StoppedError, TokenizedDataset
 from reflogp.scoring.errors import OtherEngineError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.pending import Miss, Scorer
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
+from reflogp.scoring.tracing import run_span, span
 from reflogp.store import LogprobTable, Reference, Snapshot, Store
 from reflogp.store.joins import completion_columns
 from reflogp.store.snapshot import Found
-from reflogp.store.texts import counted, short_repr
+from reflogp.store.texts import counted, hide_secrets, short_repr
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
 #: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
@@ -34,6 +35,8 @@ _WINDOWS_AHEAD = 2
 _IMAGE_BYTES = 256 << 20
 #: Most keys of failed sequences that are remembered.
 _FAILED_KEYS = 10_000
+#: Counts of a summary that the root span of its trace has.
+_TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
 #: Most row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
 
@@ -150,24 +153,33 @@ def score_dataset(
     settings = settings or TrainerSettings()
     check_truncation(settings.max_length, settings.truncation_mode)
     started = time.monotonic()
-    table = store.create_table(reference)
-    before = table.snapshot()
-    before.require_whole()  # values of a damaged shard could be stored again, slightly different
-    summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
-    run = _Run(table, before, scorer, summary, watcher, strict_engine)
-    scorer.open(table)
-    looked_up = _looked_up(dataset, before, settings)
-    with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
-        try:
-            for window in windows_ahead.items(lambda: scorer.tell(run)):
-                run.take(window)
-            run.finish()
-        except BaseException:
-            dataset.stop()
-            scorer.stop()
-            raise
-    summary.seconds = time.monotonic() - started
-    run.close()
+    with run_span(
+        "reflogp score",
+        stops=(StoppedError,),
+        flush_at_end=True,
+        reference_id=reference.reference_id,
+        store=hide_secrets(store.uri),
+    ) as root:
+        table = store.create_table(reference)
+        before = table.snapshot()
+        before.require_whole()  # values of a damaged shard could be stored again, slightly different
+        summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
+        run = _Run(table, before, scorer, summary, watcher, strict_engine)
+        scorer.open(table)
+        looked_up = _looked_up(dataset, before, settings)
+        with Prefetch(looked_up, _WINDOWS_AHEAD, "reflogp-read") as windows_ahead:
+            try:
+                for window in windows_ahead.items(lambda: scorer.tell(run)):
+                    run.take(window)
+                run.finish()
+            except BaseException:
+                dataset.stop()
+                scorer.stop()
+                raise
+            finally:
+                root.set(**{name: getattr(summary, name) for name in _TRACED})
+        summary.seconds = time.monotonic() - started
+        run.close()
     return summary
 
 
@@ -203,8 +215,12 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
         columns = list(completion_columns(window.table.column_names)) if len(window.table) else []
         cut = settings.max_length, settings.truncation_mode
-        views = [windows(window.table["prompt_ids"], window.table[c], *cut) for c in columns]
-        keys = [view.keys() for view in views]
+        with span("look up", rows=len(window.table)) as looking_up:
+            views = [windows(window.table["prompt_ids"], window.table[c], *cut) for c in columns]
+            keys = [view.keys() for view in views]
+            looked_up = [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)]
+            hits = sum(int((found.lengths >= view.needed).sum()) for view, _, found in looked_up)
+            looking_up.set(sequences=sum(map(len, keys)), hits=hits)
         yield _Window(
             rows_in_all,
             len(window.table.column_names) - 2,  # all but row and prompt_ids
@@ -212,7 +228,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             window.problems,
             window.table["row"].to_numpy(),
             pc.list_value_length(window.table["prompt_ids"]).to_numpy() == 0,
-            [(view, own, before.find(own)) for view, own in zip(views, keys, strict=True)],
+            looked_up,
             images_for_engine(window),
         )
 

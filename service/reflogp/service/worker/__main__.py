@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from reflogp.scoring import tracing
 from reflogp.scoring.data.bounds import ReadBounds
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
@@ -404,8 +405,10 @@ def main() -> None:
         worker.keep_what_is_computed()
         worker.send({"op": "dying", "error": text})
         logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
+        tracing.flush()
         os._exit(1)
     out.flush()
+    tracing.flush()
     os._exit(0)
 
 

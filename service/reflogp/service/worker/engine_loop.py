@@ -202,7 +202,7 @@ class EngineLoop:
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
             if self._is_lost:
-                raise DeviceLostError
+                raise DeviceLostError("an earlier pass failed")
             if self._work is not None:  # left by a job that was abandoned while the loop was busy
                 self._work.out.put(ModelUnloadedError())
             self._work = work
@@ -244,11 +244,11 @@ class EngineLoop:
         """
         try:
             self._take_turns()
-        except BaseException:
+        except BaseException as error:
             with self._changed:
                 self._is_lost = True
                 if self._work is not None:
-                    self._work.out.put(DeviceLostError())
+                    self._work.out.put(DeviceLostError(str(error)))
             raise
 
     def _take_turns(self) -> None:

@@ -19,20 +19,21 @@ from reflogp.scoring.data.confined_paths import OpenDataset, image_below
 from reflogp.scoring.data.read import RowSource
 from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.data.tokenized import TokenizedDataset, cache_name, delete_oldest
+from reflogp.scoring.data.tokenized import StoppedError, TokenizedDataset, cache_name, delete_oldest
 from reflogp.scoring.data.tokenizer_files import TokenizerRef
 from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import ScoreSummary, score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer, Workers
+from reflogp.scoring.tracing import run_span, span
 from reflogp.scoring.vision import VisionProcessor
-from reflogp.service.worker.engine_loop import EngineLoop
+from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError
 from reflogp.service.worker.job_engine import JobEngine
 from reflogp.service.worker.protocol import JobOrder
 from reflogp.service.worker.result import write_result
 from reflogp.store import ContentMismatchError, FileChangedError, Reference, Store
-from reflogp.store.texts import shortened
+from reflogp.store.texts import hide_secrets, shortened
 from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
@@ -216,15 +217,24 @@ def run_job(
         JobStoppedError, ModelUnloadedError: the job is to continue later, or not at all.
         ReflogpError: the job failed.
     """
-    for attempt in range(_ATTEMPTS):
-        progress = Progress(job)
-        try:
-            summary, image_files = _attempt(order, place, model, loop, helpers, job, progress)
-            break
-        except FileChangedError as error:
-            if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
-                raise
-            logger.info("the job begins again: %s", error, extra={"job": order.job})
+    with run_span(
+        "reflogp job",
+        order.traceparent,
+        stops=(JobStoppedError, ModelUnloadedError, StoppedError),
+        job_id=order.job,
+        request_id=order.request,
+        reference_id=order.reference_id,
+        store=hide_secrets(place.store.uri),
+    ):
+        for attempt in range(_ATTEMPTS):
+            progress = Progress(job)
+            try:
+                summary, image_files = _attempt(order, place, model, loop, helpers, job, progress)
+                break
+            except FileChangedError as error:
+                if isinstance(error, ContentMismatchError) or attempt == _ATTEMPTS - 1:
+                    raise
+                logger.info("the job begins again: %s", error, extra={"job": order.job})
     delete_oldest(place.tokens, place.max_tokens_bytes)
     progress.finish(summary.sequences, summary.hits)
     return asdict(summary) | {"image_files": image_files}
@@ -287,15 +297,16 @@ def _attempt(
                 settings=settings,
                 watcher=progress,
             )
-            write_result(
-                dataset,
-                place.store.table(reference.reference_id).snapshot(),
-                settings,
-                progress.problems,
-                Path(order.result),
-                Path(order.report),
-                job.check,
-            )
+            with span("write result"):
+                write_result(
+                    dataset,
+                    place.store.table(reference.reference_id).snapshot(),
+                    settings,
+                    progress.problems,
+                    Path(order.result),
+                    Path(order.report),
+                    job.check,
+                )
         except DatasetError as error:
             files.check()  # report a changed file rather than the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error

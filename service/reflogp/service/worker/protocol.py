@@ -97,6 +97,7 @@ class JobOrder:
         root: allowed root that contains the dataset, and that others may write to; None for a file in the service's own folder.
         result, report: files to write.
         suspects, poison: see JobEngine.
+        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job; None if not known.
     """
 
     job: str
@@ -113,6 +114,8 @@ class JobOrder:
     report: str
     suspects: list[str]
     poison: dict[str, str]
+    request: str | None
+    traceparent: str | None
 
 
 #: Tables of a request (SEQUENCES) and of its response (OUTCOMES), in the same order; values are null where there is an error.

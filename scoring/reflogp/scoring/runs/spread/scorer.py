@@ -22,6 +22,7 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss, OutcomeCallbacks, Work
 from reflogp.scoring.runs.spread.unit_queue import LEAST, Rate, Unit, UnitQueue, unit_size
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, are_stored, encode
+from reflogp.scoring.tracing import record
 from reflogp.store import LogprobTable, ReflogpError, UsageError
 
 #: Number of workers in a row that may die before they are ready; after that no further worker is started.
@@ -351,6 +352,9 @@ class ParallelScorer:
         self._note_idle()
         self._work.operations += answer["operations"]
         now = time.monotonic()
+        tokens = sum(len(miss.sequence) for miss in unit.misses)
+        where = {"worker": member.name, "snapshot": answer["snapshot"]}
+        record("score and commit", now - sent_at, sequences=len(unit.misses), tokens=tokens, **where)
         if not unit.again:  # part of a retried unit may have been stored already
             self._rate.add(len(unit.misses), now - max(sent_at, member.landed_at))
         member.landed_at = now

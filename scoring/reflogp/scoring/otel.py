@@ -1,0 +1,239 @@
+"""Make the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP. `tracing` says when.
+
+The SDK's own batch processor is not used: it starts a thread in every forked child, and children that read untrusted data are
+forked from a run's process. It also waits for the collector without a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from reflogp.store.texts import hide_secrets, shortened
+
+#: Most spans of one name in a run. Further ones only count in the root span's attributes.
+MOST_SPANS = 1000
+#: Most spans that wait for the collector; further ones are dropped. A run makes at most some thousands.
+_MOST_WAITING = 8192
+#: Most spans in a request to the collector, and the seconds that ended spans wait for others to be sent with.
+_BATCH, _BATCH_SECONDS = 512, 1.0
+
+Attributes = Mapping[str, str | int | float | None]
+
+
+class Sender(SpanProcessor):
+    """Sends ended spans in a thread of its own, so that nobody waits for the collector."""
+
+    def __init__(self) -> None:
+        self._exporter = OTLPSpanExporter()
+        self._reasons = _Reasons()
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(self._reasons)
+        self._waiting: deque[ReadableSpan] = deque()
+        self._sending = self._hurrying = self._complained = False
+        self._changed = threading.Condition()
+        named = Resource.create({"service.name": "reflogp", "service.version": version("reflogp")})
+        provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
+        provider.add_span_processor(self)
+        self._tracer = provider.get_tracer("reflogp", version("reflogp"))
+        threading.Thread(target=self._send, name="reflogp-traces", daemon=True).start()
+
+    def begin(self, name: str, parent: str | None, stops: tuple[type[BaseException], ...], ids: Attributes) -> TracedRun:
+        """Begin a run; see `tracing.run_span`."""
+        context = None if parent is None else TraceContextTextMapPropagator().extract({"traceparent": parent})
+        return TracedRun(self._tracer, self._tracer.start_span(name, context), stops, ids)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a span. Called by the SDK."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        with self._changed:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(span)
+            self._changed.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Wait up to `seconds` until the spans that have ended are sent or dropped."""
+        with self._changed:
+            self._hurrying = True
+            self._changed.notify_all()
+            is_done = self._changed.wait_for(lambda: not self._waiting and not self._sending, seconds)
+            self._hurrying = False
+        if not is_done:
+            self._complain()
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: bool(self._waiting))
+                self._changed.wait_for(lambda: self._hurrying or len(self._waiting) >= _BATCH, _BATCH_SECONDS)
+                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+                self._sending = True
+            self._reasons.first = ""
+            if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+                self._complained = False
+            else:
+                self._complain()
+
+    def _complain(self) -> None:
+        """Warn that spans are lost, once until the collector takes some again."""
+        with self._changed:
+            if self._complained:
+                return
+            self._complained = True
+        reason = hide_secrets(shortened(self._reasons.first or "it does not answer"))
+        warnings.warn(f"the collector does not take traces, so spans are lost; work goes on ({reason})", stacklevel=1)
+
+
+class _Reasons(logging.Filter):
+    """Keeps the exporter's messages out of the log, where a collector that is down would add a line every second.
+
+    Attributes:
+        first: the first message about a request.
+    """
+
+    first = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.first = self.first or record.getMessage()
+        return False
+
+
+class StartedSpan:
+    """A span that has begun; see `tracing.Span`.
+
+    Attributes:
+        span: the SDK's span; INVALID_SPAN for a stage that is only counted.
+        discarded: True after `discard`.
+
+    Args:
+        span: see above.
+        started: when it began, in nanoseconds since 1970.
+    """
+
+    def __init__(self, span: trace.Span, started: int) -> None:
+        self.span = span
+        self.discarded = False
+        self._started = started
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def set(self, **attributes: str | int | float | None) -> None:
+        """Set attributes, whose names get the prefix `reflogp.`; None is left out."""
+        self.span.set_attributes({f"reflogp.{name}": value for name, value in attributes.items() if value is not None})
+
+    def discard(self) -> None:
+        """Do not send this span."""
+        self.discarded = True
+
+    def end(self, ended: int | None = None) -> float:
+        """End the span, once; return its seconds, 0 if it had ended before or was discarded."""
+        with self._lock:
+            if self._ended or self.discarded:
+                return 0.0
+            self._ended = True
+        ended = time.time_ns() if ended is None else ended
+        self.span.end(ended)
+        return (ended - self._started) / 1e9
+
+
+class TracedRun:
+    """A run that is traced: its root span, and its stages, which may be in several threads.
+
+    Args:
+        tracer: makes the spans.
+        root: the root span.
+        stops: exceptions that end the run without being errors.
+        ids: attributes of every span.
+
+    Attributes:
+        root: the root span.
+    """
+
+    def __init__(self, tracer: trace.Tracer, root: trace.Span, stops: tuple[type[BaseException], ...], ids: Attributes) -> None:
+        self.root = StartedSpan(root, time.time_ns())
+        self._tracer = tracer
+        self._stops = stops
+        self._ids = ids
+        self._lock = threading.Lock()
+        self._open: set[StartedSpan] = set()
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.root.set(**ids)
+
+    @contextmanager
+    def is_current(self) -> Iterator[None]:
+        """Make the root the parent of the spans that this thread starts in the block."""
+        with trace.use_span(self.root.span, record_exception=False, set_status_on_exception=False):
+            yield
+
+    @contextmanager
+    def stage(self, name: str, attributes: Attributes) -> Iterator[StartedSpan]:
+        """Trace a stage for the time of a `with` block."""
+        stage = self._begin(name, attributes)
+        above = stage.span if stage.span is not trace.INVALID_SPAN else trace.get_current_span()
+        try:
+            with trace.use_span(above, record_exception=False, set_status_on_exception=False):
+                yield stage
+        except BaseException as error:
+            self._describe(stage, error)
+            raise
+        finally:
+            self._close(name, stage)
+
+    def record(self, name: str, started: int, ended: int, attributes: Attributes) -> None:
+        """Record a stage with its start and its end, in nanoseconds since 1970."""
+        self._close(name, self._begin(name, attributes, started), ended)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the root span, and stages whose threads still run; do nothing if the run has ended."""
+        with self._lock:
+            left, self._open = [*self._open, self.root], set()
+            for name, count in (+self._counts).items():  # without names of which all spans were discarded
+                key = name.replace(" ", "_")
+                self.root.set(**{f"{key}.count": count, f"{key}.seconds": self._seconds[name]})
+        for stage in left:
+            if error is not None:
+                self._describe(stage, error)
+            stage.end()
+
+    def _begin(self, name: str, attributes: Attributes, started: int | None = None) -> StartedSpan:
+        with self._lock:
+            is_sent = self._counts[name] < MOST_SPANS
+            self._counts[name] += 1
+            begun = time.time_ns() if started is None else started
+            stage = StartedSpan(self._tracer.start_span(name, start_time=begun) if is_sent else trace.INVALID_SPAN, begun)
+            self._open.add(stage)
+        stage.set(**self._ids)
+        stage.set(**attributes)
+        return stage
+
+    def _close(self, name: str, stage: StartedSpan, ended: int | None = None) -> None:
+        seconds = stage.end(ended)
+        with self._lock:
+            self._open.discard(stage)
+            self._counts[name] -= stage.discarded
+            self._seconds[name] += seconds
+
+    def _describe(self, stage: StartedSpan, error: BaseException) -> None:
+        """Record why a span ended early: as a status, unless the run was merely stopped."""
+        text = hide_secrets(shortened(str(error) or type(error).__name__))
+        if isinstance(error, self._stops):
+            stage.set(stopped=text)
+        else:
+            stage.span.set_attribute("error.type", type(error).__name__)
+            stage.span.set_status(trace.Status(trace.StatusCode.ERROR, text))

@@ -1,0 +1,201 @@
+"""Trace scoring runs with OpenTelemetry: `run_span` opens the root span of a run, `span` and the others its stages.
+
+Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. Otherwise, and outside of a run,
+nothing here does anything, and opentelemetry is not imported.
+
+A thread of a run must run in a copy of the context of the thread that starts it (contextvars.copy_context), so that its spans
+are children of that thread's span.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from reflogp.scoring.otel import Sender, TracedRun
+
+T = TypeVar("T")
+
+#: The most seconds that the end of a run, and of a process, waits for the collector.
+FLUSH_SECONDS = 5.0
+#: The protocol that the `otel` extra speaks.
+_PROTOCOL = "http/protobuf"
+
+
+class Span(Protocol):
+    """A span of a trace, or a stand-in while nothing is traced."""
+
+    def set(self, **attributes: str | int | float | None) -> None:
+        """Set attributes, whose names get the prefix `reflogp.`; None is left out."""
+
+    def discard(self) -> None:
+        """Do not send this span."""
+
+
+class _NoSpan:
+    def set(self, **attributes: str | int | float | None) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+_NO_SPAN = _NoSpan()
+_run: ContextVar[TracedRun | None] = ContextVar("traced_run", default=None)
+_connecting = threading.Lock()
+_senders: list[Sender | None] = []  # one entry after the first traced run; None if traces cannot be sent
+
+
+@contextmanager
+def run_span(
+    name: str,
+    parent: str | None = None,
+    stops: tuple[type[BaseException], ...] = (),
+    flush_at_end: bool = False,
+    **ids: str | int | None,
+) -> Iterator[Span]:
+    """Trace a run for the time of a `with` block; within another run, yield that run's root span.
+
+    Args:
+        name: name of the root span.
+        parent: W3C traceparent of the span that caused the run. None continues the caller's trace, if it has one.
+        stops: exceptions that end the run without being errors.
+        flush_at_end: wait up to FLUSH_SECONDS until the collector has the spans. Until then SIGTERM, if it would end the
+            process, ends the spans and sends them first.
+        ids: attributes of every span of the run.
+    """
+    around = _run.get()
+    if around is not None:
+        yield around.root
+        return
+    sender = _sender()
+    if sender is None:
+        yield _NO_SPAN
+        return
+    run = sender.begin(name, parent, stops, ids)
+    token = _run.set(run)
+    try:
+        with run.is_current(), _sigterm(run, sender) if flush_at_end else nullcontext():
+            yield run.root
+    except BaseException as error:
+        run.end(error)
+        raise
+    else:
+        run.end(None)
+    finally:
+        _run.reset(token)
+        if flush_at_end:
+            sender.flush(FLUSH_SECONDS)
+
+
+@contextmanager
+def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
+    """Trace a stage of the run for the time of a `with` block. An exception is recorded as the span's status."""
+    run = _run.get()
+    if run is None:
+        yield _NO_SPAN
+        return
+    with run.stage(name, attributes) as stage:
+        yield stage
+
+
+def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
+    """Yield the items. The making of each is a span, whose attributes `describe` returns."""
+    iterator = iter(items)
+    while True:
+        with span(name) as making:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                making.discard()
+                return
+            making.set(**describe(item))
+        yield item
+
+
+def record(name: str, seconds: float, **attributes: str | int | float | None) -> None:
+    """Record a stage of the run that took these seconds and ends now."""
+    run = _run.get()
+    if run is not None:
+        ended = time.time_ns()
+        run.record(name, ended - int(seconds * 1e9), ended, attributes)
+
+
+def flush() -> None:
+    """Wait up to FLUSH_SECONDS until the collector has all spans that have ended."""
+    for sender in _senders:
+        if sender is not None:
+            sender.flush(FLUSH_SECONDS)
+
+
+def _sender() -> Sender | None:
+    """Return what sends spans to the collector; None if no traces are wanted or they cannot be sent. Warns once."""
+    named = [name for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if os.environ.get(name)]
+    if not named:
+        return None
+    with _connecting:
+        if not _senders:
+            _senders.append(_connect(named[0]))
+        return _senders[0]
+
+
+def _connect(named: str) -> Sender | None:
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        protocol = os.environ.get(name)
+        if protocol and protocol != _PROTOCOL:
+            warnings.warn(
+                f"{name} is {protocol}, so no traces are sent: reflogp sends them by {_PROTOCOL}; set it to that, and "
+                f"{named} to the collector's HTTP port (4318 by default)",
+                stacklevel=2,
+            )
+            return None
+        if protocol:
+            break
+    try:
+        from reflogp.scoring.otel import Sender
+    except ImportError as error:
+        warnings.warn(
+            f"{named} is set, but no traces are sent, because the otel extra is not installed: pip install 'reflogp[otel]' "
+            f"({error})",
+            stacklevel=2,
+        )
+        return None
+    try:
+        return Sender()
+    except (ValueError, OSError) as error:
+        warnings.warn(f"no traces are sent, because of an OTEL_… variable that cannot be used: {error}", stacklevel=2)
+        return None
+
+
+@contextmanager
+def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
+    """For the time of the block: if SIGTERM would end the process, end and send the spans first."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def send() -> None:
+        run.end(InterruptedError("SIGTERM ended the process"))
+        sender.flush(FLUSH_SECONDS)
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        # In a thread of its own, because the interrupted code may hold a lock that is needed here.
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(FLUSH_SECONDS)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

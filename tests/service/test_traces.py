@@ -1,0 +1,203 @@
+"""Traces of jobs: a real client, a real service with its worker, and a real collector, which gets the spans."""
+
+import os
+import time
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import format_span_id, format_trace_id
+
+from reflogp.client import Client
+from reflogp.store import describe_reference
+from tests.collector import collector
+from tests.conftest import write_rows
+from tests.scoring.deadly import POISON, deadly_model
+from tests.service.serving import float32, running, settings_file, token_rows, wait_until
+
+ROWS = 2600  # three windows
+
+
+@pytest.fixture(scope="module")
+def taken():
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(reference_folder, tmp_path_factory, taken):
+    folder = tmp_path_factory.mktemp("traces")
+    models = {"ref": float32(reference_folder)}
+    models["lost"] = {**float32(folder / "lost"), "trust_remote_code": True}
+    deadly_model(reference_folder, folder / "lost", raises="the forward failed: token=hush")
+    file = settings_file(folder, folder / "store", models, dataset_roots=[str(folder)], token_budget=4096)
+    before = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = taken.url
+    try:
+        with running("--config", file) as service:
+            service.folder = folder
+            service.worker_ready()
+            yield service
+    finally:
+        del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+        if before is not None:
+            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = before
+
+
+def roots_of(taken, job):
+    """The root spans of a job, one for each attempt."""
+    return [span for span in taken.named("reflogp job") if span.attributes["reflogp.job_id"] == job]
+
+
+def root_of(taken, job):
+    """The root span of a job; it is sent last."""
+    wait_until(lambda: roots_of(taken, job), 30)
+    [root] = roots_of(taken, job)
+    return root
+
+
+def test_a_job_is_a_tree_of_spans_below_the_clients_span(service, taken, reference_folder):
+    file = write_rows(service.folder / "rows.jsonl", token_rows(ROWS, 0))
+    tracer = TracerProvider().get_tracer("the caller")
+    with tracer.start_as_current_span("training") as training, Client(service.url) as client:
+        job = client.watch(client.submit(file, "ref").id)
+    assert job.state == "done", "".join(service.log)
+    root = root_of(taken, job.id)
+    caller = training.get_span_context()
+    assert (root.trace, root.parent) == (format_trace_id(caller.trace_id), format_span_id(caller.span_id))
+    reference = describe_reference(str(reference_folder), "float32").reference_id
+    ids = {"reflogp.job_id": job.id, "reflogp.reference_id": reference}
+    ids["reflogp.request_id"] = root.attributes["reflogp.request_id"]
+    assert any(f"[request {ids['reflogp.request_id']}]" in line and job.id in line for line in service.log)
+    tokens = ROWS * 2 * 40
+    counts = {"rows": ROWS, "sequences": 2 * ROWS, "scored": 2 * ROWS, "hits": 0, "tokens": tokens, "bad_rows": 0}
+    assert {name: root.attributes[f"reflogp.{name}"] for name in counts} == counts
+    assert root.resource["service.name"] == "reflogp" and not root.is_error
+
+    stages = taken.children(root)
+    assert all(ids.items() <= span.attributes.items() and span.trace == root.trace for span in stages)
+    assert not any(span.is_error for span in stages)
+    assert all(root.start <= span.start <= span.end <= root.end for span in stages)
+    by_name = {name: [span for span in stages if span.name == name] for name in {span.name for span in stages}}
+    assert set(by_name) == {"read", "tokenise", "look up", "load model", "score", "commit", "write result"}
+    assert [span.attributes["reflogp.rows"] for span in by_name["read"]] == [1024, 1024, 552]
+    assert [span.attributes["reflogp.rows"] for span in by_name["tokenise"]] == [1024, 1024, 552]
+    assert sum(span.attributes["reflogp.tokens"] for span in by_name["tokenise"]) == ROWS * 60  # the prompt once
+    assert sum(span.attributes["reflogp.sequences"] for span in by_name["look up"]) == 2 * ROWS
+    for name in ("score", "commit"):
+        assert sum(span.attributes["reflogp.sequences"] for span in by_name[name]) == 2 * ROWS
+        assert sum(span.attributes["reflogp.tokens"] for span in by_name[name]) == tokens
+        for one, other in zip(by_name[name], by_name[name][1:], strict=False):  # one thread each
+            assert one.end <= other.start
+    assert by_name["commit"][-1].attributes["reflogp.snapshot"] == job.summary["snapshot"]
+    for name, spans in by_name.items():
+        key = f"reflogp.{name.replace(' ', '_')}"
+        inside = [span for span in taken.named(name) if span.trace == root.trace]
+        assert root.attributes[f"{key}.count"] == len(inside) >= len(spans)
+        assert root.attributes[f"{key}.seconds"] == pytest.approx(sum(s.end - s.start for s in inside) / 1e9, abs=1e-6)
+    [writing] = by_name["write result"]
+    again = taken.children(writing)  # the kept token ids are read again
+    assert {span.name for span in again} == {"read"}
+    assert all(writing.start <= span.start <= span.end <= writing.end for span in again)
+
+
+def test_a_job_without_a_callers_span_is_a_trace_of_its_own(service, taken):
+    file = write_rows(service.folder / "few.jsonl", token_rows(3, 1))
+    with Client(service.url) as client:
+        job = client.watch(client.submit(file, "ref").id)
+    assert root_of(taken, job.id).parent == ""
+
+
+@pytest.mark.parametrize("sent", ["00-" + "0" * 32 + "-" + "1" * 16 + "-01", "nonsense", "00-zz", "x" * 10_000])
+def test_a_bad_traceparent_is_left_out(service, taken, sent):
+    file = write_rows(service.folder / f"bad-{len(sent)}.jsonl", token_rows(2, len(sent)))
+    body = {"dataset": {"path": str(file)}, "reference": "ref", "format": "tokens"}
+    answer = httpx.post(f"{service.url}/v1/jobs", json=body, headers={"traceparent": sent, "x-request-id": f"bad-{len(sent)}"})
+    job = answer.raise_for_status().json()["id"]
+    root = root_of(taken, job)
+    assert (root.parent, root.attributes["reflogp.request_id"]) == ("", f"bad-{len(sent)}")
+
+
+def test_a_failed_job_has_the_error_as_its_status(service, taken):
+    file = write_rows(service.folder / "other.jsonl", [{"question": "a?", "answer": "b"}])
+    with Client(service.url) as client:
+        job = client.watch(client.submit(file, "ref").id)
+    assert job.state == "failed", job
+    root = root_of(taken, job.id)
+    assert root.is_error and root.message in job.error and "columns" in root.message, (root, job)
+    assert root.attributes["error.type"] == "DatasetError"
+
+
+def test_a_worker_that_dies_of_an_error_sends_it_first(service, taken):
+    """The next attempts leave the sequence out; secrets in messages are hidden."""
+    rows = token_rows(4, 5)
+    rows[2]["chosen_ids"][4:8] = POISON
+    with Client(service.url) as client:
+        job = client.watch(client.submit(write_rows(service.folder / "lost.jsonl", rows), "lost").id)
+    assert (job.state, job.summary["failed"]) == ("done", 1), job
+    wait_until(lambda: any(not span.is_error for span in roots_of(taken, job.id)), 30)
+    failed = [span for span in roots_of(taken, job.id) if span.is_error]
+    assert failed, "".join(service.log)
+    for root in failed:
+        assert "the forward failed" in root.message and "hush" not in root.message, root
+        assert "score" in [span.name for span in taken.children(root) if span.is_error]
+
+
+def test_a_cancelled_job_is_stopped_and_no_error(service, taken):
+    file = write_rows(service.folder / "long.jsonl", token_rows(20_000, 6))
+    with Client(service.url) as client:
+        job = client.submit(file, "ref")
+        wait_until(lambda: client.job(job.id).progress.scored > 0)
+        client.cancel(job.id)
+        assert client.watch(job.id).state == "cancelled"
+    root = root_of(taken, job.id)
+    assert not root.is_error and root.attributes["reflogp.stopped"] == "cancelled"
+    assert not any(span.is_error for span in taken.children(root))
+
+
+def test_a_job_that_a_restart_interrupts_sends_its_spans_and_goes_on_in_the_same_trace(
+    taken, reference_folder, tmp_path, monkeypatch
+):
+    """SIGTERM ends the first attempt; the second one is another span below the same parent."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{taken.url}/v1/traces")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    models = {"ref": float32(reference_folder)}
+    file = settings_file(tmp_path, tmp_path / "store", models, token_budget=2048, commit_seconds=0.5)
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    content = write_rows(tmp_path / "rows.jsonl", token_rows(6000, 7)).read_bytes()
+    with running("--config", file) as first, Client(first.url) as client:
+        first.worker_ready()
+        headers = {"content-type": "application/jsonl", "traceparent": parent, "x-request-id": "mine"}
+        answer = httpx.post(f"{first.url}/v1/jobs?reference=ref", content=content, headers=headers)
+        job = answer.raise_for_status().json()["id"]
+        wait_until(lambda: client.job(job).progress.scored > 0)
+        first.stop()
+    [root] = roots_of(taken, job)
+    assert root.attributes["reflogp.stopped"] == "end" and root.resource["service.name"] == "ours"
+    with running("--config", file) as second, Client(second.url) as client:
+        assert client.watch(job).state == "done"
+    attempts = roots_of(taken, job)
+    assert len(attempts) == 2
+    for span in attempts:
+        assert (span.trace, span.parent, span.attributes["reflogp.request_id"]) == ("a" * 32, "b" * 16, "mine")
+
+
+@pytest.mark.parametrize("extra", [{}, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}])
+def test_without_a_collector_a_job_is_as_fast(reference_folder, tmp_path, monkeypatch, extra):
+    """Nothing listens at the endpoint; the worker says so once, and ends in time."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    for name, value in extra.items():
+        monkeypatch.setenv(name, value)
+    file = settings_file(tmp_path, tmp_path / "store", {"ref": float32(reference_folder)}, pinned="ref")
+    with running("--config", file) as service, Client(service.url) as client:
+        service.worker_ready()
+        began = time.monotonic()
+        job = client.watch(client.submit(write_rows(tmp_path / "rows.jsonl", token_rows(50, 8)), "ref").id)
+        took = time.monotonic() - began
+        assert job.state == "done" and took < 15, took
+        time.sleep(12)  # the first request to the collector is given up after 10 s
+        began = time.monotonic()
+        service.stop()
+        assert time.monotonic() - began < 15
+    said = [line for line in service.log if "does not take traces" in line or "no traces are sent" in line]
+    assert len(said) == 1 and ("grpc" in said[0]) == bool(extra), "".join(service.log)
