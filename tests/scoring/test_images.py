@@ -32,6 +32,7 @@ from reflogp.scoring.errors import EngineError, InvalidSequencesError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import attention, selfcheck
 from reflogp.scoring.torch_engine import engine as engine_module
+from reflogp.scoring.torch_engine import images as images_module
 from reflogp.scoring.torch_engine.forward import attention_of
 from reflogp.scoring.torch_engine.images import ImageFeatures, layout_of
 from reflogp.scoring.torch_engine.packing import packs
@@ -148,6 +149,27 @@ def test_values_of_padded_batches_are_those_of_a_plain_forward(family, monkeypat
         found = engine.score(engine_sequences(family, rows()))
     assert engine.image_check.path == "padded"
     assert far(found, plain_forward(family, rows())) <= 1e-4
+
+
+def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
+    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
+    sequences = engine_sequences(llava, rows())
+    with pytest.warns(UserWarning, match="padded path"):
+        expected = engine.score(sequences)
+    limit = sum(image.width * image.height * 3 for image in PICTURES)  # what one row needs
+    monkeypatch.setattr(images_module, "DECODED_BYTES", limit - 1)
+    batches, padded = [], engine_module.forward_padded
+
+    def seen(model, head, batch, *args):
+        values = padded(model, head, batch, *args)
+        batches.append({picture.digest for entry in batch if entry.images for picture in entry.images.pictures})
+        return values
+
+    monkeypatch.setattr(engine_module, "forward_padded", seen)
+    assert far(engine.score(sequences), expected) <= 1e-5
+    assert engine.token_budget == 4096 and len(batches) > 2
+    assert max(map(len, batches)) == len(PICTURES)
 
 
 @pytest.mark.parametrize("budget", [10_000, 150])

@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_se
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
 from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches, should_compile
 from reflogp.scoring.torch_engine.head import Head
-from reflogp.scoring.torch_engine.images import ImageFeatures
+from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsError
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
@@ -233,6 +233,10 @@ class TorchEngine:
                     yield [(place, str(error)) for place in lost]
                     others = [place for place in places if place in waiting]
                     again.extendleft(reversed(list(self._units_of(others, waiting))))
+                    continue
+                except TooManyPixelsError:
+                    for half in (places[len(places) // 2 :], places[: len(places) // 2]):
+                        again.extendleft(reversed(list(self._units_of(half, waiting))))
                     continue
                 except EngineError:
                     if flying is not None:  # keep the values of the previous pass

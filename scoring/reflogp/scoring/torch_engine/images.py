@@ -35,8 +35,14 @@ _LAID_OUT = frozenset(
 )
 #: Maximum number of bytes of features that are kept for later packs.
 KEPT_BYTES = 256 << 20
+#: Maximum number of bytes of decoded images that are held at once for several sequences.
+DECODED_BYTES = 1 << 30
 #: Identifies images whose features are computed together: their digests, and the number of tokens of each.
 _Part = tuple[tuple[bytes, ...], tuple[int, ...]]
+
+
+class TooManyPixelsError(Exception):
+    """The images of several sequences take more than DECODED_BYTES; they must be processed apart."""
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -45,16 +51,23 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
     Args:
         images: the images of at least one sequence, all of one processor.
 
-    Raises PictureError if an image cannot be read any more.
+    Raises:
+        PictureError: an image cannot be read any more.
+        TooManyPixelsError: more than one sequence, and their decoded images take too much memory.
     """
     processor = images[0].vision.processor
     loaded: dict[bytes, Any] = {}
+    room = DECODED_BYTES
     for picture in (picture for entry in images for picture in entry.pictures):
         if picture.digest not in loaded:
             try:
                 loaded[picture.digest] = picture.load()
             except ValueError as error:
                 raise PictureError(picture.digest, str(error)) from error
+            width, height = loaded[picture.digest].size
+            room -= width * height * len(loaded[picture.digest].getbands())
+            if room < 0 and len(images) > 1:
+                raise TooManyPixelsError
     texts = [processor.image_token * len(entry.counts) for entry in images]
     pictures = [[loaded[digest] for digest in entry.digests] for entry in images]
     made = processor(images=pictures, text=texts, padding=True, add_special_tokens=False, return_tensors="pt")
