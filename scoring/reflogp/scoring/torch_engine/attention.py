@@ -109,7 +109,7 @@ class PackLayout:
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
         ends = self._ends[start:stop] - start + shared  # within the path; an image is never divided between branches
-        has_images = bool((ends != np.arange(shared, length) + 1).any())
+        has_images = self.both_ways and bool((ends != np.arange(shared, length) + 1).any())
         if window is not None and window >= length:
             window = None
         if window is None and shared == 0 and not has_images:

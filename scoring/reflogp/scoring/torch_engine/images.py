@@ -173,7 +173,7 @@ class ImageFeatures:
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
         embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
         features: dict[_Part, _Features] = {}  # of this pack, whatever is kept
-        chosen: list[tuple[_Features, torch.Tensor]] = []  # (features of a part, which of its tokens the pack takes from it)
+        chosen: list[tuple[_Features, torch.Tensor | slice]] = []  # (features of a part, which of its tokens a branch adds)
         positions: list[torch.Tensor] = []
         for branch in pack.branches:
             images = sequences[branch.sequence].images
@@ -184,18 +184,22 @@ class ImageFeatures:
                     features[key] = self._of_part(part, key)
             at = branch.path[is_image[branch.path]]
             own = np.split(at >= branch.start, np.cumsum([sum(counts) for _, counts in parts])[:-1])  # others: earlier branches
-            chosen += [(features[key], torch.from_numpy(mask)) for key, mask in zip(parts, own, strict=True) if mask.any()]
+            chosen += [
+                (features[key], slice(None) if mask.all() else torch.from_numpy(mask.nonzero()[0]).to(self._device))
+                for key, mask in zip(parts, own, strict=True)
+                if mask.any()
+            ]
             if self._has_own_positions():
                 grids = [features[key].grids for key in parts]
                 positions.append(self._own_positions(sequences[branch.sequence], grids)[:, branch.shared :])
         places = torch.from_numpy(is_image).to(self._device)
-        values = torch.cat([found.embeddings[mask.to(self._device)] for found, mask in chosen])
+        values = torch.cat([found.embeddings[added] for found, added in chosen])
         layers = range(len(chosen[0][0].deep))
         return DecoderInputs(
             embeddings=embeddings.index_copy(0, places.nonzero()[:, 0], values.to(embeddings.dtype)),
             positions=torch.cat(positions, 1).to(self._device) if positions else None,
             image_places=places,
-            deep=tuple(torch.cat([found.deep[layer][mask.to(self._device)] for found, mask in chosen]) for layer in layers),
+            deep=tuple(torch.cat([found.deep[layer][added] for found, added in chosen]) for layer in layers),
             both_ways=both_ways,
         )
 
