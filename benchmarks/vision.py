@@ -3,13 +3,14 @@
 Each side runs in a process of its own, in turns. TRL's side is the forward pass of the reference alone, on batches that its
 collator made before; reflogp's side also reads and processes the images. Rates are pairs per second.
 
-    python benchmarks/vision.py [--rows 8] [--shape 20M] [--image-side 448] [--rounds 3] [--out benchmarks/results]
+    python benchmarks/vision.py [--family llava] [--rows 8] [--shape 20M] [--image-side 448] [--rounds 3] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import resource
 import statistics
 import subprocess
@@ -22,8 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from machine import cpu_and_cores, write_results
-from shapes import SHAPES, sizes_of
+from shapes import SHAPES
 from sides import quiet, read_pairs
+from transformers import AutoConfig
+from vision_models import FAMILIES, PATCH, random_vision_model
 
 from reflogp.cli.demo_model import train_tokenizer
 from reflogp.scoring import TorchEngine
@@ -32,10 +35,9 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine.sequences import Sequence
-from reflogp.scoring.vision import load_processor
+from reflogp.scoring.vision import VisionProcessor
 from scoring import SHIPPED
 
-_PATCH = 14
 _BATCHES = (1, 2, 4, 8)
 
 
@@ -65,19 +67,22 @@ def main() -> None:
     results = {
         "machine": cpu_and_cores(),
         "torch": torch.__version__,
+        "family": options.family,
         "shape": options.shape,
-        "image_tokens": (options.image_side // _PATCH) ** 2,
+        "image_tokens": (options.image_side // PATCH) ** 2,
         "rows": options.rows,
         "sides": medians,
         "ratio_to_best_trl": medians["reflogp"]["pairs_per_second"] / best,
     }
     print(json.dumps(results, indent=1))
-    write_results(options.out, "vision", results)
+    name = "vision" if options.family == "llava" else f"vision-{options.family}"
+    write_results(options.out, name, results)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8, help="pairs, each with an image of its own")
+    parser.add_argument("--family", choices=FAMILIES, default="llava")
     parser.add_argument("--shape", choices=SHAPES, default="20M", help="shape of the language model")
     parser.add_argument("--image-side", type=int, default=448, help="pixels; an image has (side / 14)² tokens")
     parser.add_argument("--rounds", type=int, default=3)
@@ -89,39 +94,16 @@ def parse() -> argparse.Namespace:
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
-    """Write a LLaVA with random weights, its processor, and pairs with images of 640 × 480 pixels as JPEG."""
-    import transformers as tf
+    """Write a model with random weights, its processor, and pairs with images of 640 × 480 pixels as JPEG."""
     from PIL import Image
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     rows = read_pairs(SHIPPED, options.rows)
-    tokenizer = train_tokenizer([str(row[name]) for row in rows for name in ("prompt", "chosen", "rejected")], 32_000)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    size = {"height": options.image_side, "width": options.image_side}
-    processor = tf.LlavaProcessor(
-        CLIPImageProcessorPil(size={"shortest_edge": options.image_side}, crop_size=size),
-        tokenizer,
-        patch_size=_PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-    text = tf.Qwen2Config(
-        vocab_size=32_000,
-        **sizes_of(options.shape),
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    sight = tf.CLIPVisionConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-        image_size=options.image_side, patch_size=_PATCH, projection_dim=64,
-    )  # fmt: skip
-    token = tokenizer.convert_tokens_to_ids("<image>")
+    tokenizer = train_tokenizer([str(row[name]) for row in rows for name in ("prompt", "chosen", "rejected")], 31_000)
     torch.manual_seed(0)
-    config = tf.LlavaConfig(vision_config=sight, text_config=text, image_token_id=token)
-    tf.LlavaForConditionalGeneration(config).save_pretrained(folder / "model")
-    processor.save_pretrained(folder / "model")
+    model, processor, placeholder = random_vision_model(options.family, options.shape, options.image_side, tokenizer)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "processor").write_bytes(pickle.dumps(processor))  # some cannot be loaded from a folder without torchvision
     random = np.random.default_rng(0)
     lines = []
     for number, row in enumerate(rows):
@@ -129,7 +111,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
         blocks.resize((640, 480)).save(folder / f"{number}.jpg", quality=90)
         texts = {name: row[name] if isinstance(row[name], str) else row[name][-1]["content"] for name in ("chosen", "rejected")}
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        lines.append(json.dumps({"prompt": "<image>\n" + prompt, **texts, "images": [f"{number}.jpg"]}) + "\n")
+        lines.append(json.dumps({"prompt": placeholder + "\n" + prompt, **texts, "images": [f"{number}.jpg"]}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
 
 
@@ -142,14 +124,19 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     return {"pairs_per_second": options.rows / seconds, "peak_mib": peak}
 
 
+def read_processor(model: Path) -> Any:
+    return pickle.loads((model.parent / "processor").read_bytes())  # noqa: S301 - this benchmark wrote it
+
+
 def ours(model: Path, data: Path, dtype: str) -> float:
     engine = TorchEngine(str(model), dtype, "cpu")
+    processor, config = read_processor(model), AutoConfig.from_pretrained(model)
 
     def score() -> None:
         dataset = TokenizedDataset(
             open_dataset(str(data)),
             lambda: load_tokenizer(str(model)),
-            load_vision=lambda: load_processor(str(model), str(model)),
+            load_vision=lambda: VisionProcessor.of(processor, config),
         )
         for window in dataset:
             images = images_for_engine(window)
@@ -171,7 +158,7 @@ def ours(model: Path, data: Path, dtype: str) -> float:
 def trl(model: Path, data: Path, options: argparse.Namespace) -> float:
     from datasets import Dataset, List
     from datasets import Image as ImageFeature
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
     from trl import DPOConfig, DPOTrainer
 
     rows = [json.loads(line) for line in data.read_text().splitlines()]
@@ -179,7 +166,7 @@ def trl(model: Path, data: Path, options: argparse.Namespace) -> float:
     dataset = Dataset.from_list(rows).cast_column("images", List(ImageFeature()))
     args = DPOConfig(output_dir=str(options.scratch / "run"), max_length=None, bf16=False, use_cpu=True, report_to=[])
     policy, reference = (AutoModelForImageTextToText.from_pretrained(model, dtype=options.dtype) for _ in range(2))
-    processor = AutoProcessor.from_pretrained(model)
+    processor = read_processor(model)
     trainer = DPOTrainer(policy, reference, args, train_dataset=dataset, processing_class=processor)
     batch = int(options.side.rsplit(" ", 1)[1])
     picked = [dataset[start : min(start + batch, len(dataset))] for start in range(0, len(dataset), batch)]

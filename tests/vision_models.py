@@ -199,16 +199,21 @@ FAMILIES = {
 }
 
 
-def make(family: str, folder: Path) -> Any:
+#: Parts of names of parameters -> standard deviation, so that images and positions matter; 0.1 for others.
+_SIZES = {"project": 0.5, "connector": 0.5, "merger": 0.5, "q_proj": 0.2, "k_proj": 0.2}
+
+
+def make(family: str, folder: Path, seed: int = 0) -> Any:
     """Write a model and its tokenizer, and its processor if it is LOADABLE, into a folder; return the processor."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model, processor = FAMILIES[family]()
     token = processor.image_token
     around = ("<|vision_start|>", "<|vision_end|>") if token == "<|image_pad|>" else ("", "")
     template = _TEMPLATE.replace("IMAGE", around[0] + token + around[1])
     processor.chat_template = processor.tokenizer.chat_template = template
-    for name, parameter in model.named_parameters():  # large at the connector, so that images matter
-        parameter.data.normal_(0, 0.5 if any(part in name for part in ("project", "connector", "merger")) else 0.1)
+    for name, parameter in model.named_parameters():
+        middle = 1.0 if (parameter == 1).all() else 0.0  # of norms
+        parameter.data.normal_(middle, next((size for part, size in _SIZES.items() if part in name), 0.1))
     model.eval().save_pretrained(folder)
     (processor if family in LOADABLE else processor.tokenizer).save_pretrained(folder)
     return processor

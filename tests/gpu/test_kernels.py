@@ -14,7 +14,7 @@ from reflogp.scoring.torch_engine import Sequence, TorchEngine, attention
 from reflogp.scoring.torch_engine.attention import PackLayout, installed_kernels, kernel_names
 from tests.conftest import plain_token_logps
 from tests.gpu.device import DEVICE, NEEDS_GPU
-from tests.scoring.test_attention import SHAPES, by_formula, error, some_call, some_pack
+from tests.scoring.test_attention import SHAPES, by_formula, error, pack_with_images, some_call, some_pack
 from tools.families import build
 from tools.fidelity import rms, some_pairs
 
@@ -62,6 +62,19 @@ def test_a_kernel_agrees_with_the_formula(kernel, shape, window, lengths):
     with torch.inference_mode():
         found = getattr(attention, kernel)(PackLayout(pack, torch.device(DEVICE)), dataclasses.replace(call, **there))
     assert found.shape == (1, len(pack), call.query.shape[1], call.value.shape[-1])
+    assert error(found.cpu(), by_formula(pack, call)) <= 2e-3
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("kernel", ["flex", "by_branch"])
+def test_image_tokens_that_attend_in_both_directions(kernel, window):
+    require(kernel)
+    pack = pack_with_images()
+    call = dataclasses.replace(some_call(pack, *SHAPES["grouped"], window), both_ways=True)
+    there = {name: getattr(call, name).to(DEVICE) for name in ("query", "key", "value")}
+    with torch.inference_mode():
+        layout = PackLayout(pack, torch.device(DEVICE), both_ways=True)
+        found = getattr(attention, kernel)(layout, dataclasses.replace(call, **there))
     assert error(found.cpu(), by_formula(pack, call)) <= 2e-3
 
 

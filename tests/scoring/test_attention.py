@@ -1,5 +1,6 @@
 """Attention over packs, kernel by kernel, beside the formula in float64."""
 
+import dataclasses
 import os
 import shutil
 
@@ -11,6 +12,7 @@ from reflogp.scoring.torch_engine import TorchEngine, attention, cpu_attention
 from reflogp.scoring.torch_engine.attention import Call, PackLayout, by_branch, choose_kernel, cpu_blocks
 from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store.images import FIRST_IMAGE_ID
 from tools.families import build
 from tools.fidelity import some_pairs
 
@@ -53,6 +55,22 @@ def some_call(pack: Pack, heads: int, key_heads: int, size: int, value_size: int
     return Call(made(heads, size) * 2, made(key_heads, size), made(key_heads, value_size), size**-0.5, window, None, None)
 
 
+def pack_with_images() -> Pack:
+    """Prompts with images, two of which follow each other, and completions; some prompts begin alike."""
+    random = np.random.default_rng(0)
+
+    def ids(count: int) -> list[int]:
+        return random.integers(0, 1000, count).tolist()
+
+    def image(count: int) -> list[int]:
+        return (random.integers(0, 1000, count) + FIRST_IMAGE_ID).tolist()
+
+    begin, first, second = ids(20), image(150), image(30)
+    prompts = [[*begin, *first, *ids(9)], [*begin, *first, *second, *ids(5)], [*first, 1, *image(40), *ids(3)], ids(50)]
+    [pack] = packs([Sequence(prompt, ids(n)) for prompt in prompts for n in (30, 17)], 1 << 20)
+    return pack
+
+
 def by_formula(pack: Pack, call: Call) -> torch.Tensor:
     query, key, value = (side[0].double() for side in (call.query, call.key, call.value))
     repeat = query.shape[0] // key.shape[0]
@@ -61,6 +79,12 @@ def by_formula(pack: Pack, call: Call) -> torch.Tensor:
         path = torch.from_numpy(branch.path)
         place = torch.arange(branch.shared, len(path))[:, None]
         seen = torch.arange(len(path))[None] <= place
+        if call.both_ways:
+            is_image = pack.token_ids[branch.path] >= FIRST_IMAGE_ID
+            runs = torch.from_numpy(
+                np.where(is_image, np.cumsum(~is_image), -1)
+            )  # the same number within a run of image tokens
+            seen |= (runs[None] == runs[branch.shared :, None]) & (runs[None] >= 0)
         if call.window is not None:
             seen &= torch.arange(len(path))[None] > place - call.window
         k, v = (side[:, path].repeat_interleave(repeat, 0) for side in (key, value))
@@ -68,6 +92,20 @@ def by_formula(pack: Pack, call: Call) -> torch.Tensor:
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[branch.start : branch.stop] = (weights @ v).transpose(0, 1)
     return out
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("kernel", [by_branch, attention.flex])
+def test_image_tokens_that_attend_in_both_directions(kernel, window):
+    """Gemma 3: within its window, a token of an image sees the whole image."""
+    pack = pack_with_images()
+    assert max(branch.shared for branch in pack.branches) > 170
+    one_way = some_call(pack, 4, 2, 32, 32, window)
+    call = dataclasses.replace(one_way, both_ways=True)
+    assert choose_kernel(call) is by_branch
+    found = kernel(PackLayout(pack, torch.device("cpu"), both_ways=True), call)
+    assert error(found, by_formula(pack, call)) <= 2e-3 < error(found, by_formula(pack, one_way))
+    assert error(kernel(PackLayout(pack, torch.device("cpu")), one_way), by_formula(pack, one_way)) <= 2e-3
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -167,20 +205,22 @@ def test_flex_attention_gives_what_the_branch_kernel_gives(tmp_path, monkeypatch
                 assert np.abs(a - b).max() <= 1e-4
 
 
+@pytest.mark.parametrize("both_ways", [False, True])
 @pytest.mark.parametrize("window", [None, 400])
-def test_blocks_for_flex_attention_are_those_of_the_whole_mask(window):
+def test_blocks_for_flex_attention_are_those_of_the_whole_mask(window, both_ways):
     """Computed block against block; here beside torch's own, which makes the (tokens, tokens) mask first."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     random = np.random.default_rng(0)
     stems = [random.integers(0, 50, length).tolist() for length in (700, 300, 5)]
+    stems[0][100:500] = range(FIRST_IMAGE_ID, FIRST_IMAGE_ID + 400)
     sequences = [
         Sequence([*stem[: 1 + cut % len(stem)], 90 + cut], random.integers(0, 50, 1 + cut % 300).tolist())
         for stem in stems
         for cut in random.integers(0, 1000, 8).tolist()
     ]
     [pack] = packs(sequences, 100_000)
-    layout = PackLayout(pack, torch.device("cpu"))
+    layout = PackLayout(pack, torch.device("cpu"), both_ways=both_ways)
     made = layout.block_mask(window)
     whole = create_block_mask(made.mask_mod, None, None, len(pack), len(pack), device="cpu")
     assert len(pack) % 128  # the last block is not full

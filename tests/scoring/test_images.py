@@ -9,6 +9,7 @@ import sqlite3
 import struct
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +30,12 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.errors import EngineError, InvalidSequencesError
 from reflogp.scoring.runs.score import images_for_engine
+from reflogp.scoring.torch_engine import attention, selfcheck
 from reflogp.scoring.torch_engine import engine as engine_module
-from reflogp.scoring.torch_engine import selfcheck
+from reflogp.scoring.torch_engine import images as images_module
+from reflogp.scoring.torch_engine.forward import attention_of
+from reflogp.scoring.torch_engine.images import ImageFeatures, layout_of
+from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
@@ -42,7 +47,7 @@ PICTURES = [picture(1), picture(2, (100, 30)), picture(3, (30, 90))]
 
 
 def rows() -> list[dict]:
-    """No image, one, three of different sizes, two, one again in another row, and a prompt of several turns."""
+    """No image, one, three of different sizes, two, one again in other rows, several completions of a prompt, several turns."""
     turns = [
         {"role": "system", "content": "be short"},
         {
@@ -59,6 +64,8 @@ def rows() -> list[dict]:
         pair("what is it?", [PICTURES[1]]),
         {**pair("", PICTURES[:2]), "prompt": turns},
         pair("and this one? " * 4, [PICTURES[0]], chosen="it is a blue circle, one"),
+        pair("what is it?", [PICTURES[0]], chosen="a red square and a blue circle", rejected="shapes"),
+        pair("which of the three?", PICTURES, chosen="colours", rejected="one red"),
     ]
 
 
@@ -123,44 +130,156 @@ def test_values_are_those_of_a_plain_forward(family):
     expected = plain_forward(family, rows())
     engine = TorchEngine(str(family), "float32", "cpu")
     found = engine.score(engine_sequences(family, rows()))
-    assert max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)) <= 1e-4
+    assert engine.image_check.path == "packed" and engine.image_check.difference < 1e-5
+    assert far(found, expected) <= 1e-4
     without = engine.score(engine_sequences(family, [{**row, "images": [picture(9)] * len(row["images"])} for row in rows()]))
     for number, (one, other) in enumerate(zip(found, without, strict=True)):
         assert (np.abs(one - other).max() > 1e-3) == bool(rows()[number // 2]["images"]), "the images are what is scored"
 
 
-def test_bfloat16_is_no_worse_than_a_forward_of_each(family):
-    expected = plain_forward(family, rows())
-    plain = plain_forward(family, rows(), torch.bfloat16)
-    found = TorchEngine(str(family), "bfloat16", "cpu").score(engine_sequences(family, rows()))
-
-    def error(values) -> float:
-        return float(np.sqrt(np.mean(np.concatenate([a - b for a, b in zip(values, expected, strict=True)]) ** 2)))
-
-    assert error(found) <= 1.2 * error(plain) + 1e-4
+def far(found, expected) -> float:
+    """The largest difference of two lists of values."""
+    return max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True))
 
 
-def test_the_vision_tower_runs_once_for_each_distinct_image_of_a_pack(llava):
-    engine = TorchEngine(llava, "float32", "cpu")
+def test_values_of_padded_batches_are_those_of_a_plain_forward(family, monkeypatch):
+    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "of a layout that packs do not have"))
+    engine = TorchEngine(str(family), "float32", "cpu")
+    with pytest.warns(UserWarning, match="padded path.*of a layout that packs do not have"):
+        found = engine.score(engine_sequences(family, rows()))
+    assert engine.image_check.path == "padded"
+    assert far(found, plain_forward(family, rows())) <= 1e-4
+
+
+def test_a_padded_batch_holds_few_decoded_images(llava, monkeypatch):
+    monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    engine = TorchEngine(llava, "float32", "cpu", token_budget=4096)
     sequences = engine_sequences(llava, rows())
+    with pytest.warns(UserWarning, match="padded path"):
+        expected = engine.score(sequences)
+    limit = sum(image.width * image.height * 3 for image in PICTURES)  # what one row needs
+    monkeypatch.setattr(images_module, "DECODED_BYTES", limit - 1)
+    batches, padded = [], engine_module.forward_padded
+
+    def seen(model, head, batch, *args):
+        values = padded(model, head, batch, *args)
+        batches.append({picture.digest for entry in batch if entry.images for picture in entry.images.pictures})
+        return values
+
+    monkeypatch.setattr(engine_module, "forward_padded", seen)
+    assert far(engine.score(sequences), expected) <= 1e-5
+    assert engine.token_budget == 4096 and len(batches) > 2
+    assert max(map(len, batches)) == len(PICTURES)
+
+
+@pytest.mark.parametrize("budget", [10_000, 150])
+def test_the_vision_tower_runs_once_for_each_distinct_image(budget, family):
+    """Over several packs too, and a prompt is computed once for its completions."""
+    engine = TorchEngine(str(family), "float32", "cpu", token_budget=budget)
+    sequences = engine_sequences(family, rows())
     engine.score(sequences)
-    assert engine.image_check.path == "packed" and engine.image_check.difference < 1e-5
-    seen = []
-    tower = engine._loaded.model.base_model.vision_tower
+    if budget == 10_000:
+        assert engine.operations().sharing_gain > 1.4
+    seen, base = [], engine._loaded.model.base_model
+    tower = next(part for name in ("vision_tower", "vision_model", "visual") if (part := getattr(base, name, None)) is not None)
     handle = tower.register_forward_pre_hook(lambda *args, **kwargs: seen.append(1), with_kwargs=True)
     engine.score(sequences)
     handle.remove()
-    assert len(seen) == len(PICTURES)
-    assert engine.operations().sharing_gain > 1.5
+    parts = {part.digests for sequence in sequences if sequence.images is not None for part in sequence.images.parts()}
+    assert len(seen) == len(parts)
 
 
-def test_values_do_not_depend_on_what_shares_the_pass(llava):
-    engine = TorchEngine(llava, "float32", "cpu")
+def test_features_beyond_the_limit_are_computed_again(llava):
+    engine = TorchEngine(llava, "float32", "cpu", token_budget=60)
     sequences = engine_sequences(llava, rows())
+    expected = engine.score(sequences)
+    engine._features._limit = 0
+    assert far(engine.score(sequences), expected) <= 1e-5
+    engine._features._limit = 16 * 64 * 4  # one image
+    seen = [sequence for sequence in sequences if sequence.images is not None]
+    with engine._features.kept(), attention_of(engine._loaded.model, engine._own_attention):
+        for pack in packs(seen, 60):
+            engine._features.of_pack(pack, seen, False)
+            assert len(engine._features._kept) == 1 and engine._features._kept_bytes <= engine._features._limit
+    assert not engine._features._kept
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Gemma 3", {"both_ways": False}),
+        ("Qwen2-VL", {"positions": None}),
+        ("Qwen2.5-VL", {"positions": None}),
+        ("Qwen3-VL", {"positions": None}),
+        ("Qwen3-VL", {"deep": ()}),
+    ],
+)
+def test_a_pack_without_what_its_family_needs_has_other_values(name, change, tmp_path, monkeypatch):
+    """So that the other tests would notice it."""
+    PROCESSORS[tmp_path] = make(name, tmp_path)
+    engine = TorchEngine(str(tmp_path), "float32", "cpu")
+    sequences = engine_sequences(tmp_path, rows()[:1])
+    expected = engine.score(sequences)
+    made = ImageFeatures.of_pack
+    monkeypatch.setattr(ImageFeatures, "of_pack", lambda *args: replace(made(*args), **change))
+    assert far(engine.score(sequences), expected) > 1e-3
+
+
+def test_values_do_not_depend_on_what_shares_the_pass(family):
+    engine = TorchEngine(str(family), "float32", "cpu")
+    sequences = engine_sequences(family, rows())
     together = engine.score(sequences)
     engine.token_budget = 40
     apart = engine.score(sequences)
-    assert max(np.abs(a - b).max() for a, b in zip(together, apart, strict=True)) <= 1e-4
+    assert far(together, apart) <= 1e-4
+
+
+def a_layout(**changes):
+    """What layout_of says about one image of 4 tokens between two tokens of text on each side."""
+    ids = [1, 2, *(FIRST_IMAGE_ID + n for n in range(4)), 3, 4]
+    sequence = Sequence(ids[:7], ids[7:])
+    given = {"inputs_embeds": torch.zeros(1, 8, 2), "attention_mask": None, **changes}
+    return layout_of(SimpleNamespace(sliding_window=3), sequence, given, torch.arange(8)[None])
+
+
+def test_the_layout_of_a_decoder_is_recognised_and_others_are_refused():
+    causal = torch.ones(8, 8, dtype=torch.bool).tril()
+    image = causal.clone()
+    image[2:6, 2:6] = True
+    near = torch.arange(8)[None] > torch.arange(8)[:, None] - 3
+    prefix = causal.clone()
+    prefix[:7, :7] = True
+    as_numbers = torch.zeros(8, 8).masked_fill(~image, torch.finfo(torch.float32).min)
+    assert a_layout() == a_layout(position_ids=torch.arange(8)[None]) == (False, None)
+    assert a_layout(attention_mask=causal[None, None]) == (False, None)
+    for mask in (image, as_numbers):
+        assert a_layout(attention_mask=mask[None, None]) == (True, None)
+    both = {"full_attention": image[None, None], "sliding_attention": (image & near)[None, None]}
+    assert a_layout(attention_mask=both) == (True, None)
+    for masks in (
+        prefix[None, None],
+        {**both, "sliding_attention": image[None, None]},
+        {**both, "full_attention": None},
+        {**both, "chunked_attention": image[None, None]},
+        torch.ones(1, 8),
+    ):
+        assert "attend to other tokens" in a_layout(attention_mask=masks)[1]
+    assert "positions" in a_layout(position_ids=torch.arange(8)[None] // 2)[1]
+    assert "positions" in a_layout(position_ids=torch.arange(8).expand(3, 1, 8))[1]
+    assert a_layout(per_layer_inputs=[torch.zeros(1)], past_key_values=None)[1] == "its decoder also gets per_layer_inputs"
+
+
+def test_a_kernel_that_fails_for_images_is_not_used_for_them(llava, monkeypatch):
+    expected = TorchEngine(llava, "float32", "cpu").score(engine_sequences(llava, rows()))
+    engine = TorchEngine(llava, "float32", "cpu")
+
+    def broken(layout, call):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(attention, "_CPU_KERNELS", (attention._Kernel(broken, lambda: True, lambda call: None),))
+    found = engine.score([sequence for sequence in engine_sequences(llava, rows()) if sequence.images is not None])
+    assert (engine.image_check.path, engine.image_check.refused_kernels) == ("packed", ("broken",))
+    assert far(found, [values for number, values in enumerate(expected) if rows()[number // 2]["images"]]) <= 1e-5
 
 
 # Keys

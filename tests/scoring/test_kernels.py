@@ -169,6 +169,7 @@ def on_cuda(monkeypatch, *names: str) -> None:
         ({"head": 20}, "flex"),  # no multiple of 8
         ({"head": 264}, "flex"),  # beyond 256
         ({"dtype": torch.float32}, "flex"),
+        ({"both_ways": True}, "flex"),
     ],
 )
 def test_each_layer_gets_the_fastest_kernel_that_can_compute_it(change, expected, monkeypatch):
@@ -178,7 +179,12 @@ def test_each_layer_gets_the_fastest_kernel_that_can_compute_it(change, expected
     dtype = change.get("dtype", torch.bfloat16)
     sides = {side: getattr(call, side).to(dtype) for side in ("query", "key", "value")}
     call = copy.copy(call)
-    for name, value in {**sides, "softcap": change.get("softcap"), "sinks": change.get("sinks")}.items():
+    options = {
+        "softcap": None,
+        "sinks": None,
+        **{name: value for name, value in change.items() if name not in ("head", "dtype")},
+    }
+    for name, value in {**sides, **options}.items():
         object.__setattr__(call, name, value)
     order = ["flash3_varlen", "torch_varlen", "flash_varlen", "flex", "by_branch"]
     assert choose_kernel(call).__name__ == expected

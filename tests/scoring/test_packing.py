@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reflogp.scoring.torch_engine.packing import packs
+from reflogp.scoring.torch_engine.packing import image_ends, packs
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store.images import FIRST_IMAGE_ID
 from tests.conftest import PAIRS, wider_data
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)  # a small alphabet makes common beginnings common
@@ -113,3 +114,32 @@ def test_packs_of_real_data_are_nearly_full_and_share_prompts(file, tokenizer):
         assert sum(sizes) < 0.55 * whole, "two in three of these pairs share their prompt with another"
     full = [min(size, budget) for size in sizes[:-1]]
     assert not full or np.mean(full) / budget > 0.95
+
+
+def test_an_image_is_never_divided():
+    """Images that follow each other may attend to each other, so they are computed together."""
+    first, second, third = (list(range(FIRST_IMAGE_ID + 100 * n, FIRST_IMAGE_ID + 100 * n + 30)) for n in range(3))
+    text = list(range(20))
+    prompts = [
+        [*text, *first, 1],
+        [*text, *first, *second, 1],
+        [*text, *first, *second, 2],
+        [*text, *first, *third, 1],
+        [*text, *first[:10], *third, 1],
+        [*text, *first, 1, *second, 3],
+    ]
+    sequences = [Sequence(prompt, [n, 5, 6]) for n, prompt in enumerate(prompts)]
+    [pack] = packs(sequences, 1 << 20)
+    for branch in pack.branches:
+        ids = pack.token_ids[branch.path] >= FIRST_IMAGE_ID
+        assert not (branch.shared and ids[branch.shared - 1] and ids[branch.shared])
+    shared = {branch.sequence: branch.shared for branch in pack.branches}
+    assert sorted(shared.values()) == [0, 20, 20, 20, 51, 80]
+
+
+def test_where_the_images_of_tokens_end():
+    ids = np.array([5, *range(FIRST_IMAGE_ID, FIRST_IMAGE_ID + 3), 7, FIRST_IMAGE_ID, 8])
+    assert image_ends(ids, both_ways=False).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert image_ends(ids, both_ways=True).tolist() == [1, 4, 4, 4, 5, 6, 7]
+    assert image_ends(ids[1:4], both_ways=True).tolist() == [3, 3, 3]
+    assert image_ends(ids[:0], both_ways=True).tolist() == []

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from reflogp.scoring.torch_engine import cpu_attention
 from reflogp.scoring.torch_engine.device import to_device
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
-from reflogp.scoring.torch_engine.packing import Pack
+from reflogp.scoring.torch_engine.packing import Pack, image_ends
 
 NAME = "reflogp_packed"
 
@@ -34,6 +34,8 @@ _MAX_SCORES = 1 << 26
 _FLEX_BLOCK = 128
 #: Largest head size of FlashAttention's kernels, and the number that a head size must be a multiple of (flash-attn, README).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
+#: Why a causal kernel cannot compute some packs with images.
+_BOTH_WAYS = "the tokens of an image attend to each other in both directions"
 
 
 class UnsupportedAttentionError(RuntimeError):
@@ -61,6 +63,7 @@ class PackLayout:
         pack: the pack.
         device: device of the tensors.
         refused: names of kernels that no layer may use, because they failed for this model.
+        both_ways: True if the tokens of an image attend to each other in both directions.
 
     Attributes:
         token_ids, positions: the pack's token ids and their positions, int64 (tokens,).
@@ -71,9 +74,10 @@ class PackLayout:
         declined: kernel name -> why the kernel could not compute a layer.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = ()) -> None:
+    def __init__(self, pack: Pack, device: torch.device, refused: Collection[str] = (), both_ways: bool = False) -> None:
         self.device = device
         self.refused = refused
+        self.both_ways = both_ways
         self.spans = [(branch.start, branch.stop, branch.shared) for branch in pack.branches]
         self.layers_seen = 0
         self.windows_seen = 0
@@ -90,6 +94,7 @@ class PackLayout:
         uploaded = to_device(arrays, device)
         self.token_ids, self.positions, self.parents, self.targets, self._queries, self._keys, self._places = uploaded
         self._pack = pack
+        self._ends = image_ends(pack.token_ids, both_ways)
         self._cache: dict[str, Any] = {}
 
     def path(self, branch: int) -> torch.Tensor:
@@ -103,15 +108,17 @@ class PackLayout:
         """Return which keys each query of a branch sees, bool (queries, keys); None where a causal mask is enough."""
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
+        ends = self._ends[start:stop] - start + shared  # within the path; an image is never divided between branches
+        has_images = self.both_ways and bool((ends != np.arange(shared, length) + 1).any())
         if window is not None and window >= length:
             window = None
-        if window is None and shared == 0:
+        if window is None and shared == 0 and not has_images:
             return None
 
         def make() -> torch.Tensor:
             query = torch.arange(shared, length, device=self.device)[:, None]
             key = torch.arange(length, device=self.device)[None]
-            seen = key <= query
+            seen = key < torch.from_numpy(ends).to(self.device)[:, None] if has_images else key <= query
             return seen if window is None else seen & (key > query - window)
 
         made: torch.Tensor = self._once(f"mask {branch} {window}", make)
@@ -149,7 +156,8 @@ class PackLayout:
         """Return FlexAttention's mask of the pack.
 
         Packs are laid out in depth-first order, so query q sees key k exactly when k <= q < end[k], where end[k] is the place
-        after the last token that descends from k.
+        after the last token that descends from k. If tokens of an image attend to each other, k < reach[q] takes the place of
+        k <= q, where reach[q] is the place after the query's image.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -158,11 +166,11 @@ class PackLayout:
             last = np.zeros(tokens, np.int64)
             for path, (_, stop, _) in zip(self._paths, self.spans, strict=True):
                 last[path] = stop  # stops ascend: the last branch through a token sets its end
-            [ends], positions = to_device([last], self.device), self.positions
+            [ends, reach], positions = to_device([last, self._ends], self.device), self.positions
             width = None if window is None else _scalar(window, self.device)
 
             def seen(batch: Any, head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-                on_path = (k <= q) & (q < ends[k])
+                on_path = (k < reach[q]) & (q < ends[k])
                 return on_path if width is None else on_path & (positions[q] - positions[k] < width)
 
             def extremes(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,9 +183,10 @@ class PackLayout:
             first = torch.arange(blocks, device=self.device) * _FLEX_BLOCK
             behind = torch.clamp(first + _FLEX_BLOCK, max=tokens)
             least_end, greatest_end = extremes(ends)
-            before = first[:, None] > first[None]
-            some = (before & (first[:, None] < greatest_end)) | torch.eye(blocks, dtype=torch.bool, device=self.device)
-            full = before & (behind[:, None] <= least_end) & (behind[None] - first[None] == _FLEX_BLOCK)
+            least_reach, greatest_reach = extremes(reach)
+            some = (first[None] < greatest_reach[:, None]) & (first[:, None] < greatest_end)
+            full = (behind[None] <= least_reach[:, None]) & (behind[:, None] <= least_end)
+            full &= behind[None] - first[None] == _FLEX_BLOCK
             if window is not None:
                 lowest, highest = extremes(positions)
                 some &= lowest[:, None] - highest < window
@@ -210,7 +219,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one layer's attention; shapes as in `packed_attention`."""
+    """The arguments of one layer's attention; shapes as in `packed_attention`. `both_ways` is that of the pack's layout."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -219,6 +228,7 @@ class Call:
     window: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    both_ways: bool = False
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the layout differs from pack to pack
@@ -265,7 +275,7 @@ def packed_attention(
     autocast = torch.is_autocast_enabled(device)
     if autocast:  # autocast casts for torch's own attention, but not for other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
-    call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"))
+    call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"), layout.both_ways)
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
@@ -327,6 +337,8 @@ def _cpu_blocks_problem(call: Call) -> str | None:
         return "only for bfloat16"
     if call.softcap is not None or call.sinks is not None:
         return "the layer has a soft cap or sinks"
+    if call.both_ways:
+        return _BOTH_WAYS
     return cpu_attention.problem(call.query.shape[-1], call.value.shape[-1])
 
 
@@ -511,6 +523,8 @@ def _varlen_problem(call: Call) -> str | None:
         return "only for bfloat16 and float16"
     if size > _FLASH_MOST or size % _FLASH_MULTIPLE or call.value.shape[-1] > size:
         return f"unsupported head sizes: {size} of keys, {call.value.shape[-1]} of values"
+    if call.both_ways:
+        return _BOTH_WAYS
     return "the layer has sinks" if call.sinks is not None else None
 
 

@@ -23,7 +23,7 @@ from reflogp.scoring.torch_engine.flops import ForwardFlops, matmul_flops_per_se
 from reflogp.scoring.torch_engine.flow import InFlight, Prepared, Unit
 from reflogp.scoring.torch_engine.forward import attention_of, forward_pack, forward_padded, padded_batches, should_compile
 from reflogp.scoring.torch_engine.head import Head
-from reflogp.scoring.torch_engine.images import is_packable
+from reflogp.scoring.torch_engine.images import ImageFeatures, TooManyPixelsError
 from reflogp.scoring.torch_engine.load import LoadedModel, forget_longest_pass, load_model
 from reflogp.scoring.torch_engine.memory import auto_token_budget, is_out_of_memory, memory_errors
 from reflogp.scoring.torch_engine.packing import Pack, packs
@@ -110,6 +110,7 @@ class TorchEngine:
             compile_layers = should_compile(self._loaded.model, self.device)
         self.pass_seconds: float | None = None
         self.image_check: ImageCheck | None = None
+        self._features = ImageFeatures(self._loaded.model, self.device)
         self._tokens_per_second = math.inf
         self._own_attention = self._loaded.model.config._attn_implementation
         with memory_errors(self.device, "the self-check ran"), on_device(self.device):
@@ -199,7 +200,7 @@ class TorchEngine:
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
         flying: InFlight | None = None
-        with Prepared(self._units_of_groups(groups, waiting)) as prepared:
+        with self._features.kept(), Prepared(self._units_of_groups(groups, waiting)) as prepared:
             while True:
                 try:
                     unit = again.popleft() if again else prepared.take(flying)
@@ -219,7 +220,7 @@ class TorchEngine:
                     again.extendleft(reversed(list(self._units_of(places, waiting))))
                     continue
                 try:
-                    if unit.with_images is not None and not self._agrees_on_images(unit.with_images):
+                    if unit.with_images is not None and not self._agrees_on_images(unit):
                         again.extendleft(reversed(list(self._units_of(places, waiting))))
                         continue
                     if before is not None:
@@ -232,6 +233,10 @@ class TorchEngine:
                     yield [(place, str(error)) for place in lost]
                     others = [place for place in places if place in waiting]
                     again.extendleft(reversed(list(self._units_of(others, waiting))))
+                    continue
+                except TooManyPixelsError:
+                    for half in (places[len(places) // 2 :], places[: len(places) // 2]):
+                        again.extendleft(reversed(list(self._units_of(half, waiting))))
                     continue
                 except EngineError:
                     if flying is not None:  # keep the values of the previous pass
@@ -253,20 +258,31 @@ class TorchEngine:
             if flying is not None:
                 yield self._landed(flying, waiting)
 
-    def _agrees_on_images(self, sequences: list[Sequence]) -> bool:
-        """Return True if a pack with images gives the values of a padded batch; computed once, for the first sequences only."""
+    def _agrees_on_images(self, unit: Unit) -> bool:
+        """Return True if packs with images give the values of padded batches; computed once, for the first sequences only.
+
+        If memory runs out, there is no result, and `_launch` reports it. The next pass is then checked.
+        """
+        assert isinstance(unit.work, Pack) and unit.with_images is not None
+        sequences = [unit.with_images[index] for index, _ in unit.work.members]
         for count in (IMAGE_CHECKS, 1):
             if self.image_check is not None:
                 break
             try:
                 with on_device(self.device), self._loaded.computing():
-                    refused = self.self_check.refused_kernels
-                    self.image_check = check_images(self._head, self._loaded, sequences[:count], refused, self._own_attention)
+                    self.image_check = check_images(
+                        self._head,
+                        self._loaded,
+                        self._features,
+                        sequences[:count],
+                        self.self_check.refused_kernels,
+                        self._own_attention,
+                    )
             except (RuntimeError, MemoryError, ValueError, TypeError, LookupError) as error:
                 if not is_out_of_memory(error):
                     first = (str(error).splitlines() or [repr(error)])[0]
                     raise EngineError(f"images could not be scored: {first}") from error
-        return self.image_check is None or self.image_check.path == "packed"  # None: memory ran out, as the pass will report
+        return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
         """Count a pass that fit; after enough of them double a halved budget. The new budget applies to the next packs."""
@@ -299,7 +315,7 @@ class TorchEngine:
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
-            del self._head
+            del self._head, self._features
 
     def provenance(self) -> dict[str, Any]:
         """Return how this engine computes values; it is stored with the values."""
@@ -373,12 +389,7 @@ class TorchEngine:
 
     def _shared_units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         is_masked = bool(sequences) and sequences[0].attention_mask is not None
-        images = sequences[0].images if sequences else None
-        has_images = images is not None
-        if images is not None and self.image_check is None and not is_packable(images):
-            self.image_check = ImageCheck(
-                "padded", None, "the model's attention or positions depend on which tokens are images"
-            )
+        has_images = bool(sequences) and sequences[0].images is not None
         is_padded = has_images and self.image_check is not None and self.image_check.path == "padded"
         if self.self_check.path == "packed" and not is_masked and not is_padded:
             for pack in packs(sequences, self._pass_limit()):
@@ -404,9 +415,15 @@ class TorchEngine:
             began = Mark(self.device)
             with on_device(self.device), self._loaded.computing():
                 if isinstance(unit.work, Pack):
-                    refused = self.self_check.refused_kernels
-                    images = unit.with_images, self._own_attention
-                    values = forward_pack(model, self._head, unit.work, self.device, temperature, refused, *images)
+                    inputs, refused = None, self.self_check.refused_kernels
+                    if unit.with_images is not None:
+                        if self.image_check is None:
+                            return None
+                        refused = self.image_check.refused_kernels
+                        with attention_of(model, self._own_attention):
+                            both_ways = self.image_check.both_ways
+                            inputs = self._features.of_pack(unit.work, unit.with_images, both_ways)
+                    values = forward_pack(model, self._head, unit.work, self.device, temperature, refused, inputs)
                 else:
                     with attention_of(model, self._own_attention):
                         values = forward_padded(model, self._head, unit.work, self.device, temperature)
@@ -417,6 +434,7 @@ class TorchEngine:
                 raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
         except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these for images
             raise EngineError(f"the forward pass failed: {(str(error).splitlines() or [repr(error)])[0]}") from error
+        self._features.clear()
         # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

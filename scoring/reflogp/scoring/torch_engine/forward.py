@@ -19,7 +19,7 @@ import torch
 from reflogp.scoring.torch_engine.attention import PackLayout, packed
 from reflogp.scoring.torch_engine.flops import expert_count
 from reflogp.scoring.torch_engine.head import Head
-from reflogp.scoring.torch_engine.images import on_device, pack_embeddings, pixel_inputs, token_types
+from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_inputs, token_types
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
@@ -77,40 +77,35 @@ def forward_pack(
     device: torch.device,
     temperature: float = 1.0,
     refused: Collection[str] = (),
-    with_images: list[Sequence] | None = None,
-    own_attention: str | None = None,
+    inputs: DecoderInputs | None = None,
 ) -> torch.Tensor:
     """Return the log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must use packed attention.
 
     Args:
         refused: names of attention kernels that may not be used.
-        with_images: the sequences that the pack was made of, if they have images.
-        own_attention: the model's own attention implementation, for its vision tower.
+        inputs: what the decoder gets for a pack with images; None for a pack of text.
 
     Raises:
         UnsupportedAttentionError: a layer does not support packed attention.
         KernelFailedError: an attention kernel raised.
     """
-    layout = PackLayout(pack, device, refused)
-    embeddings = None
-    if with_images is not None:
-        with attention_of(model, own_attention):
-            embeddings = pack_embeddings(model, pack, with_images, device)
-    return head.logps(pack_states(model, layout, embeddings), layout.parents, layout.targets, temperature)
+    layout = PackLayout(pack, device, refused, both_ways=inputs is not None and inputs.both_ways)
+    return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
 
 
 @torch.inference_mode()
-def pack_states(model: Any, layout: PackLayout, embeddings: torch.Tensor | None = None) -> torch.Tensor:
+def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = None) -> torch.Tensor:
     """Return the last hidden states of a pack's tokens, (tokens, hidden size).
 
     Args:
-        embeddings: (tokens, hidden size); None for those of the tokens.
+        inputs: what the decoder gets for a pack with images; None for a pack of text.
     """
-    tokens = {"input_ids": layout.token_ids[None]} if embeddings is None else {"inputs_embeds": embeddings[None]}
     with packed(layout):
-        states: torch.Tensor = model.base_model(
-            **tokens, position_ids=layout.positions[None], use_cache=False
-        ).last_hidden_state[0]
+        if inputs is None:
+            made = model.base_model(input_ids=layout.token_ids[None], position_ids=layout.positions[None], use_cache=False)
+        else:
+            made = model.get_decoder()(**inputs.keywords(layout.positions), use_cache=False)
+    states: torch.Tensor = made.last_hidden_state[0]
     return states
 
 

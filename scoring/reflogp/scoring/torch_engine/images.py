@@ -1,14 +1,20 @@
-"""Feed a vision-language model: pixels for a padded batch, or features of images in a pack's embeddings.
+"""Feed a vision-language model: pixels for a padded batch, or what its text decoder gets for a pack.
 
 In a pack the vision tower runs once for each distinct image. The features are read where the model itself puts them: at the
-entry of its text decoder. This works for models whose image tokens are ordinary positions to the decoder. Models that treat
-them otherwise (Gemma 3: attention in both directions; Qwen-VL: three-part positions) name the types of tokens in their inputs
-("token_type_ids", "mm_token_type_ids"), and are scored in padded batches.
+entry of its text decoder. So are those that the decoder adds behind its first layers (DeepStack, arxiv.org/abs/2406.04334).
+Positions of several parts (Qwen-VL) are computed by the model's own function, for each sequence.
+
+Before a model's sequences with images are packed, `layout_of` compares what the model gives its decoder for a single sequence
+with what a pack gives it: the positions, and which tokens each token attends to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +22,27 @@ import numpy.typing as npt
 import torch
 
 from reflogp.scoring.errors import PictureError
-from reflogp.scoring.torch_engine.packing import Pack
+from reflogp.scoring.torch_engine.packing import Pack, image_ends
 from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
-from reflogp.store.images import FIRST_IMAGE_ID, blanks
+from reflogp.store.images import FIRST_IMAGE_ID
 
 #: Inputs of a model that name the type of each token, as processors make them.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = frozenset({"input_ids", "attention_mask", *_TYPES})
+#: Arguments of decoders that a pack gives too, or does not need.
+_LAID_OUT = frozenset(
+    {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position"}
+)
+#: Maximum number of bytes of features that are kept for later packs.
+KEPT_BYTES = 256 << 20
+#: Maximum number of bytes of decoded images that are held at once for several sequences.
+DECODED_BYTES = 1 << 30
+#: Identifies images whose features are computed together: their digests, and the number of tokens of each.
+_Part = tuple[tuple[bytes, ...], tuple[int, ...]]
+
+
+class TooManyPixelsError(Exception):
+    """The images of several sequences take more than DECODED_BYTES; they must be processed apart."""
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -31,16 +51,23 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
     Args:
         images: the images of at least one sequence, all of one processor.
 
-    Raises PictureError if an image cannot be read any more.
+    Raises:
+        PictureError: an image cannot be read any more.
+        TooManyPixelsError: more than one sequence, and their decoded images take too much memory.
     """
     processor = images[0].vision.processor
     loaded: dict[bytes, Any] = {}
+    room = DECODED_BYTES
     for picture in (picture for entry in images for picture in entry.pictures):
         if picture.digest not in loaded:
             try:
                 loaded[picture.digest] = picture.load()
             except ValueError as error:
                 raise PictureError(picture.digest, str(error)) from error
+            width, height = loaded[picture.digest].size
+            room -= width * height * len(loaded[picture.digest].getbands())
+            if room < 0 and len(images) > 1:
+                raise TooManyPixelsError
     texts = [processor.image_token * len(entry.counts) for entry in images]
     pictures = [[loaded[digest] for digest in entry.digests] for entry in images]
     made = processor(images=pictures, text=texts, padding=True, add_special_tokens=False, return_tensors="pt")
@@ -53,52 +80,231 @@ def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArr
     return np.isin(ids, images.vision.processor.image_token_ids).astype(np.int64)
 
 
-def is_packable(images: SequenceImages) -> bool:
-    """Return True if the decoder takes image tokens as ordinary positions. Processes a blank image."""
-    processor = images.vision.processor
-    made = processor(
-        images=[blanks([((64, 64), "RGB")])], text=[processor.image_token], add_special_tokens=False, return_tensors="pt"
-    )
-    return not any(name in made for name in _TYPES)
+@dataclass(frozen=True)
+class DecoderInputs:
+    """What a model's text decoder gets for a pack with images, on the device.
+
+    Attributes:
+        embeddings: (tokens, hidden size), with features in the places of images.
+        positions: the model's own positions where they have several parts, int64 (parts, tokens); None for one part.
+        image_places: places of image tokens, bool (tokens,).
+        deep: features that the decoder adds to the hidden states of image tokens behind its first layers, one tensor for each
+            of these layers, (image tokens, hidden size); empty for most models.
+        both_ways: True if the tokens of an image attend to each other in both directions.
+    """
+
+    embeddings: torch.Tensor
+    positions: torch.Tensor | None
+    image_places: torch.Tensor
+    deep: tuple[torch.Tensor, ...]
+    both_ways: bool
+
+    def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Return the decoder's keyword arguments; `positions` of one part, (tokens,), are used where there are no others."""
+        own = positions[None] if self.positions is None else self.positions[:, None]
+        deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
+        return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
 
 
-def pack_embeddings(model: Any, pack: Pack, sequences: list[Sequence], device: torch.device) -> torch.Tensor:
-    """Return the embeddings of a pack's tokens, with features in the places of images, (tokens, hidden size).
+@dataclass(frozen=True)
+class _Features:
+    """What the decoder gets in the places of some images.
+
+    Attributes:
+        embeddings: (tokens of the images, hidden size).
+        deep: as in DecoderInputs.
+        grids: inputs of the model's function for positions, on the host.
+    """
+
+    embeddings: torch.Tensor
+    deep: tuple[torch.Tensor, ...]
+    grids: dict[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
+
+
+class ImageFeatures:
+    """Makes the decoder's inputs of packs. The vision tower runs once for each distinct image of a pack, or for each distinct
+    set of images of a prompt where an image's features depend on the others.
+
+    Features are kept for later packs, those used last, up to a limit of memory. A larger image is decoded, processed and
+    computed again in the next pack that has it.
 
     Args:
-        model: the model; its vision tower runs once for each distinct image of the pack, or for each distinct set of images of
-            a prompt where an image's features depend on the others.
-        pack: a pack of sequences with images.
-        sequences: the sequences that the pack was made of.
+        model: the model; it uses its own attention while inputs are made.
         device: the model's device.
+        limit: maximum number of bytes of kept features.
     """
-    ids = np.where(pack.token_ids >= FIRST_IMAGE_ID, 0, pack.token_ids)
-    embeddings: torch.Tensor = model.get_input_embeddings()(torch.from_numpy(ids).to(device))
-    features = _features(model, (sequences[branch.sequence] for branch in pack.branches), device)
-    places, values = [], []
-    for branch in pack.branches:
-        images = sequences[branch.sequence].images
-        if images is None:
+
+    def __init__(self, model: Any, device: torch.device, limit: int = KEPT_BYTES) -> None:
+        self._model = model
+        self._device = device
+        self._limit = limit
+        self._kept: OrderedDict[_Part, _Features] = OrderedDict()
+        self._kept_bytes = 0
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Forget all features when the block ends."""
+        try:
+            yield
+        finally:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all features."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    @torch.inference_mode()
+    def of_pack(self, pack: Pack, sequences: list[Sequence], both_ways: bool) -> DecoderInputs:
+        """Return the decoder's inputs for a pack.
+
+        Args:
+            pack: a pack of sequences with images.
+            sequences: the sequences that the pack was made of.
+            both_ways: True if the tokens of an image attend to each other in both directions.
+
+        Raises PictureError if an image cannot be read any more.
+        """
+        is_image = pack.token_ids >= FIRST_IMAGE_ID
+        ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
+        embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
+        features: dict[_Part, _Features] = {}  # of this pack, whatever is kept
+        chosen: list[tuple[_Features, torch.Tensor | slice]] = []  # (features of a part, which of its tokens a branch adds)
+        positions: list[torch.Tensor] = []
+        for branch in pack.branches:
+            images = sequences[branch.sequence].images
+            assert images is not None
+            parts = [(part.digests, part.counts) for part in images.parts()]
+            for part, key in zip(images.parts(), parts, strict=True):
+                if key not in features:
+                    features[key] = self._of_part(part, key)
+            at = branch.path[is_image[branch.path]]
+            own = np.split(at >= branch.start, np.cumsum([sum(counts) for _, counts in parts])[:-1])  # others: earlier branches
+            chosen += [
+                (features[key], slice(None) if mask.all() else torch.from_numpy(mask.nonzero()[0]).to(self._device))
+                for key, mask in zip(parts, own, strict=True)
+                if mask.any()
+            ]
+            if self._has_own_positions():
+                grids = [features[key].grids for key in parts]
+                positions.append(self._own_positions(sequences[branch.sequence], grids)[:, branch.shared :])
+        places = torch.from_numpy(is_image).to(self._device)
+        values = torch.cat([found.embeddings[added] for found, added in chosen])
+        layers = range(len(chosen[0][0].deep))
+        return DecoderInputs(
+            embeddings=embeddings.index_copy(0, places.nonzero()[:, 0], values.to(embeddings.dtype)),
+            positions=torch.cat(positions, 1).to(self._device) if positions else None,
+            image_places=places,
+            deep=tuple(torch.cat([found.deep[layer][added] for found, added in chosen]) for layer in layers),
+            both_ways=both_ways,
+        )
+
+    @torch.inference_mode()
+    def positions_of(self, sequence: Sequence) -> torch.Tensor:
+        """Return the positions of a sequence's tokens in a pack, int64 (parts, tokens), on the host."""
+        assert sequence.images is not None
+        if not self._has_own_positions():
+            return torch.arange(len(sequence))[None]
+        parts = [self._of_part(part, (part.digests, part.counts)) for part in sequence.images.parts()]
+        return self._own_positions(sequence, [part.grids for part in parts])
+
+    def _has_own_positions(self) -> bool:
+        return hasattr(self._model.base_model, "get_rope_index")
+
+    def _own_positions(self, sequence: Sequence, grids: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the positions that the model's own function computes for a whole sequence, int64 (parts, tokens)."""
+        images = sequence.images
+        assert images is not None
+        ids = sequence.model_ids()
+        given = {name: torch.cat([part[name] for part in grids]) for name in grids[0]}
+        if "mm_token_type_ids" in _position_arguments(self._model):
+            given["mm_token_type_ids"] = torch.from_numpy(token_types(images, ids))[None]
+        found: torch.Tensor = self._model.base_model.get_rope_index(input_ids=torch.from_numpy(ids)[None], **given)[0][:, 0]
+        return found
+
+    def _of_part(self, part: SequenceImages, key: _Part) -> _Features:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._computed(part)
+        if found.size <= self._limit:
+            self._kept[key] = found
+            self._kept_bytes += found.size
+            while self._kept_bytes > self._limit:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].size
+        return found
+
+    def _computed(self, part: SequenceImages) -> _Features:
+        """Run the model up to the entry of its decoder, on the image tokens of a part alone."""
+        pixels, types = pixel_inputs([part])
+        ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=self._device)
+        more = on_device(pixels, self._device) | {name: torch.ones_like(ids) for name in types}
+        with decoder_calls(self._model, stop=True) as seen, suppress(_ReadError):
+            self._model.base_model(input_ids=ids, use_cache=False, **more)
+        deep = seen[0].get("deepstack_visual_embeds") or ()
+        grids = {name: pixels[name] for name in _position_arguments(self._model) if name in pixels}
+        return _Features(seen[0]["inputs_embeds"][0], tuple(deep), grids)
+
+
+def _position_arguments(model: Any) -> frozenset[str]:
+    """Return the names of the arguments of a model's own function for positions; none if it has no such function."""
+    function = getattr(model.base_model, "get_rope_index", None)
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+
+def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions: torch.Tensor) -> tuple[bool, str | None]:
+    """Compare what a model gives its decoder for one sequence with what a pack can give it.
+
+    Args:
+        config: the config of the model's text decoder.
+        sequence: a sequence with images.
+        given: the keyword arguments that the model called its decoder with for this sequence alone, without padding.
+        positions: the positions that the sequence's tokens have in a pack, (parts, tokens).
+
+    Returns:
+        (True if the tokens of an image attend to each other in both directions, what a pack cannot give or None).
+    """
+    others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
+    if others:
+        return False, f"its decoder also gets {', '.join(others)}"
+    own = given.get("position_ids")
+    if own is None:
+        own = torch.arange(len(sequence))[None]
+    own = own.reshape(-1, len(sequence)).cpu()
+    if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
+        return False, "the positions of its image tokens are not known"
+    masks = given.get("attention_mask")
+    for both_ways in (False, True):
+        if _attends_so(masks, sequence, config, both_ways):
+            return both_ways, None
+    return False, "its image tokens attend to other tokens than a pack's"
+
+
+def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
+    """Return True if these masks (None: causal; a tensor; or one for each kind of layer) are those of a pack."""
+    kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
+    reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]
+    key = torch.arange(len(sequence))
+    for kind, mask in kinds.items():
+        if mask is None and not both_ways:
             continue
-        at = branch.path[pack.token_ids[branch.path] >= FIRST_IMAGE_ID]
-        of_branch = torch.cat([features[part.digests] for part in images.parts()])
-        own = at >= branch.start  # the others belong to earlier branches
-        places.append(torch.from_numpy(at[own]).to(device))
-        values.append(of_branch[torch.from_numpy(own).to(device)])
-    if places:
-        embeddings = embeddings.index_copy(0, torch.cat(places), torch.cat(values).to(embeddings.dtype))
-    return embeddings
+        if kind not in ("full_attention", "sliding_attention") or not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+            return False
+        seen = key[None] < reach
+        if kind == "sliding_attention":
+            seen &= key[None] > key[:, None] - config.sliding_window
+        allowed = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+        if allowed.shape != seen.shape or not torch.equal(allowed.cpu(), seen):
+            return False
+    return True
 
 
-def _features(model: Any, sequences: Iterable[Sequence], device: torch.device) -> dict[tuple[bytes, ...], torch.Tensor]:
-    """Return digests of images -> what the decoder gets in the places of these images, (tokens of them, hidden size)."""
-    found: dict[tuple[bytes, ...], torch.Tensor] = {}
-    for sequence in sequences:
-        for part in [] if sequence.images is None else sequence.images.parts():
-            if part.digests not in found:
-                ids = torch.full((1, sum(part.counts)), part.vision.image_token_id, device=device)
-                found[part.digests] = _decoder_input(model, ids, on_device(pixel_inputs([part])[0], device))
-    return found
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensor, value)))
 
 
 def on_device(inputs: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
@@ -109,19 +315,22 @@ class _ReadError(Exception):
     """Ends a forward pass at the entry of the decoder."""
 
 
-def _decoder_input(model: Any, ids: torch.Tensor, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the embeddings that the model gives its text decoder for these inputs, (tokens, hidden size)."""
-    seen: list[torch.Tensor] = []
+@contextmanager
+def decoder_calls(model: Any, stop: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """Collect the keyword arguments of each call of a model's text decoder while the block runs.
+
+    Args:
+        stop: raise _ReadError in place of each call.
+    """
+    seen: list[dict[str, Any]] = []
 
     def read(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["inputs_embeds"][0])
-        raise _ReadError
+        seen.append(kwargs)
+        if stop:
+            raise _ReadError
 
     handle = model.get_decoder().register_forward_pre_hook(read, with_kwargs=True)
     try:
-        model.base_model(input_ids=ids, use_cache=False, **pixels)
-    except _ReadError:
-        pass
+        yield seen
     finally:
         handle.remove()
-    return seen[0]

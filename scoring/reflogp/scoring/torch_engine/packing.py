@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store.images import FIRST_IMAGE_ID
 
 Int64s = npt.NDArray[np.int64]
 
@@ -173,8 +174,29 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
     )
 
 
+def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
+    """Return for each token the place behind the last token that it may attend to, int64 (n,).
+
+    This is the place behind itself. If `both_ways`, it is the place behind the last image token for each token of images that
+    follow each other.
+    """
+    ends = np.arange(1, len(ids) + 1)
+    if not both_ways:
+        return ends
+    is_image = ids >= FIRST_IMAGE_ID
+    last = is_image & ~np.append(is_image[1:], False)
+    places = np.flatnonzero(last)
+    ends[is_image] = places[np.searchsorted(places, np.flatnonzero(is_image))] + 1
+    return ends
+
+
 def _common_prefix(left: Int64s, right: Int64s) -> int:
+    """Return how many tokens two sequences share; images that follow each other are shared all or not at all."""
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]
     first = int(differ.argmax()) if shorter else 0
-    return first if shorter and differ[first] else shorter
+    shared = first if shorter and differ[first] else shorter
+    if any(len(side) > shared and side[shared] >= FIRST_IMAGE_ID for side in (left, right)):
+        while shared and right[shared - 1] >= FIRST_IMAGE_ID:
+            shared -= 1
+    return shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from reflogp.scoring.torch_engine.attention import NAME as PACKED
 from reflogp.scoring.torch_engine.attention import KernelFailedError, PackLayout, by_branch
 from reflogp.scoring.torch_engine.forward import Path, forward_pack, forward_padded, pack_states
 from reflogp.scoring.torch_engine.head import Head
+from reflogp.scoring.torch_engine.images import ImageFeatures, decoder_calls, layout_of
 from reflogp.scoring.torch_engine.load import LoadedModel
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
@@ -66,31 +67,58 @@ class ImageCheck:
         path: the path that sequences with images take: "packed" or "padded".
         difference: root mean square difference between the two, nats per token; None if only one was possible.
         reason: why they are not packed; empty for a packed path.
+        both_ways: True if the tokens of an image attend to each other in both directions.
+        refused_kernels: attention kernels that no pack with images may use.
     """
 
     path: Path
     difference: float | None
     reason: str
+    both_ways: bool = False
+    refused_kernels: tuple[str, ...] = ()
 
 
 def check_images(
-    head: Head, loaded: LoadedModel, sequences: list[Sequence], refused: Collection[str], own_attention: str | None
+    head: Head,
+    loaded: LoadedModel,
+    features: ImageFeatures,
+    sequences: list[Sequence],
+    refused: Collection[str],
+    own_attention: str | None,
 ) -> ImageCheck:
     """Score sequences with images in a pack and one by one; return the path to take, and warn if it is the padded one.
+
+    They are packed if the model gives its decoder the positions and the mask that a pack has, and the values agree. Both are
+    compared, because values of few tokens in bfloat16 may agree by chance.
 
     Args:
         head: the model's output layer.
         loaded: the model; it must use packed attention.
+        features: makes the inputs of the model's decoder.
         sequences: at least one sequence, all with images.
         refused: attention kernels that may not be used.
         own_attention: the model's own attention implementation.
     """
     model, device = loaded.model, loaded.device
-    with forward.attention_of(model, own_attention):
+    with forward.attention_of(model, own_attention), decoder_calls(model) as calls:
         plain = np.concatenate([_padded(model, head, [sequence], device) for sequence in sequences])
+    difference: float | None = None
+    refused = list(refused)
     try:
-        [pack] = packs(sequences, sum(map(len, sequences)))
-        values = forward_pack(model, head, pack, device, 1.0, refused, sequences, own_attention).cpu().numpy()
+        with forward.attention_of(model, own_attention):
+            layouts = [
+                layout_of(model.get_decoder().config, sequence, given, features.positions_of(sequence))
+                for sequence, given in zip(sequences, calls, strict=True)
+            ]
+            both_ways = any(found for found, _ in layouts)
+            problem = next((problem for _, problem in layouts if problem is not None), None)
+            if problem is not None:
+                return _padded_images(problem)
+            [pack] = packs(sequences, sum(map(len, sequences)))
+            inputs = features.of_pack(pack, sequences, both_ways)
+        values = _until_no_kernel_fails(
+            refused, lambda: forward_pack(model, head, pack, device, 1.0, refused, inputs).cpu().numpy()
+        )
         by_sequence = {index: values[where] for index, where in pack.members}
         packed = np.concatenate([by_sequence[index] for index in range(len(sequences))])
         difference, problem = _compare(packed, plain, tolerance_of(loaded.product_dtype, plain))
@@ -99,10 +127,25 @@ def check_images(
     except Exception as error:  # models fail in many ways; any error means that the path does not work
         if is_out_of_memory(error):
             raise
-        difference, problem = None, _first_line(error)
-    if problem is None:
-        return ImageCheck("packed", difference, "")
-    warnings.warn(f"sequences with images are scored on the padded path, which is slower ({problem})", stacklevel=2)
+        problem = _first_line(error)
+    if problem is not None:
+        return _padded_images(problem, difference)
+    return ImageCheck("packed", difference, "", both_ways, tuple(refused))
+
+
+def _until_no_kernel_fails(refused: list[str], compute: Callable[[], Any]) -> Any:
+    """Return what `compute` returns; add each kernel that raises to `refused`, and compute again without it."""
+    while True:
+        try:
+            return compute()
+        except KernelFailedError as error:
+            if error.kernel in (by_branch.__name__, *refused):
+                raise
+            refused.append(error.kernel)
+
+
+def _padded_images(problem: str, difference: float | None = None) -> ImageCheck:
+    warnings.warn(f"sequences with images are scored on the padded path, which is slower ({problem})", stacklevel=3)
     return ImageCheck("padded", difference, problem)
 
 
