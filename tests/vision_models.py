@@ -17,6 +17,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
 from reflogp.cli.demo_model import train_tokenizer
@@ -113,7 +114,20 @@ def idefics3() -> tuple[Any, Any]:
 def _without_videos(make: Callable[[Any], Any]) -> Any:
     """Make a processor whose video processor, a part that needs torchvision, only takes its place."""
     with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *args: None):
-        return make(SimpleNamespace(merge_size=2, to_dict=dict))
+        return make(SimpleNamespace(merge_size=2, num_frames=1, fps=1, to_dict=dict))
+
+
+def smolvlm() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    image_processor = SmolVLMImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 64})
+    processor = _without_videos(lambda videos: tf.SmolVLMProcessor(image_processor, tokenizer, videos, image_seq_len=16))
+    config = tf.SmolVLMConfig(
+        vision_config={**_SIGHT, "image_size": 64, "patch_size": 8},
+        text_config=tf.LlamaConfig(**_text(tokenizer)).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    return tf.SmolVLMForConditionalGeneration(config), processor
 
 
 def _qwen(kind: str, sight: dict[str, Any], **text: Any) -> tuple[Any, Any]:
@@ -191,6 +205,7 @@ def llava_onevision() -> tuple[Any, Any]:
 LOADABLE: dict[str, Callable[[], tuple[Any, Any]]] = {"LLaVA": llava, "Gemma 3": gemma3, "Idefics 3": idefics3}
 FAMILIES = {
     **LOADABLE,
+    "SmolVLM": smolvlm,
     "Qwen2-VL": qwen2_vl,
     "Qwen2.5-VL": qwen2_5_vl,
     "Qwen3-VL": qwen3_vl,

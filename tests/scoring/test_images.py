@@ -5,10 +5,12 @@ import io
 import json
 import os
 import re
+import shutil
 import sqlite3
 import struct
 import zlib
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,19 +18,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset, List
+from datasets import Dataset, IterableDataset, List
 from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, LlamaConfig
 
 from reflogp.scoring import TorchEngine, join, score
+from reflogp.scoring.data import tokenized as tokenized_module
 from reflogp.scoring.data.image_decoder import MAX_PIXELS, ImageDecoder
 from reflogp.scoring.data.images import MAX_IMAGES
 from reflogp.scoring.data.objects import open_dataset
 from reflogp.scoring.data.read import RowSource
-from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
-from reflogp.scoring.errors import EngineError, InvalidSequencesError
+from reflogp.scoring.errors import DatasetError, EngineError, InvalidSequencesError, TokenizerError
 from reflogp.scoring.runs.score import images_for_engine
 from reflogp.scoring.torch_engine import attention, selfcheck
 from reflogp.scoring.torch_engine import engine as engine_module
@@ -388,6 +391,69 @@ def test_every_form_of_a_dataset_gives_the_same_values(llava, tmp_path):
     assert np.isfinite(joined["ref_chosen_logps"][0])
 
 
+@pytest.mark.parametrize("form", ["a path", "a list", "plain text"])
+@pytest.mark.parametrize("first", ["absent", "null", "null image"])
+def test_images_may_begin_after_the_first_window(first, form, llava, tmp_path, monkeypatch):
+    """Every row has the same key, whether rows without an image have an empty list, null or no column."""
+    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
+    uris = ["data:image/png;base64," + base64.b64encode(encoded(entry, "PNG")).decode() for entry in PICTURES]
+    wanted = [pair(f"what is {n}?", []) for n in range(10)] + [pair(f"what is {n}?", [uri]) for n, uri in enumerate(uris)]
+    if form == "plain text":
+        wanted = [{**row, "prompt": "<image>" * len(row["images"]) + "say:", "chosen": "a", "rejected": "b"} for row in wanted]
+    given = [{name: value for name, value in row.items() if name != "images" or value} for row in wanted]
+    if first != "absent":
+        given = [{"images" if first == "null" else "image": None, **row} for row in given]
+    if form == "a path":
+        for name, rows_ in (("wanted", wanted), ("given", given)):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    expected, found = (
+        list(tokenized(llava, open_dataset(str(tmp_path / f"{name}.jsonl") if form == "a path" else rows_)))
+        for name, rows_ in (("wanted", wanted), ("given", given))
+    )
+    assert len(found) == 4 and not any(window.problems for window in found)
+    assert [window.table for window in found] == [window.table for window in expected]
+    some = list(tokenized(llava, open_dataset(given).only([1, 2])))
+    assert [window.table["prompt_ids"].to_pylist() for window in some] == [expected[0].table["prompt_ids"].to_pylist()[1:3]]
+
+
+def test_files_of_which_only_the_last_has_the_column(llava, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
+    without = [{name: value for name, value in pair(f"what is {n}?", []).items() if name != "images"} for n in range(6)]
+    pq.write_table(pa.Table.from_pylist(without), tmp_path / "0.parquet")
+    pq.write_table(pa.Table.from_pylist([pair("what?", [encoded(PICTURES[0], "PNG")])]), tmp_path / "1.parquet")
+    windows = list(tokenized(llava, RowSource(str(tmp_path))))
+    assert not any(window.problems for window in windows) and [len(window.images) for window in windows] == [4, 3]
+
+
+def test_a_stream_whose_images_begin_late_is_refused_by_name(llava, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=4))
+    row = {name: value for name, value in pair("what?", []).items() if name != "images"}
+
+    def stream(late):
+        def rows_():
+            yield from [row] * 5
+            yield from [{**row, "images": [encoded(PICTURES[0], "PNG")]}] * late
+
+        return IterableDataset.from_generator(rows_)
+
+    assert [len(window.table) for window in tokenized(llava, open_dataset(stream(0)))] == [4, 1]
+    windows = iter(tokenized(llava, open_dataset(stream(1))))
+    assert len(next(windows).table) == 4
+    with pytest.raises(DatasetError, match="row 5 is the first row of the stream with a column of images"):
+        next(windows)
+
+
+def test_a_dataset_of_text_needs_no_image_processor_that_loads(llava, tmp_path, monkeypatch):
+    shutil.copytree(llava, tmp_path / "model")
+    (tmp_path / "model" / "processor_config.json").write_text("{")
+    text = {name: value for name, value in pair("what?", []).items() if name != "images"}
+    [window] = tokenized(tmp_path / "model", open_dataset([text]))
+    assert not window.problems and window.vision is None
+    monkeypatch.setattr(tokenized_module, "tokenize_dataset", partial(tokenize_dataset, window=1))
+    with pytest.raises(TokenizerError, match="image processor cannot be loaded"):
+        list(tokenized(tmp_path / "model", open_dataset([text, pair("what?", [encoded(PICTURES[0], "PNG")])])))
+
+
 def test_a_joined_file_keeps_the_images(llava, tmp_path):
     from typer.testing import CliRunner
 
@@ -456,7 +522,6 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "empty": (pair("?", [b""]), "decoded"),
         "a number": (pair("?", [7]), "expected bytes"),
         "null": (pair("?", [None]), "expected bytes"),
-        "a null column": (pair("?", None), "images is null"),
         "no list": (pair("?", "a.png"), "expected a list"),
         "too many": (pair("?", [png] * (MAX_IMAGES + 1)), "at most"),
         "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "address"),

@@ -137,6 +137,11 @@ def test_a_length_that_cuts_images_is_refused_before_training(llava, dataset, tm
         trainer(llava, dataset, tmp_path, max_length=30)
 
 
+def test_a_null_in_the_column_is_refused_by_name(llava, dataset, tmp_path):
+    with pytest.raises(UsageError, match="row 2 of train cannot be used: images is null"):
+        trainer(llava, changed(dataset, 2, None), tmp_path)
+
+
 def test_a_row_that_the_collator_refuses_is_named(llava, dataset, tmp_path):
     rows = [*dataset.select(range(3)), {**dataset[3], "prompt": [{"role": "user", "content": "<image> and its own"}]}]
     with pytest.raises(UsageError, match="row 3 of train"):

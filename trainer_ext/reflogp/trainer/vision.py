@@ -132,7 +132,12 @@ class RowTokens:
         try:
             if "image" not in row and "images" not in row:
                 raise UsageError("there is no column images; use one with an empty list for rows without an image")
-            images = [row["image"]] if "image" in row else row["images"]
+            column = "image" if "image" in row else "images"
+            if row[column] is None:
+                raise UsageError(
+                    f"{column} is null, which TRL does not read; use a column images, with empty lists where there is no image"
+                )
+            images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:
                 raise UsageError(
                     f"an image is a {type(strange[0]).__name__} and not decoded; cast the column, as by "
@@ -140,7 +145,7 @@ class RowTokens:
                 )
             seen = [(pixel_digest(image), kind_of_image(image)) for image in images]
             blank = blanks([kind for _, kind in seen])
-            made = self._collator([{**row, "image": blank[0]} if "image" in row else {**row, "images": blank}])
+            made = self._collator([{**row, column: blank[0] if column == "image" else blank}])
             ids, mask, completion = (made[column].numpy() for column in ("input_ids", "attention_mask", "completion_mask"))
             prompt = self._tokens.identified(ids[0][(mask[0] == 1) & (completion[0] == 0)].tolist(), seen)
         except Exception as error:  # templates and processors raise whatever they like

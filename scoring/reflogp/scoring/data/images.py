@@ -244,17 +244,19 @@ def _decoded_size(image: Any) -> int:
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name for messages, value) of each image of a row, as TRL reads it: `image` holds one, `images` a list.
+    """Return (name for messages, value) of each image of a row: `image` holds one, `images` a list.
 
-    Raises RowError for null, for something else than a list in `images`, and for more than MAX_IMAGES.
+    If a row has both columns, `image` is read, as in TRL. A row where the columns are null or missing has no image.
+
+    Raises RowError for something else than a list in `images`, and for more than MAX_IMAGES.
     """
-    if "image" in columns:
-        if columns["image"] is None:
-            raise RowError("image is null; use a column images with an empty list for rows without an image")
+    if columns.get("image") is not None:
         return [("image", columns["image"])]
     images = columns.get("images")
+    if images is None:
+        return []
     if not isinstance(images, list | tuple):
-        raise RowError(f"images is {'null' if images is None else type(images).__name__}, expected a list of images")
+        raise RowError(f"images is {type(images).__name__}, expected a list of images")
     if len(images) > MAX_IMAGES:
         raise RowError(f"it has {len(images)} images, and at most {MAX_IMAGES} are allowed")
     return [(f"image {number}", value) for number, value in enumerate(images)]

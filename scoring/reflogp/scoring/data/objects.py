@@ -40,7 +40,7 @@ def open_dataset(dataset: Any) -> RowSource:
             raise UsageError("the dataset has a transform, which would not be applied: apply it with map, or reset_format()")
         return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
-        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0)
+        return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
     if kind == "pandas.DataFrame":
         if not dataset.columns.is_unique:
             raise UsageError(f"the data frame has several columns of one name: {', '.join(map(str, dataset.columns))}")
@@ -101,9 +101,10 @@ class _ObjectRows(RowSource):
     Args:
         rows: returns an iterator over the rows from the first one.
         count: number of rows; 0 where it is not known.
+        stream: True for rows that may never end.
     """
 
-    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int) -> None:
+    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:
         self.name = _NAME
         self.split = "train"
         self.format = "json"
@@ -116,10 +117,15 @@ class _ObjectRows(RowSource):
         self.open_image = below(None)
         self._make = rows
         self._count = count
+        self._stream = stream
 
     def count(self) -> int:
         """Return the number of rows; 0 where it is not known."""
         return self._count
+
+    def has_column(self, *names: str) -> bool | None:
+        """See RowSource.has_column."""
+        return None if self._stream else super().has_column(*names)
 
     def _read(self) -> Iterator[tuple[dict[str, Any] | None, str | None, int]]:
         for row in self._make():

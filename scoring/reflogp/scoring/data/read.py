@@ -193,6 +193,18 @@ class RowSource:
                 raise DatasetError(f"{self.name}: a column has values of several types: {shortened(str(error))}") from error
         return schemas[0] if schemas else pa.schema([])
 
+    def has_column(self, *names: str) -> bool | None:
+        """Return True if any row of the whole dataset has one of these columns, null or not.
+
+        Columns of Parquet files, saved datasets and hub datasets are known from metadata. All other formats are read up to the
+        first such row. Return None for a stream, which may never end.
+        """
+        if self._dataset is not None:
+            return any(name in self._dataset.column_names for name in names)
+        if self.format == "parquet":
+            return any(name in schema.names for _, schema in self._parquet_descriptions() for name in names)
+        return any(name in (columns or {}) for columns, _, _ in self._rows() for name in names)
+
     def _parquet_descriptions(self) -> Iterator[tuple[int, pa.Schema]]:
         """Yield (number of rows, schema) of each Parquet file."""
         meter = Meter(self._bounds, self.name, self._check)

@@ -88,27 +88,31 @@ def tokenize_dataset(
         window: maximum rows per item.
         limits: limits for tokenising a row, beyond which it is a bad row; None for the defaults.
         check: called about ten times a second, and for each row of tokens; may raise to stop.
-        load_vision: loads the model's image processor, for pairs with a column `image` or `images`. None, or a function that
-            returns None for a model of text, makes such rows bad rows.
+        load_vision: loads the model's image processor, for pairs with a column `image` or `images`. If any row of the dataset
+            has such a column, all its rows are pairs with images. None, or a function that returns None for a model of text,
+            makes rows that hold images bad rows.
 
     Yields:
         The rows of one window, in the dataset's order.
 
     Raises:
-        DatasetError: no row is readable, no row in the first window with a readable row has columns that fit the format, or
-            many rows took too long.
+        DatasetError: no row is readable, no row in the first window with a readable row has columns that fit the format,
+            many rows took too long, or a stream has a column of images only after its first window.
         TokenizerError: there is no tokenizer for text rows, or it lacks a chat template or an EOS token that the rows need.
     """
     outputs: tuple[str, ...] | None = None
     why = "it is empty"
     children: RowTokenizer | None = None
     images: _Images | None = None
+    may_come = False
     with ExitStack() as stack:
         for rows in traced("read", batched(source, window), lambda rows: {"rows": len(rows)}):
             if outputs is None and any(row.columns is not None for row in rows):
                 form, outputs = _settle(form, [row.columns for row in rows if row.columns is not None])
                 if form != "tokens":
-                    vision = load_vision() if form == "preference" and load_vision is not None and _have_images(rows) else None
+                    vision = None
+                    if form == "preference" and load_vision is not None:
+                        vision, may_come = _vision(source, rows, load_vision)
                     if vision is not None:
                         cache, decoder = stack.enter_context(PixelCache()), stack.enter_context(ImageDecoder())
                         images = _Images(vision, ImageReader(source.open_image, cache, decoder))
@@ -122,6 +126,12 @@ def tokenize_dataset(
                 problems = {row.number: shortened(row.problem or "") for row in rows}
                 yield TokenizedRows(_table([], [], ()), [], problems, rows[-1].number)
                 continue
+            if may_come and _have_images(rows):
+                first = next(row.number for row in rows if _have_images([row]))
+                raise DatasetError(
+                    f"row {first} is the first row of the stream with a column of images, and the rows before it were read as "
+                    "text; give the stream's first row the column images, with an empty list"
+                )
             with span("tokenise", rows=len(rows)) as tokenising:
                 tokenized = _tokenize_window(rows, children, outputs, check, images)
                 tokenising.set(tokens=tokenized.tokens())
@@ -154,6 +164,30 @@ class _Images:
 
     vision: VisionProcessor
     reader: ImageReader
+
+
+def _vision(
+    source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
+) -> tuple[VisionProcessor | None, bool]:
+    """Return the image processor if the dataset has a column of images, else None; and True if such a column may still come.
+
+    Args:
+        source: the dataset. It is read to its end only where the model takes images and these rows have no such column.
+        rows: its first rows.
+        load_vision: see `tokenize_dataset`. Its TokenizerError is raised only if the dataset has a column of images.
+    """
+    if _have_images(rows):
+        return load_vision(), False
+    found: bool | None = False
+    try:
+        vision = load_vision()
+        if vision is not None:
+            found = source.has_column(*IMAGE_COLUMNS)
+    except TokenizerError:
+        vision, found = None, source.has_column(*IMAGE_COLUMNS)
+        if found:
+            raise
+    return vision if found else None, found is None
 
 
 def _have_images(rows: list[Row]) -> bool:
