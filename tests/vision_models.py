@@ -1,6 +1,7 @@
 """Tiny vision-language models with random weights, their processors and pictures, made without a network."""
 
 import io
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,3 +257,12 @@ def pair(prompt: str, images: Any, chosen: str = "a red square", rejected: str =
         **{name: [{"role": "assistant", "content": text}] for name, text in sides.items()},
         "images": images,
     }
+
+
+def pairs_with_files(folder: Path) -> list[dict[str, Any]]:
+    """Write 30 images to `folder`, and return 60 pairs with none to three of them, some of them shared, as paths."""
+    draw = random.Random(3)
+    names = [f"{seed}.png" for seed in range(30)]
+    for seed, name in enumerate(names):
+        (folder / name).write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
+    return [pair(f"what is it? {number % 11}", draw.sample(names, draw.randrange(4))) for number in range(60)]

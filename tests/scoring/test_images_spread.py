@@ -38,7 +38,7 @@ from tests.conftest import write_rows
 from tests.scoring.stored_rows import rows_of, same_rows
 from tests.scoring.test_spread import workers_of
 from tests.scoring.watching import Watching
-from tests.vision_models import encoded, make, pair, picture
+from tests.vision_models import encoded, make, pair, pairs_with_files, picture
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +68,9 @@ def score(llava, tmp_path):
     return run
 
 
-def rows(folder) -> list[dict]:
-    """Pairs with none to three images, some of them shared, as paths."""
-    draw = random.Random(3)
-    names = []
-    for seed in range(30):
-        (folder / f"{seed}.png").write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
-        names.append(f"{seed}.png")
-    return [pair(f"what is it? {number % 11}", draw.sample(names, draw.randrange(4))) for number in range(60)]
-
-
 @pytest.mark.slow
 def test_two_workers_store_what_one_engine_stores_although_workers_are_killed(score, llava, tmp_path):
-    file = write_rows(tmp_path / "rows.jsonl", rows(tmp_path))
+    file = write_rows(tmp_path / "rows.jsonl", pairs_with_files(tmp_path))
     here = score(RowSource(str(file)), "here")
     killed = []
 
@@ -221,7 +211,7 @@ def test_misses_do_not_wait_in_memory_with_their_images(llava, tmp_path, monkeyp
 
 
 def test_an_image_that_changes_before_it_is_sent_is_a_bad_row_and_the_others_go_on(score, tmp_path):
-    data = rows(tmp_path)[:20]
+    data = pairs_with_files(tmp_path)[:20]
     file = write_rows(tmp_path / "rows.jsonl", data)
     source = RowSource(str(file))
     gone = data[7]["images"][0] if data[7]["images"] else data[8]["images"][0]

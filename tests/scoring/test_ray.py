@@ -22,6 +22,7 @@ from reflogp.scoring.on_ray.workers import ClusterWorkers
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.runs.spread.scorer import ParallelScorer
+from reflogp.scoring.vision import load_processor
 from reflogp.store import Store, UsageError, describe_reference
 from tests.conftest import write_rows
 from tests.scoring.deadly import POISON, deadly_model
@@ -29,6 +30,7 @@ from tests.scoring.spread_runs import assert_same_runs, odd_rows
 from tests.scoring.stored_rows import rows_of, same_rows
 from tests.scoring.watching import Watching
 from tests.service.serving import running, settings_file, token_rows, wait_for
+from tests.vision_models import make, pairs_with_files
 
 pytestmark = pytest.mark.slow
 
@@ -51,11 +53,13 @@ def cluster():
 def score(reference_folder, tmp_path):
     """score(file, store, on_ray=…) -> summary; a token budget small enough that a run takes a while."""
 
-    def run(file, store="store", *, on_ray=True, model=None, watcher=None, form=None, workers=2, code=False, **options):
+    def run(file, store="store", *, on_ray=True, model=None, watcher=None, form=None, workers=2, code=False, vision=False, **options):
         folder = str(model or reference_folder)
         reference = describe_reference(folder, "float32")
         choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
-        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(str(reference_folder)), form)
+        tokenizer = folder if vision else str(reference_folder)
+        processor = (lambda: load_processor(folder, folder)) if vision else None
+        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(tokenizer), form, load_vision=processor)
         if not on_ray:
             return score_dataset(
                 dataset, Store(tmp_path / store), reference, LocalScorer(lambda: choice.make(folder, reference))
@@ -95,6 +99,20 @@ def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
         summary = score(file, "there", watcher=Watching(3, kill))
     assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
     here = score(file, "here", on_ray=False)
+    same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
+
+
+def test_pairs_with_images_have_the_same_values_as_without_ray_although_a_worker_is_killed(cluster, score, tmp_path):
+    make("LLaVA", tmp_path / "llava")
+    file = write_rows(tmp_path / "rows.jsonl", pairs_with_files(tmp_path))
+    here = score(file, "here", on_ray=False, model=tmp_path / "llava", vision=True)
+
+    def kill():
+        actors("NodeWorker")[0].send_signal(signal.SIGKILL)
+
+    with pytest.warns(UserWarning, match="was lost"):
+        there = score(file, "there", model=tmp_path / "llava", vision=True, watcher=Watching(1, kill))
+    assert (here.scored, here.bad_rows) == (there.scored, 0) and here.scored > 100
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
 
 
