@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -53,13 +54,17 @@ def cluster():
 def score(reference_folder, tmp_path):
     """score(file, store, on_ray=…) -> summary; a token budget small enough that a run takes a while."""
 
-    def run(file, store="store", *, on_ray=True, model=None, watcher=None, form=None, workers=2, code=False, vision=False, **options):
+    def run(file, store="store", *, on_ray=True, model=None, watcher=None, form=None, workers=2, code=False, **options):
         folder = str(model or reference_folder)
         reference = describe_reference(folder, "float32")
         choice = EngineChoice("torch", "cpu", 256, trust_remote_code=code)
-        tokenizer = folder if vision else str(reference_folder)
-        processor = (lambda: load_processor(folder, folder)) if vision else None
-        dataset = TokenizedDataset(RowSource(str(file)), lambda: load_tokenizer(tokenizer), form, load_vision=processor)
+        tokenizer_folder = folder if (Path(folder) / "tokenizer.json").exists() else str(reference_folder)
+        dataset = TokenizedDataset(
+            RowSource(str(file)),
+            lambda: load_tokenizer(tokenizer_folder),
+            form,
+            load_vision=lambda: load_processor(tokenizer_folder, folder),
+        )
         if not on_ray:
             return score_dataset(
                 dataset, Store(tmp_path / store), reference, LocalScorer(lambda: choice.make(folder, reference))
@@ -105,13 +110,13 @@ def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
 def test_pairs_with_images_have_the_same_values_as_without_ray_although_a_worker_is_killed(cluster, score, tmp_path):
     make("LLaVA", tmp_path / "llava")
     file = write_rows(tmp_path / "rows.jsonl", pairs_with_files(tmp_path))
-    here = score(file, "here", on_ray=False, model=tmp_path / "llava", vision=True)
+    here = score(file, "here", on_ray=False, model=tmp_path / "llava")
 
     def kill():
         actors("NodeWorker")[0].send_signal(signal.SIGKILL)
 
     with pytest.warns(UserWarning, match="was lost"):
-        there = score(file, "there", model=tmp_path / "llava", vision=True, watcher=Watching(1, kill))
+        there = score(file, "there", model=tmp_path / "llava", watcher=Watching(1, kill))
     assert (here.scored, here.bad_rows) == (there.scored, 0) and here.scored > 100
     same_rows(rows_of(tmp_path / "here", here.reference_id), rows_of(tmp_path / "there", here.reference_id))
 
