@@ -259,10 +259,10 @@ def pair(prompt: str, images: Any, chosen: str = "a red square", rejected: str =
     }
 
 
-def pairs_with_files(folder: Path) -> list[dict[str, Any]]:
-    """Write 30 images to `folder`, and return 60 pairs with none to three of them, some of them shared, as paths."""
+def pairs_with_files(folder: Path, count: int = 60) -> list[dict[str, Any]]:
+    """Write 30 images to `folder`, and return `count` pairs with none to three of them, some of them shared, as paths."""
     draw = random.Random(3)
     names = [f"{seed}.png" for seed in range(30)]
     for seed, name in enumerate(names):
         (folder / name).write_bytes(encoded(picture(seed, (40 + seed, 60)), "PNG"))
-    return [pair(f"what is it? {number % 11}", draw.sample(names, draw.randrange(4))) for number in range(60)]
+    return [pair(f"what is it? {number % 11}", draw.sample(names, draw.randrange(4))) for number in range(count)]
