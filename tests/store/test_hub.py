@@ -298,7 +298,7 @@ def test_a_repository_with_other_data_is_left_alone(run, server, store):
     assert "holds other data" in said
     code, said = run("pull", store.uri, "hf://datasets/team/data")
     assert code == 2
-    assert "not a push of" in said
+    assert "was not written by `reflogp store push`" in said
     assert "data/train.parquet" not in server.downloaded
     contents = json.loads(server.files(NAME)["contents.json"])
     files = server.files(NAME) | {"contents.json": json.dumps({**contents, "reference_id": "cd" * 16}).encode()}
