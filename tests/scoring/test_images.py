@@ -529,7 +529,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "a folder": (pair("?", [str(tmp_path)]), "cannot be read"),
         "a pipe": (pair("?", [str(tmp_path / "fifo.png")]), "no file"),
         "a device without end": (pair("?", ["/dev/zero"]), "no file"),
-        "another format": (pair("?", [encoded(PICTURES[0], "PPM")]), "no image in one of the formats"),
+        "another format": (pair("?", [encoded(PICTURES[0], "PPM")]), "not an image in one of the formats"),
         "a text file": (pair("?", [str(tmp_path / "text.png")]), "decoded"),
         "a large file": (pair("?", [str(large)]), "more than"),
         "a damaged URI": (pair("?", ["data:image/png;base64,%%%"]), "damaged"),

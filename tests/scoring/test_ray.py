@@ -134,7 +134,7 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
 
     watching = Watching()
     watching.read = change
-    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is another model on this worker's machine"):
+    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is a different model on this worker's machine"):
         score(file, model=model, watcher=watching)
     watching.read = lambda rows: shutil.rmtree(model)
     with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):

@@ -60,13 +60,13 @@ def score(
             without a GPU.
         max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id. Give an object for a
-            tokenizer that runs code of its own.
+        tokenizer: the trainer's tokenizer, if it is not the model's: an object, a folder or a hub id. Pass an object if the
+            tokenizer runs code of its own.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
         progress: show a progress bar; None shows it in terminals and notebooks.
 
     Returns:
-        A ScoreSummary; for a DatasetDict, a dict with one for each split.
+        A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
 
     Raises:
         UsageError: a model, a dataset or settings that cannot be used; or the store holds the model in several dtypes.
@@ -143,7 +143,7 @@ def join(
         ld_alpha: weight of the longer completion's tail in LD-DPO.
         tokenizer: see score; give the same as there.
         snapshot: number of a snapshot of the store; None for the latest.
-        on_miss: "error" raises where a row has no values; "drop" leaves such rows out.
+        on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
         The same kind of dataset with the columns; for a path or hub name, a Dataset. The rows of a stream (IterableDataset) are

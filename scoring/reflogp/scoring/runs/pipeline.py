@@ -105,7 +105,8 @@ class ScoringPipeline:
         self._done: list[tuple[Miss, Logps]] = []
         self._since = 0.0
         self._threads = [
-            threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)  # spans are the caller's
+            # A copy of the context makes the threads' spans part of the caller's trace.
+            threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
             for work, name in ((self._compute, "reflogp-engine"), (self._commit_passes, "reflogp-commit"))
         ]
         for thread in self._threads:

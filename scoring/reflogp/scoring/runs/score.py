@@ -343,7 +343,7 @@ class _Run:
     def _wait(self, key: bytes, view: Any, at: int, row: int, images: SequenceImages | None) -> None:
         needed = int(view.needed[at])
         tokens, problem = self._failed.get(key, (needed + 1, ""))
-        if tokens <= needed:  # it would fail again
+        if tokens <= needed:  # a completion with at least as many tokens would fail again
             self._summary.duplicates += 1
             self._advance(1, 0)
             self._bad_row(row, problem)
