@@ -127,7 +127,7 @@ def test_an_upload_that_names_files_reads_none(service, place, tmp_path):
     rows = [pair("?", [str(place / "data" / "deep" / "0.png")]), pair("?", ["0.png"]), pair("?", [uri(picture(1))])]
     job, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
     assert job.summary["bad_rows"] == 2 and result["error"].to_pylist()[2] is None
-    assert all("must hold its images itself" in error for error in result["error"].to_pylist()[:2])
+    assert all("must contain its images" in error for error in result["error"].to_pylist()[:2])
 
 
 def test_images_replaced_after_a_job_are_other_values_in_the_next_one(service, place):

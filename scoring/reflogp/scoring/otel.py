@@ -24,11 +24,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from reflogp.store.texts import hide_secrets, shortened
 
-#: Most spans of one name in a run. Further spans are only counted, in attributes of the root span.
+#: Maximum number of spans of one name in a run. Further spans are only counted, in attributes of the root span.
 MOST_SPANS = 1000
-#: Most spans that wait for the collector; further ones are dropped. A run makes at most some thousands.
+#: Maximum number of spans that wait for the collector; further spans are dropped. A run makes at most some thousands.
 _MOST_WAITING = 8192
-#: Most spans in a request to the collector, and the seconds that ended spans wait for others to be sent with.
+#: Maximum number of spans in a request to the collector, and seconds that an ended span waits for others to be sent with it.
 _BATCH, _BATCH_SECONDS = 512, 1.0
 
 Attributes = Mapping[str, str | int | float | None]

@@ -33,11 +33,11 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation, wi
 _WINDOWS_AHEAD = 2
 #: Misses are handed to the scorer when their images take more bytes of memory than this.
 _IMAGE_BYTES = 256 << 20
-#: Most keys of failed sequences that are remembered.
+#: Maximum number of failed sequences whose keys are remembered.
 _FAILED_KEYS = 10_000
 #: Counts of a summary that the root span of its trace has.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
-#: Most row numbers that a summary lists; further rows are only counted.
+#: Maximum number of row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
 
 
