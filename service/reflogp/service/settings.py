@@ -142,7 +142,7 @@ class ServerSettings(BaseSettings):
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Maximum number of open requests; a further request is refused with 503. As many more connections may be idle.",
+        description="Maximum open requests; a further request is refused with 503. As many more connections may be idle.",
     )
     state: Path | None = Field(
         None, description="Folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp."
