@@ -197,7 +197,9 @@ class Client:
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job: a queued job ends at once, a running job after its current pack. Scored sequences stay in the store.
+        """Cancel a job: a queued job ends at once, a running job after its current forward pass.
+
+        Scored sequences stay in the store.
 
         Args:
             job: id.
