@@ -156,7 +156,10 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (130, "")
-    assert err.strip().splitlines()[-1] == "reflogp: interrupted; what was committed stays, run the same command again to go on"
+    assert (
+        err.strip().splitlines()[-1]
+        == "reflogp: interrupted; committed values are kept: run the same command again to continue"
+    )
     code, out, _ = reflogp(
         "score", "--ray", *rest, "--ray-workers", 2, "--json"
     )  # the cluster that this process is connected to

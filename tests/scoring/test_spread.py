@@ -170,7 +170,7 @@ def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_
     assert out == ""
     if how == signal.SIGINT:
         assert run.returncode == 130
-        assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; what was committed stays")
+        assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; committed values are kept")
     _gone, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     code, out, _ = reflogp(*arguments, "--json")
