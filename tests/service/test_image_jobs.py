@@ -102,7 +102,7 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "../.hidden.png": "hidden part",
         "none.png": "no such file",
         "../pipe.png": "neither a file nor a folder",
-        "../deep": "no file",
+        "../deep": "not a file",
         "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",
         "x/" * 500 + "0.png": "the path is too long",

@@ -270,7 +270,7 @@ def test_a_commit_can_be_pulled_later(run, server, store, tmp_path):
         (("pull", "{store}", "hf://datasets/team/none"), {}, "there is no such dataset"),
         (("pull", "{store}", f"{PLACE}@abc"), {}, "no such revision"),
         (("pull", "{store}", "hf://team/sft-logps"), {}, "give hf://datasets/ORGANISATION/NAME"),
-        (("push", "{store}", f"{PLACE}@main"), {}, "leave @main out"),
+        (("push", "{store}", f"{PLACE}@main"), {}, "leave out @main"),
         (("push", "{store}", PLACE), {"token": "hf_another"}, "log in with `hf auth login`"),
         (("push", "{store}", PLACE, "--snapshot", "99"), {}, "99"),
         (("push", "{store}", PLACE), {"HF_ENDPOINT": "http://127.0.0.1:9"}, PLACE),

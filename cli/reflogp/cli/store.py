@@ -144,7 +144,7 @@ def vacuum_(
     uri: Uri,
     reference: ReferenceId = None,
     retention_hours: Annotated[
-        int, typer.Option(min=0, help="Keep files younger than this: readers of older snapshots may need them.")
+        int, typer.Option(min=0, help="Keep files younger than this many hours: readers of older snapshots may need them.")
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; report what would be deleted.")] = False,
     alone: Annotated[bool, typer.Option("--alone", help="If nobody else uses the store: allows a retention of 0.")] = False,

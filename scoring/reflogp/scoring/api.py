@@ -134,14 +134,14 @@ def join(
     prompt alone fills max_length are left out, as TRL drops them.
 
     Args:
-        model: see score; give the same as there.
+        model: as in `score`; use the same.
         dataset: see score.
         store: see score.
         dtype: what the values were computed in; "auto": the one dtype in which the store holds the model.
-        max_length: see score; give the same as the trainer.
-        truncation_mode: see score; give the same as the trainer.
+        max_length: as in `score`; use the trainer's.
+        truncation_mode: as in `score`; use the trainer's.
         ld_alpha: weight of the longer completion's tail in LD-DPO.
-        tokenizer: see score; give the same as there.
+        tokenizer: as in `score`; use the same.
         snapshot: number of a snapshot of the store; None for the latest.
         on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
@@ -206,14 +206,14 @@ def report(
     """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
 
     Args:
-        model: see score; give the same as there.
+        model: as in `score`; use the same.
         dataset: see score.
         store: see score.
         output: folder to write: a new one, or one of an earlier report.
         dtype: see join.
-        max_length: see score; give the same as the trainer.
-        truncation_mode: see score; give the same as the trainer.
-        tokenizer: see score; give the same as there.
+        max_length: as in `score`; use the trainer's.
+        truncation_mode: as in `score`; use the trainer's.
+        tokenizer: as in `score`; use the same.
         progress: see score.
 
     Returns:

@@ -149,7 +149,7 @@ def fetch(
         uri: https://, http://, s3://, gs://, az:// or hf://, under a prefix of the settings.
         folder: receives the file and bounds its size.
         settings: prefixes and limits.
-        cancelled: called a few times a second, or after each chunk from an object store; True stops the fetch.
+        cancelled: called a few times a second, or after each chunk from an object store or the Hub; True stops the fetch.
         arrived: called after each chunk with the number of bytes so far.
         config, split: what is fetched of a whole dataset of the Hub; None for its default config.
 

@@ -193,7 +193,7 @@ class LogprobTable:
             number: None for the latest.
 
         Raises:
-            SnapshotNotFoundError: no such number, or some of its shards were vacuumed.
+            SnapshotNotFoundError: no such number, or the snapshot cannot be read, for example because shards were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
         self._refresh()
