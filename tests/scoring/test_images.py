@@ -524,7 +524,7 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "null": (pair("?", [None]), "expected bytes"),
         "no list": (pair("?", "a.png"), "expected a list"),
         "too many": (pair("?", [png] * (MAX_IMAGES + 1)), "at most"),
-        "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "address"),
+        "an address": (pair("?", ["http://127.0.0.1:1/a.png"]), "is a URL"),
         "a missing file": (pair("?", [str(tmp_path / "none.png")]), "cannot be read"),
         "a folder": (pair("?", [str(tmp_path)]), "cannot be read"),
         "a pipe": (pair("?", [str(tmp_path / "fifo.png")]), "not a file"),

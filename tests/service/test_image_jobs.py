@@ -106,7 +106,7 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",
         "x/" * 500 + "0.png": "the path is too long",
-        "http://127.0.0.1:1/a.png": "an address",
+        "http://127.0.0.1:1/a.png": "a URL",
     }
     rows = [pair("what is it?", [name]) for name in [*good, *bad]]
     write_rows(data / "deep" / "rows.jsonl", rows)
