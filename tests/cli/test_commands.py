@@ -439,8 +439,8 @@ def test_ctrl_c_exits_with_130_in_every_command(reflogp, monkeypatch, tmp_path):
     monkeypatch.setattr(store, "Store", interrupted)
     code, out, err = reflogp("store", "ls", tmp_path, "--json")
     assert code == 130
-    assert last_object(out)["error"].startswith("interrupted; what was committed stays")
-    assert one_sentence(err).startswith("reflogp: interrupted; what was committed stays")
+    assert last_object(out)["error"].startswith("interrupted; committed values are kept")
+    assert one_sentence(err).startswith("reflogp: interrupted; committed values are kept")
 
 
 @pytest.mark.slow

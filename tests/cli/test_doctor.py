@@ -59,7 +59,7 @@ def test_a_service_is_asked_with_the_token(reflogp, tmp_path, token):
         given = ["--token", token] if token else []
         code, out, _ = reflogp("doctor", "--url", service.url, *given)
         assert code == 1
-        assert ("does not take the token" if token else "asks for a token") in out
+        assert ("does not accept the token" if token else "requires a token") in out
         code, out, _ = reflogp("doctor", "--url", service.url, "--token", secret[1].strip())
         assert code == 0
-        assert "takes the token" in out
+        assert "accepts the token" in out

@@ -102,7 +102,7 @@ def test_a_run_without_a_collector_ends_in_time_and_says_so_once(score, tmp_path
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "40 scored" in out
     assert time.monotonic() - began < usual + 10, err
-    assert err.count("does not take traces") == 1 and "Connection refused" in err and "Traceback" not in err, err
+    assert err.count("does not accept traces") == 1 and "Connection refused" in err and "Traceback" not in err, err
 
 
 def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, taken):
@@ -110,7 +110,7 @@ def test_a_collector_that_refuses_is_named_with_its_reason(score, tmp_path, take
     process = score(file, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{taken.url}/elsewhere")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert err.count("does not take traces") == 1 and "404" in err, err
+    assert err.count("does not accept traces") == 1 and "404" in err, err
 
 
 def test_without_the_extra_one_sentence_names_it_and_the_work_goes_on(score, tmp_path):

@@ -220,7 +220,7 @@ def test_what_pandas_makes_of_gaps(model, tmp_path):
     joined = join(model, odd, tmp_path / "store", dtype="float32", on_miss="drop")
     assert joined["ref_row"].tolist() == [0, 1, 2] and (joined["ref_logps"] < 0).all()
     assert report(model, odd, tmp_path / "store", tmp_path / "report", dtype="float32").with_values == 3
-    with pytest.raises(UsageError, match="several columns of one name"):
+    with pytest.raises(UsageError, match="several columns of the same name"):
         score(model, pandas.DataFrame([[1, 2]], columns=["prompt", "prompt"]), tmp_path / "store", dtype="float32")
 
 

@@ -157,7 +157,7 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
 
     watching = Watching()
     watching.read = change
-    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is another model on this worker's machine"):
+    with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .* is a different model on this worker's machine"):
         score(file, model=model, watcher=watching)
     watching.read = lambda rows: shutil.rmtree(model)
     with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
@@ -179,7 +179,10 @@ def test_the_command_line_goes_on_after_an_interrupt(cluster, reflogp, reference
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (130, "")
-    assert err.strip().splitlines()[-1] == "reflogp: interrupted; what was committed stays, run the same command again to go on"
+    assert (
+        err.strip().splitlines()[-1]
+        == "reflogp: interrupted; committed values are kept: run the same command again to continue"
+    )
     code, out, _ = reflogp(
         "score", "--ray", *rest, "--ray-workers", 2, "--json"
     )  # the cluster that this process is connected to

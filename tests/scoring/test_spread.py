@@ -148,7 +148,7 @@ def test_a_model_that_changes_before_a_worker_loads_it_is_refused(score, tmp_pat
     config = json.loads((model / "config.json").read_text())
     watching = Watching()
     watching.read = lambda rows: (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(UsageError, match=r"on cpu: .* is another model on this worker's machine"):
+    with pytest.raises(UsageError, match=r"on cpu: .* is a different model on this worker's machine"):
         score(write_rows(tmp_path / "rows.jsonl", token_rows(2, seed=6)), model=model, watcher=watching)
 
 
@@ -170,7 +170,7 @@ def test_workers_end_with_their_run_and_the_next_one_goes_on(reflogp, reference_
     assert out == ""
     if how == signal.SIGINT:
         assert run.returncode == 130
-        assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; what was committed stays")
+        assert err.strip().splitlines()[-1].startswith("reflogp: interrupted; committed values are kept")
     _gone, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
     code, out, _ = reflogp(*arguments, "--json")

@@ -102,11 +102,11 @@ def test_images_below_a_root_are_read_and_no_others(service, place):
         "../.hidden.png": "hidden part",
         "none.png": "no such file",
         "../pipe.png": "neither a file nor a folder",
-        "../deep": "no file",
+        "../deep": "not a file",
         "a\0b": "no such file",
         "a/../" * 2000 + "0.png": "the path is too long",
         "x/" * 500 + "0.png": "the path is too long",
-        "http://127.0.0.1:1/a.png": "an address",
+        "http://127.0.0.1:1/a.png": "a URL",
     }
     rows = [pair("what is it?", [name]) for name in [*good, *bad]]
     write_rows(data / "deep" / "rows.jsonl", rows)
@@ -127,7 +127,7 @@ def test_an_upload_that_names_files_reads_none(service, place, tmp_path):
     rows = [pair("?", [str(place / "data" / "deep" / "0.png")]), pair("?", ["0.png"]), pair("?", [uri(picture(1))])]
     job, result, _ = done(service, write_rows(tmp_path / "rows.jsonl", rows))
     assert job.summary["bad_rows"] == 2 and result["error"].to_pylist()[2] is None
-    assert all("must hold its images itself" in error for error in result["error"].to_pylist()[:2])
+    assert all("must contain its images" in error for error in result["error"].to_pylist()[:2])
 
 
 def test_images_replaced_after_a_job_are_other_values_in_the_next_one(service, place):

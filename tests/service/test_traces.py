@@ -199,5 +199,5 @@ def test_without_a_collector_a_job_is_as_fast(reference_folder, tmp_path, monkey
         began = time.monotonic()
         service.stop()
         assert time.monotonic() - began < 15
-    said = [line for line in service.log if "does not take traces" in line or "no traces are sent" in line]
+    said = [line for line in service.log if "does not accept traces" in line or "no traces are sent" in line]
     assert len(said) == 1 and ("grpc" in said[0]) == bool(extra), "".join(service.log)

@@ -253,7 +253,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     part = tmp_path / "shared" / "data" / "part-00000.parquet"
     rows = pq.read_table(part)
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
-    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json has another sha256"):
+    with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json names another sha256"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     (tmp_path / "shared" / "contents.json").unlink()  # as in an older export
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
@@ -368,7 +368,7 @@ def test_an_old_snapshot_is_exported_as_it_was(table, tmp_path):
         ("binary", "cannot be read"),
         ("short key", "16 bytes"),
         ("null", "null"),
-        ("no object", "a provenance is no JSON object"),
+        ("no object", "a provenance is not a JSON object"),
         ("name", "another type"),
     ],
 )

@@ -192,7 +192,7 @@ def test_another_template_is_other_rows(train, store, tmp_path):
         ({"pref_loss": "simpo"}, (), "pref_loss simpo has no reference model"),
         ({"ref_model_quantization_bit": 4}, (), "with ref_model_quantization_bit"),
         ({"streaming": True, "dataloader_num_workers": 1}, (), "is a stream"),
-        ({}, ("--reflogp.on_miss", "score"), "on_miss='score' asks a running service"),
+        ({}, ("--reflogp.on_miss", "score"), "on_miss='score' needs a running service"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(options, words, why, train, store, model, tmp_path):

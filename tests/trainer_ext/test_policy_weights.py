@@ -203,7 +203,7 @@ class TestAPolicyThatIsNotFinite:
 
         found = self.seen(cached_trainer({"callbacks": [Breaks()]}, max_steps=3), tmp_path, caplog)
         assert set(found) == {"metrics"}
-        assert "the policy's log-probs are not finite any more" in found["metrics"][0]
+        assert "the policy's log-probs are no longer finite" in found["metrics"][0]
 
 
 def test_no_arguments_at_all(policy, dataset, tokenizer, source, tmp_path, monkeypatch):

@@ -49,9 +49,13 @@ class Finding:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Also: can this model be scored here?", metavar="MODEL")] = None,
-    store: Annotated[str | None, typer.Option(help="Also: can this store be read and written?", metavar="URI")] = None,
-    url: Annotated[str | None, typer.Option(help="Also: does this service answer, and take the token?")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Also check whether this model can be scored here.", metavar="MODEL")
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Also check whether this store can be read and written.", metavar="URI")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Also check whether this service answers and accepts the token.")] = None,
     token: Annotated[str | None, typer.Option(envvar="REFLOGP_TOKEN", help="The service's token.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -189,13 +193,13 @@ def _store(uri: str) -> Iterator[Finding]:
         for reference in references:
             opened.table(reference.reference_id).check_writable()
     except StoreNotFoundError as error:
-        yield Finding("store", "note", f"{error}; scoring makes one")
+        yield Finding("store", "note", f"{error}; scoring creates one")
         return
     except ReflogpError as error:
         yield Finding("store", "broken", str(error), f"reflogp store verify {uri}")
         return
     if not references:
-        yield Finding("store", "note", f"{uri} holds nothing yet; the first `reflogp score` makes it a store")
+        yield Finding("store", "note", f"{uri} is empty; the first `reflogp score` makes it a store")
         return
     names = ", ".join(f"{reference.name} in {reference.dtype}" for reference in references[:5])
     yield Finding("store", "ok", f"{len(references)} reference{'s' * (len(references) > 1)} ({names}), readable and writable")
@@ -214,9 +218,9 @@ def _service(url: str, token: str | None) -> Iterator[Finding]:
     if health.status_code != 200:
         yield Finding("service", "broken", f"{url} answered {health.status_code}: is it a reflogp service?")
     elif answer.status_code in (401, 403):
-        said = f"{url} does not take the token" if token else f"{url} asks for a token"
+        said = f"{url} does not accept the token" if token else f"{url} requires a token"
         yield Finding("service", "broken", said, "give --token, or REFLOGP_TOKEN; `reflogp token` makes one")
     elif answer.status_code != 200:
         yield Finding("service", "broken", f"{url} answered {answer.status_code} to /v1/references", "see the service's log")
     else:
-        yield Finding("service", "ok", f"{url} answers" + (", and takes the token" if token else ", and asks for no token"))
+        yield Finding("service", "ok", f"{url} answers" + (", and accepts the token" if token else ", and requires no token"))

@@ -102,7 +102,7 @@ def cancel(url: Url, job: JobId, token: Token = None, as_json: options.AsJson = 
     """
     with Client(url, token) as client:
         found = client.cancel(job)
-    ending = "" if found.finished else ": it ends after the batch that it computes now"
+    ending = "" if found.finished else ": it ends after its current forward pass"
     _say(found, f"job {found.id} is {'cancelled' if found.finished else found.state}{ending}", as_json)
 
 

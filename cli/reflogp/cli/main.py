@@ -30,7 +30,7 @@ from reflogp.store.texts import LineFormatter, visible
 
 #: HTTP statuses of a service that mean bad usage: the request is malformed, or names something that does not exist.
 _BAD_REQUEST = (400, 404, 413, 415, 422)
-_INTERRUPTED = "interrupted; what was committed stays, run the same command again to go on"
+_INTERRUPTED = "interrupted; committed values are kept: run the same command again to continue"
 
 app = typer.Typer(
     name="reflogp",

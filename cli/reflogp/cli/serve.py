@@ -33,7 +33,9 @@ def serve(
     state: Annotated[
         str | None, typer.Option(help="Folder for jobs and results. Default: in ~/.local/state/reflogp.", metavar="DIR")
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help="TOML file with settings; flags win.", metavar="FILE")] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", help="TOML file with settings; flags take precedence.", metavar="FILE")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 chooses a free port. Default: 8311.")] = None,
 ) -> None:

@@ -107,7 +107,7 @@ def verify_(
     if as_json:
         print_json({"store": store.uri, "damaged": damaged, "repaired": repaired, "failed": tables.failed})
     elif not damaged:
-        out.print(f"{store.uri}: every log entry and every shard is whole")
+        out.print(f"{store.uri}: every log entry and every shard is intact")
     if damaged and not repaired:
         err.print("--repair drops the damaged shards; the next `reflogp score` scores their rows again")
         raise typer.Exit(EXIT_FAILED)
@@ -144,7 +144,7 @@ def vacuum_(
     uri: Uri,
     reference: ReferenceId = None,
     retention_hours: Annotated[
-        int, typer.Option(min=0, help="Keep files younger than this: readers of older snapshots may need them.")
+        int, typer.Option(min=0, help="Keep files younger than this many hours: readers of older snapshots may need them.")
     ] = RETENTION_HOURS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing; report what would be deleted.")] = False,
     alone: Annotated[bool, typer.Option("--alone", help="If nobody else uses the store: allows a retention of 0.")] = False,
@@ -212,7 +212,9 @@ def push(
     reference: ReferenceId = None,
     snapshot: Annotated[int | None, typer.Option(help="Snapshot number. Default: the latest.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public. Default: private.")] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Push even if the repository has more rows.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Push even if the repository is damaged or has rows that the snapshot lacks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one reference's log-probs to a dataset repository of the Hugging Face Hub, as plain Parquet with a card.
@@ -284,10 +286,10 @@ class _Tables:
             raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
 
     def only(self, holder: str) -> LogprobTable:
-        """Return the table of the one reference; `holder` says for the error what has room for one. Raises UsageError."""
+        """Return the table of the only reference. Raises UsageError for several; `holder` names what can hold only one."""
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
-            raise UsageError(f"{holder} holds one reference; name it with --reference: {names}")
+            raise UsageError(f"{holder} holds only one reference; name it with --reference: {names}")
         return self._store.table(self.references[0].reference_id)
 
     def each(self, work: Callable[[LogprobTable], T]) -> list[T]:

@@ -52,7 +52,9 @@ def submit(
     dataset_config: Annotated[
         str | None, typer.Option(help="Config (subset) of a dataset of the Hub.  [default: the dataset's own]", metavar="NAME")
     ] = None,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first, and interrupts lower ones.")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Jobs of higher priority run first, and interrupt lower ones.")
+    ] = 0,
     title: Annotated[str, typer.Option(help="A label for people.")] = "",
     idempotency_key: Annotated[
         str | None,
@@ -89,7 +91,7 @@ def submit(
         )
         err.print(f"job {job.id}, in a browser: {client.url}/jobs/{job.id}")
         if job.finished:
-            err.print("the service knows this job, and it is done: nothing ran again (--idempotency-key KEY runs it anew)")
+            err.print("this job is already done: nothing ran again (--idempotency-key KEY runs it again)")
         if watch or output is not None:
             job = jobs.watched(client, job.id)
         elif not job.finished:

@@ -108,7 +108,8 @@ class Client:
             cache_read: read values from the store where it has them, and compute only the others.
             cache_write: write the computed values to the store.
             deadline: seconds for the whole call: waiting in the service's queue, computing, retries and the pauses between
-                them. A slow connection may add its own time. None waits for up to 10 minutes (or the client's own `timeout`).
+                them. A slow connection may add its own time. None waits up to 10 minutes for each response (or for the
+                client's own `timeout`).
             attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
                 is padding. Such sequences are scored with their padding, so padded completion tokens have values too.
                 Their values are never looked up in the store or written to it.
@@ -197,7 +198,9 @@ class Client:
         return jobs.page_of(self._send(jobs.jobs_call(state, before, limit)))
 
     def cancel(self, job: str) -> Job:
-        """Cancel a job: a queued job ends at once, a running job after its current pack. Scored sequences stay in the store.
+        """Cancel a job: a queued job ends at once, a running job after its current forward pass.
+
+        Scored sequences stay in the store.
 
         Args:
             job: id.

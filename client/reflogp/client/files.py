@@ -13,7 +13,7 @@ from typing import IO
 from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
-#: Characters of the digest at the start of an upload's name, and the longest name that a service accepts.
+#: Number of characters of the digest at the start of an upload's name, and of the longest name that a service accepts.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
 
 #: Called with (bytes done, total bytes).

@@ -16,7 +16,7 @@ from reflogp.client.errors import JobFailedError, NotAllowedError, RequestRefuse
 from reflogp.client.files import LocalFile, is_dataset_name
 from reflogp.client.models import Job, JobPage, JobProgress, JobSettings, ServicePath, ServiceUri, Uploaded, UploadInfo
 
-#: A name of the Hub; a first part of dots is a folder of this machine.
+#: "ORGANISATION/NAME" of the Hub. Paths that begin with a dot, such as ./data, are folders on this machine.
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
 _TIMES = ("created_at", "started_at", "finished_at")
 
@@ -88,7 +88,7 @@ def check_settings(settings: JobSettings) -> None:
 def on_hub(dataset: str | Path) -> ServiceUri | None:
     """Return the dataset of the Hugging Face Hub that "ORGANISATION/NAME" names; None for a file or folder of this machine.
 
-    A local file or folder of that name is meant first, as `reflogp score` takes it.
+    A local file or folder with that name takes precedence, as in `reflogp score`.
     """
     if not isinstance(dataset, str) or not _HUB_NAME.fullmatch(dataset) or is_dataset_name(dataset):
         return None
@@ -104,7 +104,7 @@ def submit_call(
 ) -> protocol.Call:
     """Return the request that submits a job.
 
-    Safe to repeat, with or without a key: the service identifies a job by its dataset's content, its reference and its
+    Safe to repeat: the service identifies a job by its key or, without a key, by its dataset's content, its reference and its
     settings.
     """
     where: dict[str, str]

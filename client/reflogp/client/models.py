@@ -140,7 +140,7 @@ class JobProgress:
         tokens: prompt and completion tokens of the scored sequences.
         tokens_per_second: rate of the latest attempt.
         seconds: running time so far.
-        seconds_left: time left at the present rate; None while it is unknown.
+        seconds_left: time left at the current rate; None while it is unknown.
 
     Examples:
         >>> from reflogp.client import Client

@@ -197,7 +197,7 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return a smaller size after a request of `count` entries got 413; raise `error` if it is another, or if `count` is 1."""
+    """Return a smaller size after a request of `count` entries got 413; raise any other `error`, or if `count` is 1."""
     if error.status != 413 or count < 2:
         raise error
     return count // 2
@@ -304,7 +304,7 @@ def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | 
     if in_time and (is_busy(answer) or isinstance(answer, call.again)):
         return pause
     if call.until is not None and isinstance(answer, httpx.TimeoutException) and now >= call.until:
-        raise DeadlineExceededError(f"{hide_secrets(url)} gave no answer within the deadline") from answer
+        raise DeadlineExceededError(f"{hide_secrets(url)} did not answer within the deadline") from answer
     raise failure(url, answer)
 
 

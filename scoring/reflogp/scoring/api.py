@@ -60,13 +60,13 @@ def score(
             without a GPU.
         max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, where it is not the model's: an object, a folder or a hub id. Give an object for a
-            tokenizer that runs code of its own.
+        tokenizer: the trainer's tokenizer, if it is not the model's: an object, a folder or a hub id. Pass an object if the
+            tokenizer runs code of its own.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
         progress: show a progress bar; None shows it in terminals and notebooks.
 
     Returns:
-        A ScoreSummary; for a DatasetDict, a dict with one for each split.
+        A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
 
     Raises:
         UsageError: a model, a dataset or settings that cannot be used; or the store holds the model in several dtypes.
@@ -134,16 +134,16 @@ def join(
     prompt alone fills max_length are left out, as TRL drops them.
 
     Args:
-        model: see score; give the same as there.
+        model: as in `score`; use the same.
         dataset: see score.
         store: see score.
         dtype: what the values were computed in; "auto": the one dtype in which the store holds the model.
-        max_length: see score; give the same as the trainer.
-        truncation_mode: see score; give the same as the trainer.
+        max_length: as in `score`; use the trainer's.
+        truncation_mode: as in `score`; use the trainer's.
         ld_alpha: weight of the longer completion's tail in LD-DPO.
-        tokenizer: see score; give the same as there.
+        tokenizer: as in `score`; use the same.
         snapshot: number of a snapshot of the store; None for the latest.
-        on_miss: "error" raises where a row has no values; "drop" leaves such rows out.
+        on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
         The same kind of dataset with the columns; for a path or hub name, a Dataset. The rows of a stream (IterableDataset) are
@@ -206,14 +206,14 @@ def report(
     """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
 
     Args:
-        model: see score; give the same as there.
+        model: as in `score`; use the same.
         dataset: see score.
         store: see score.
         output: folder to write: a new one, or one of an earlier report.
         dtype: see join.
-        max_length: see score; give the same as the trainer.
-        truncation_mode: see score; give the same as the trainer.
-        tokenizer: see score; give the same as there.
+        max_length: as in `score`; use the trainer's.
+        truncation_mode: as in `score`; use the trainer's.
+        tokenizer: as in `score`; use the same.
         progress: see score.
 
     Returns:

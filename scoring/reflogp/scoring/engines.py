@@ -242,7 +242,7 @@ class EngineChoice:
         from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer
 
         if self.url is None:
-            raise UsageError("the remote engine needs the URL of a vllm serve: give --url")
+            raise UsageError("the remote engine needs the URL of a running `vllm serve`: give --url")
         place = ServerPlace(
             self.url, self.served_model, os.environ.get("VLLM_API_KEY"), self.concurrency, self.patience_seconds
         )

@@ -47,7 +47,7 @@ class EngineError(ReflogpError):
 
 
 class PictureError(Exception):
-    """An image cannot be read any more while its sequence is scored. Engines catch it: the sequence gets no values.
+    """An image can no longer be read when its sequence is scored. Engines catch this error: the sequence gets no values.
 
     Attributes:
         digest: `pixel_digest` of the image.

@@ -305,7 +305,7 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
     kept = kept if len(numbers) == len(kept) else kept.select(numbers)
     kept = kept.remove_columns([name for name in columns.column_names if name in kept.column_names])
     added = datasets.Dataset(columns)
-    if not len(numbers):  # datasets leaves the second side out where both are empty
+    if not len(numbers):  # concatenate_datasets would leave out the added columns if both sides are empty
         features = datasets.Features({**kept.features, **added.features})
         joined = datasets.Dataset.from_dict({name: [] for name in features}, features=features, split=dataset.split)
     else:
@@ -338,7 +338,8 @@ class _Stream:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:  # each would read its share of the inner stream, and number it from 0
+        # Each of several workers would read its part of the inner stream, and number its rows from 0.
+        if worker is not None and worker.num_workers > 1:
             raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):
             yield from rows_of(window)

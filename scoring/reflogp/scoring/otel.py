@@ -24,11 +24,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from reflogp.store.texts import hide_secrets, shortened
 
-#: Most spans of one name in a run. Further ones only count in the root span's attributes.
+#: Maximum number of spans of one name in a run. Further spans are only counted, in attributes of the root span.
 MOST_SPANS = 1000
-#: Most spans that wait for the collector; further ones are dropped. A run makes at most some thousands.
+#: Maximum number of spans that wait for the collector; further spans are dropped. A run makes at most some thousands.
 _MOST_WAITING = 8192
-#: Most spans in a request to the collector, and the seconds that ended spans wait for others to be sent with.
+#: Maximum number of spans in a request to the collector, and seconds that an ended span waits for others to be sent with it.
 _BATCH, _BATCH_SECONDS = 512, 1.0
 
 Attributes = Mapping[str, str | int | float | None]
@@ -90,13 +90,13 @@ class Sender(SpanProcessor):
                 self._complain()
 
     def _complain(self) -> None:
-        """Warn that spans are lost, once until the collector takes some again."""
+        """Warn that spans are lost; do not repeat the warning until the collector has accepted spans again."""
         with self._changed:
             if self._complained:
                 return
             self._complained = True
         reason = hide_secrets(shortened(self._reasons.first or "it does not answer"))
-        warnings.warn(f"the collector does not take traces, so spans are lost; work goes on ({reason})", stacklevel=1)
+        warnings.warn(f"the collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1)
 
 
 class _Reasons(logging.Filter):
@@ -203,7 +203,7 @@ class TracedRun:
         """End the root span, and stages whose threads still run; do nothing if the run has ended."""
         with self._lock:
             left, self._open = [*self._open, self.root], set()
-            for name, count in (+self._counts).items():  # without names of which all spans were discarded
+            for name, count in (+self._counts).items():  # `+` drops names whose spans were all discarded
                 key = name.replace(" ", "_")
                 self.root.set(**{f"{key}.count": count, f"{key}.seconds": self._seconds[name]})
         for stage in left:

@@ -107,7 +107,7 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items. The making of each is a span, whose attributes `describe` returns."""
+    """Yield the items, and trace the making of each as a span, whose attributes `describe` returns."""
     iterator = iter(items)
     while True:
         with span(name) as making:
@@ -136,7 +136,7 @@ def flush() -> None:
 
 
 def _sender() -> Sender | None:
-    """Return what sends spans to the collector; None if no traces are wanted or they cannot be sent. Warns once."""
+    """Return the sender of spans to the collector; None if no traces are wanted or they cannot be sent. Warns once."""
     named = [name for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if os.environ.get(name)]
     if not named:
         return None
@@ -151,7 +151,7 @@ def _connect(named: str) -> Sender | None:
         protocol = os.environ.get(name)
         if protocol and protocol != _PROTOCOL:
             warnings.warn(
-                f"{name} is {protocol}, so no traces are sent: reflogp sends them by {_PROTOCOL}; set it to that, and "
+                f"{name} is {protocol}, so no traces are sent: reflogp supports only {_PROTOCOL}; set it to that, and "
                 f"{named} to the collector's HTTP port (4318 by default)",
                 stacklevel=2,
             )

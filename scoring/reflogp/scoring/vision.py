@@ -19,8 +19,8 @@ class VisionProcessor:
 
     Attributes:
         processor: transformers' processor.
-        image_token_id: the token in whose places the model puts an image's features.
-        tokens: makes tokens from sizes of images.
+        image_token_id: the token that the model replaces by an image's features.
+        tokens: makes tokens from the sizes of images.
         folder: folder that the processor was loaded from; None for an object of the caller.
     """
 
@@ -31,7 +31,7 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, processor: Any, config: Any, folder: str | None = None) -> VisionProcessor | None:
-        """Make it from a processor and a model's config; return None if one of the two takes text only."""
+        """Return the VisionProcessor of a processor and a model's config; None if one of the two takes text only."""
         token = image_token(config)
         if getattr(processor, "image_processor", None) is None or token is None:
             return None

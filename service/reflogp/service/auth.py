@@ -65,7 +65,7 @@ class Sessions:
 
     def __init__(self, tokens: list[TokenSettings]) -> None:
         self._entries = {entry.sha256: entry for entry in tokens}
-        self._sessions: dict[str, _Session] = {}  # by the digest of the cookie, the oldest first
+        self._sessions: dict[str, _Session] = {}  # by the digest of the cookie, oldest first
 
     def begin(self, token: str) -> str:
         """Begin a session of a known token; return the cookie's value."""
@@ -123,7 +123,7 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
         else:
             known = entry_of(token.strip(), tokens) if kind.lower() == "bearer" else None
         if known is None:
-            detail = "no bearer token was sent" if header is None else "the bearer token is not known here"
+            detail = "no bearer token was sent" if header is None else "the bearer token is unknown"
             raise Problem(401, detail, "send Authorization: Bearer TOKEN", {"WWW-Authenticate": 'Bearer realm="reflogp"'})
         require_scope(known, scope)
         request.state.token = known

@@ -124,7 +124,7 @@ def require_type(request: Request, *accepted: str) -> str:
     """
     kind = media_type(request)
     if kind not in accepted:
-        detail = f"the content type {kind[:100]!r} is not taken here" if kind else "the request names no content type"
+        detail = f"the content type {kind[:100]!r} is not accepted here" if kind else "the request names no content type"
         raise Problem(415, detail, f"send the header content-type: {' or '.join(accepted)}", {"Accept": ", ".join(accepted)})
     return kind
 
@@ -156,7 +156,7 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes") from error
+        raise Problem(422, f"{where}: {first['msg']}", "see /docs for what the route accepts") from error
 
 
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _check_metadata(message: pa.ipc.Message) -> None:
 
 def _not_arrow(what: str, error: Exception) -> Problem:
     said = str(error).split("\n")[0] or type(error).__name__
-    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see /docs for what the route takes")
+    return Problem(400, f"the body is not an Arrow IPC stream of {what}: {said}", "see /docs for what the route accepts")
 
 
 class PiecewiseResponse(Response):

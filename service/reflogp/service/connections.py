@@ -2,8 +2,8 @@
 
 A request's head must be complete within `head_seconds`, also on a connection that is kept alive. A reader of a response must
 not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections wait for a head. Beyond that number, the
-connection that has waited longest is closed for the new one, so that complete requests are served while other clients send a
-byte at a time.
+connection that has waited longest is closed for the new one, so that complete requests are served even if other clients send
+theirs a byte at a time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class BoundedProtocol(H11Protocol):
 
     def _answer_not_read(self) -> None:
         self._answer_timer = None
-        logger.info("an answer was not read for %.0f seconds: its connection is closed", self.config.answer_idle_seconds)
+        logger.info("a response was not read for %.0f seconds: its connection is closed", self.config.answer_idle_seconds)
         self.transport.abort()
 
 

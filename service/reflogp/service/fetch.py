@@ -149,7 +149,7 @@ def fetch(
         uri: https://, http://, s3://, gs://, az:// or hf://, under a prefix of the settings.
         folder: receives the file and bounds its size.
         settings: prefixes and limits.
-        cancelled: called a few times a second, or after each chunk from an object store; True stops the fetch.
+        cancelled: called a few times a second, or after each chunk from an object store or the Hub; True stops the fetch.
         arrived: called after each chunk with the number of bytes so far.
         config, split: what is fetched of a whole dataset of the Hub; None for its default config.
 
@@ -306,7 +306,7 @@ def _check_public(addresses: list[_Address]) -> None:
     """Raise ValueError unless every address is public. The message names no address, so that it does not
     reveal an internal network."""
     if not all(map(is_public, addresses)):
-        raise ValueError("its host is not a public one")
+        raise ValueError("its host is not public")
 
 
 async def _public_addresses(uri: _Uri) -> list[str]:
@@ -399,18 +399,18 @@ def _redirected(uri: _Uri, location: str) -> _Uri:
     except ValueError as error:
         raise ValueError(f"it redirects to a URI that cannot be fetched: {error}") from error
     if not location or target.scheme not in _PORTS or not target.host:
-        raise ValueError("its redirect names no http or https address")
+        raise ValueError("its redirect does not lead to an http or https URI")
     return target
 
 
 async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSettings) -> None:
     if response.status_code != 200:
-        raise ValueError(f"the answer's status is {response.status_code}")
+        raise ValueError(f"the response's status is {response.status_code}")
     if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise ValueError("the answer has a content encoding, which was not asked for")
+        raise ValueError("the response has a content encoding that was not requested")
     length = response.headers.get("content-length", "")
     if not length.isdigit() and "chunked" not in response.headers.get("transfer-encoding", "").lower():
-        raise ValueError("the answer has neither a Content-Length nor chunked encoding, so its end cannot be known")
+        raise ValueError("the response has neither a Content-Length nor chunked encoding, so its end cannot be detected")
     if length.isdigit():
         sink.check_room(int(length), settings)
     async for chunk in response.aiter_raw():

@@ -145,7 +145,7 @@ class FetchedFolder:
 
     def _no_room(self) -> ValueError:
         return ValueError(
-            f"uploads and fetched datasets take {byte_count(self._room.most)} at the most (max_uploads_bytes), and there is no"
+            f"uploads and fetched datasets may take at most {byte_count(self._room.most)} (max_uploads_bytes), and there is no"
             " room left: delete uploads (DELETE /v1/uploads/NAME), or try again when other jobs are done"
         )
 

@@ -105,7 +105,7 @@ class Fetching:
     async def _fetch(self, job: str, source: dict[str, str], fetching: _Fetch) -> None:
         notes = asyncio.create_task(self._note(job, fetching))
         try:
-            logger.info("the dataset is fetched", extra={"job": job})
+            logger.info("fetching the dataset", extra={"job": job})
             begin = partial(
                 fetch,
                 source["uri"],

@@ -49,7 +49,7 @@ class StateLock:
         while not all(map(_locked, self._held)):
             if time.monotonic() > stop:
                 self.close()
-                raise UsageError(f"another service uses the state folder {folder}: stop it, or give this one another `state`")
+                raise UsageError(f"another service uses the state folder {folder}: stop it, or set another `state` here")
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:

@@ -45,13 +45,13 @@ class Metrics:
         self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",
-            "Time since the engine began its present load or pass; 0 if idle.",
+            "Time since the engine began its current load or pass; 0 if idle.",
             ["worker", "at"],
             registry=registry,
         )
         self._ledger_well = Gauge("reflogp_ledger_works", "1 while the ledger of jobs can be written.", registry=registry)
         self._ledger_failures = Gauge("reflogp_ledger_failures", "Attempts to use the ledger that failed.", registry=registry)
-        self._unrecorded = Gauge("reflogp_ledger_waiting_writes", "Writes that wait for the ledger.", registry=registry)
+        self._unrecorded = Gauge("reflogp_ledger_waiting_writes", "Writes that are not in the ledger yet.", registry=registry)
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
 
     def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:

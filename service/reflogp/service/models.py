@@ -68,8 +68,8 @@ class JobSettings(BaseModel):
     max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
     truncation_mode: TruncationMode = Field("keep_start", description="Which end a longer sequence keeps.")
     ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
-    priority: int = Field(0, ge=-100, le=100, description="A higher one runs first, and interrupts a lower one.")
-    title: str = Field("", max_length=200, description="Name to show to people.")
+    priority: int = Field(0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt lower ones.")
+    title: str = Field("", max_length=200, description="A label for people.")
 
 
 class JobRequest(JobSettings):
@@ -96,13 +96,13 @@ class JobProgress(BaseModel):
     tokens: int = Field(0, description="Tokens of the scored sequences.")
     tokens_per_second: float = Field(0.0, description="Tokens of the scored sequences, divided by the time spent scoring.")
     seconds: float = Field(0.0, description="Seconds that this attempt has been running.")
-    seconds_left: float | None = Field(None, description="Seconds left at the present rate; None while it is unknown.")
+    seconds_left: float | None = Field(None, description="Seconds left at the current rate; None while it is unknown.")
 
 
 class Job(BaseModel):
     """A job: what was submitted, its state, its progress, and how it ended."""
 
-    id: str = Field(description="Names the job in every other route.")
+    id: str = Field(description="Identifies the job in all other routes.")
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
     settings: JobSettings = Field(description="As submitted.")
     dataset: DatasetSpec | None = Field(
@@ -114,7 +114,7 @@ class Job(BaseModel):
     started_at: datetime | None = Field(None, description="When the latest attempt began.")
     finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
     attempts: int = Field(0, description="How many times a worker has begun it.")
-    progress: JobProgress = Field(description="How far it is.")
+    progress: JobProgress = Field(description="Progress of its latest attempt.")
     throughput: list[tuple[float, float]] = Field(
         default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
     )
@@ -156,7 +156,7 @@ class Jobs(BaseModel):
 
     jobs: list[Job] = Field(description="The newest first.")
     counts: dict[JobState, int] = Field(description="Number of jobs in each state, over all pages.")
-    next_before: str | None = Field(description="Give it as `before` to get the next page; None on the last.")
+    next_before: str | None = Field(description="Value of `before` for the next page; None on the last page.")
 
 
 class Histogram(BaseModel):

@@ -253,8 +253,8 @@ class OnlineScoring:
             self._metrics.refused.labels("unread").inc()
             raise Problem(
                 503,
-                f"worker {worker.number} has not taken {unread:,} bytes of earlier requests yet",
-                "try again: a worker that does not answer is started again",
+                f"worker {worker.number} has not read {unread:,} bytes of earlier requests yet",
+                "try again: a worker that does not answer is restarted",
                 {"Retry-After": "10"},
             )
 
@@ -281,7 +281,7 @@ class OnlineScoring:
 
     def _too_late(self) -> Problem:
         self._metrics.refused.labels("deadline").inc()
-        return Problem(504, "the deadline has passed", "give more time, or send less at a time")
+        return Problem(504, "the deadline has passed", "allow more time, or send less at a time")
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:

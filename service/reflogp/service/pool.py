@@ -52,13 +52,13 @@ class WorkerHandle:
 
     Attributes:
         number: counted from 0.
-        ready: the worker takes work; False while it starts.
+        ready: True if the worker takes work; False while it starts.
         loaded: reference ids whose engines are loaded.
         deaths: number of its processes that have ended so far.
         memory_bytes: resident bytes at the last check.
-        broken: several starts in a row have failed.
+        broken: True if several starts in a row have failed.
         silent_seconds: how long the worker has not answered a ping; 0 if none is unanswered.
-        late: the answer to a ping is overdue.
+        late: True if the answer to a ping is overdue.
         doing: ("load" or "pass", seconds since it began), or None while its engine is idle.
     """
 

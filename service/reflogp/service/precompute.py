@@ -188,7 +188,7 @@ class Precompute:
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
             "dataset": source.get("digest") or source["uri"],
-            "path": source["file"] if "path" in source else None,  # rows may name images beside it
+            "path": source["file"] if "path" in source else None,  # rows may name image files relative to it
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
             "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),

@@ -83,7 +83,7 @@ def problem_of(error: ReflogpError) -> Problem:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
             return Problem(status, str(error), next_step, headers)
-    return Problem(500, str(error), "try again; if the error remains, report it with the service's log")
+    return Problem(500, str(error), "try again; if it happens again, report it with the service's log")
 
 
 def install(app: FastAPI) -> None:
@@ -101,7 +101,7 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return Problem(422, f"{where}: {first['msg']}", "see /docs for what the route takes").response()
+        return Problem(422, f"{where}: {first['msg']}", "see /docs for what the route accepts").response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:

@@ -139,8 +139,8 @@ class ReferenceRegistry:
     def _is_something_else(self) -> bool:
         """Return whether the store's path holds something that is not a store.
 
-        A path that does not exist, or where a table is being created, by this service or by a command that was cut off (a full
-        disk), counts as an empty store.
+        These count as an empty store: a path that does not exist, and a folder with an incomplete table, which is being created
+        or was left by an interrupted command (for example on a full disk).
         """
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))

@@ -1,6 +1,6 @@
-"""Give every request an id, chosen by its caller or here, which its response and the log lines about it have: X-Request-Id.
+"""Give every request an id, and add it to the response (X-Request-Id) and to the log lines about the request.
 
-Also keep the W3C trace context (traceparent) that its caller sent, from which the trace of a job goes on.
+The caller may choose the id. Also keep the W3C trace context (traceparent) that the caller sent; a job's trace continues it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "X-Request-Id"
-#: What a caller may choose; anything else could not be searched for in a log.
+#: Ids that a caller may choose: those that can be searched for in a log.
 _CHOSEN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: A traceparent of any version of the W3C's trace context that begins as version 00.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
@@ -23,12 +23,12 @@ _traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 
 def request_id() -> str | None:
-    """Return the id of the request that is handled here; None outside of a request."""
+    """Return the id of the request that is being handled; None outside of a request."""
     return _current.get()
 
 
 def traceparent() -> str | None:
-    """Return the trace context of the request that is handled here; None if its caller sent none."""
+    """Return the trace context of the request that is being handled; None if its caller sent none."""
     return _traceparent.get()
 
 

@@ -63,7 +63,7 @@ class ReferenceSettings(BaseModel):
     served_model: str | None = Field(
         None, description="remote: the server's name for the model. Default: the only model that the server has."
     )
-    concurrency: int = Field(64, ge=1, description="remote: most requests sent at the same time.")
+    concurrency: int = Field(64, ge=1, description="remote: maximum number of requests sent at the same time.")
     patience_seconds: float = Field(300.0, gt=0, description="remote: how long to wait for a server that does not answer.")
     check_claim: bool = Field(
         True, description="remote: compare the server's values with those computed from the weights before storing any."
@@ -111,7 +111,7 @@ class ServerSettings(BaseSettings):
     references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
     tokens: list[TokenSettings] = Field(default_factory=list, description="Tokens of the callers. Optional only on loopback.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Host names under which the service may be reached, in addition to those of loopback: data.example.org,"
@@ -137,12 +137,12 @@ class ServerSettings(BaseSettings):
     answer_idle_seconds: float = Field(
         30.0, gt=0, description="A connection whose response is not read for this long is closed."
     )
-    max_lookup_keys: int = Field(5_000_000, gt=0, description="Most keys of one lookup.")
+    max_lookup_keys: int = Field(5_000_000, gt=0, description="Maximum number of keys in one lookup.")
     max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Most open requests; a further request is refused with 503. In addition, as many connections may be idle.",
+        description="Maximum open requests; a further request is refused with 503. As many more connections may be idle.",
     )
     state: Path | None = Field(
         None, description="Folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp."
@@ -169,7 +169,7 @@ class ServerSettings(BaseSettings):
         description="Workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
     )
     token_budget: int | Literal["auto"] = Field("auto", description="Maximum tokens of one pass; auto: by free memory.")
-    max_loaded: int = Field(1, ge=1, description="Most references that a worker holds in memory.")
+    max_loaded: int = Field(1, ge=1, description="Maximum number of references that a worker holds in memory.")
     pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
     max_worker_bytes: int | None = Field(
         None,
@@ -187,7 +187,7 @@ class ServerSettings(BaseSettings):
         None,
         gt=0,
         description="A worker that computes one pass for longer than this is killed and started again. Default: no limit,"
-        " because a long pass cannot be told from a hanging pass. The log warns of passes of more than ten minutes.",
+        " because a long pass cannot be distinguished from a hanging one. The log warns of passes of more than ten minutes.",
     )
     # jobs
     ledger_seconds: float = Field(
@@ -197,7 +197,7 @@ class ServerSettings(BaseSettings):
         " refused with 503.",
     )
     max_waiting_jobs: int = Field(
-        100_000, gt=0, description="Most jobs in the queue; a further job is refused with status 429."
+        100_000, gt=0, description="Maximum number of jobs in the queue; a further job is refused with 429."
     )
     commit_seconds: float = Field(5.0, gt=0, description="Maximum time that a job's computed values wait for a commit.")
     max_tokens_bytes: int = Field(
@@ -207,10 +207,10 @@ class ServerSettings(BaseSettings):
     window_seconds: float = Field(
         0.002, ge=0, le=1, description="How long a request waits for others, to be computed in the same passes."
     )
-    max_score_sequences: int = Field(4_096, gt=0, description="Most sequences of one request.")
-    max_score_tokens: int = Field(4 << 20, gt=0, description="Most tokens of one request.")
+    max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one request.")
+    max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one request.")
     max_queued_tokens: int = Field(
-        16 << 20, gt=0, description="Most tokens queued for a worker; a further request is refused with 429."
+        16 << 20, gt=0, description="Maximum number of tokens queued for a worker; a further request is refused with 429."
     )
     deadline_seconds: float = Field(300.0, gt=0, description="Deadline of a request that names none.")
     # datasets
@@ -223,8 +223,8 @@ class ServerSettings(BaseSettings):
     )
     max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
     max_uploads_bytes: int = Field(64 << 30, gt=0, description="Maximum size of all uploads and fetched datasets together.")
-    max_uploads: int = Field(10_000, gt=0, description="Most names of uploads; a further upload is refused.")
-    max_fetches: int = Field(4, gt=0, description="Most datasets that are fetched at the same time; further jobs wait.")
+    max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; a further upload is refused.")
+    max_fetches: int = Field(4, gt=0, description="Maximum number of datasets fetched at the same time; further jobs wait.")
     fetch_seconds: float = Field(3_600.0, gt=0, description="A fetch that takes longer is stopped, and its job fails.")
     body_idle_seconds: float = Field(
         60.0, gt=0, description="An upload or fetch that receives nothing for this long is stopped."

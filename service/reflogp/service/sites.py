@@ -65,8 +65,8 @@ class SameSiteGuard:
     Args:
         allowed_hosts: accepted host names; `*.example.org` accepts every name below example.org. Loopback names are always
             accepted.
-        has_tokens: the service has tokens. IP addresses are then accepted, and every name if `allowed_hosts` is empty, because
-            a page under an attacker's name has neither a token nor a cookie of ours.
+        has_tokens: True if the service has tokens. IP addresses are then accepted, and every name if `allowed_hosts` is empty,
+            because a page under an attacker's name has neither a token nor a cookie of ours.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:

@@ -32,7 +32,7 @@ from reflogp.store.table import LogprobTable
 SHARD_BYTES = 128 << 20
 #: A shard with fewer bytes counts as small.
 SMALL_BYTES = SHARD_BYTES // 4
-#: A writer that leaves more than this many small shards compacts them. Each writer raises the limit by a small random number,
+#: A writer that leaves more small shards than this compacts them. Each writer raises the limit by a small random number,
 #: so that writers that share a table do not all start at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32

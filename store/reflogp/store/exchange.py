@@ -59,16 +59,16 @@ class Contents:
 
     @classmethod
     def read(cls, file: Path) -> Contents:
-        """Parse a contents.json. Raises UsageError if it cannot be read or names files that no export has."""
+        """Parse a contents.json. Raises UsageError if it cannot be read or names files that an export cannot have."""
         try:
             if file.stat().st_size > _MOST_CONTENTS_BYTES:
                 raise ValueError("it is too large")
             found = json.loads(file.read_text(encoding="utf-8"))
             contents = cls(**{**found, "files": dict(found["files"])})
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
-                raise ValueError("its numbers are none")
+                raise ValueError("its rows or reference_id have the wrong type")
             if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
-                raise ValueError(f"no export has a file {shortened(str(others[0]), 100)!r}")
+                raise ValueError(f"an export cannot have a file {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"{file} cannot be read: {sentence(error)}") from error
         return contents
@@ -203,11 +203,11 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
     if not (source / REFERENCE_FILE).is_file() or not files:
         raise UsageError(f"{folder} is not an export: it needs reference.json and data/*.parquet")
     contents = None
-    if (source / CONTENTS_FILE).exists():  # older exports have none
+    if (source / CONTENTS_FILE).exists():  # exports of older versions have no contents.json
         contents = Contents.read(source / CONTENTS_FILE)
         files = [source / name for name in contents.data]
         if damaged := contents.damaged(source):
-            raise UsageError(f"{source / damaged[0]} is damaged: {CONTENTS_FILE} has another sha256; nothing was imported")
+            raise UsageError(f"{source / damaged[0]} is damaged: {CONTENTS_FILE} names another sha256; nothing was imported")
     try:
         reference = Reference.from_json((source / REFERENCE_FILE).read_text())
         if contents is not None and contents.reference_id != reference.reference_id:
@@ -237,7 +237,7 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
                     progress(done, 2 * total)
         except (OSError, ValueError, pa.ArrowException) as error:
             said = sentence(error)
-            raise StoreUnavailableError(f"{file} cannot be read any more: {said}; {written} rows were imported") from error
+            raise StoreUnavailableError(f"{file} can no longer be read: {said}; {written} rows were imported") from error
     return Imported(reference.reference_id, total, written, snapshot)
 
 
@@ -253,12 +253,12 @@ def _problem_of(rows: pa.Table) -> str | None:
         return problem
     for provenance in rows["provenance"].unique().to_pylist():
         if len(provenance) > _MOST_PROVENANCE_BYTES or _parsed(provenance) is None:
-            return "a provenance is no JSON object"
+            return "a provenance is not a JSON object"
     return None
 
 
 def _parsed(provenance: str) -> dict[str, Any] | None:
-    """Return a row's provenance, or None if it is no JSON object."""
+    """Return a row's provenance, or None if it is not a JSON object."""
     try:
         found = json.loads(provenance)
     except (ValueError, RecursionError):
@@ -304,7 +304,7 @@ These are numbers only: hashes of token ids, lengths and log-probabilities. Ther
 
 | column | type | meaning |
 | --- | --- | --- |
-| `key` | binary | 16 bytes that name a sequence by its token ids |
+| `key` | binary | 16 bytes that identify a sequence by its token ids |
 | `prompt_len`, `completion_len` | int32 | tokens of the prompt, of the whole completion |
 | `scored_len` | int32 | how many of the completion's first tokens have a value |
 | `token_logps` | list of float32 | log p(token given all tokens before it), nats |

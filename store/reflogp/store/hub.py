@@ -45,7 +45,7 @@ class HubPlace:
         """Return the repository that hf://datasets/ORGANISATION/NAME[@REVISION] names. Raises UsageError for any other URI."""
         found = _URI.match(uri)
         if found is None:
-            raise UsageError(f"{uri} is no dataset repository of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]")
+            raise UsageError(f"{uri} is not a dataset repository of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]")
         return cls(found["repository"], found["revision"])
 
     def __str__(self) -> str:
@@ -101,12 +101,12 @@ def push_table(
     """
     place = HubPlace.parse(uri)
     if place.revision is not None:
-        raise UsageError(f"{uri}: a push goes to the main branch; leave @{place.revision} out")
+        raise UsageError(f"{uri}: a push always goes to the main branch; leave out @{place.revision}")
     repository = _Repository(place)
     snapshot = snapshot or table.snapshot()
     if not repository.exists():
         repository.create(public)
-    there = repository.contents(replace=replace)  # also of a new one: another push may have been first
+    there = repository.contents(replace=replace)  # read a new repository too: another push may have filled it first
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
             f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one, so "
@@ -136,7 +136,7 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
         progress: called with (rows read, total rows); each row is read twice.
 
     Raises:
-        UsageError: no such repository, not a push of reflogp's, or damaged files. Nothing is written.
+        UsageError: no such repository, a repository that reflogp did not push, or damaged files. Nothing is written.
         StoreUnavailableError: the Hub cannot be reached.
     """
     repository = _Repository(HubPlace.parse(uri))
@@ -183,41 +183,41 @@ class _Repository:
         with told(self.place):
             self._api.create_repo(self.place.repository, repo_type="dataset", private=not public, exist_ok=True)
         if not self.exists():
-            raise StoreUnavailableError(f"{self.place} was created, and is not there")
+            raise StoreUnavailableError(f"{self.place} was created, but cannot be found")
 
     def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
-        """Return what the repository holds; None if it is empty but for a card.
+        """Return what the repository holds; None if it is empty or has only a card.
 
         Args:
-            read_only: an empty repository is an error as well.
+            read_only: True makes an empty repository an error too.
             replace: return None for a push whose contents.json is damaged, because it is going to be replaced.
 
-        Raises UsageError if it is no push of reflogp's, or if its contents.json is damaged.
+        Raises UsageError if the repository was not pushed by reflogp, or if its contents.json is damaged.
         """
         if {REFERENCE_FILE, CONTENTS_FILE} <= self._sha256.keys():
             try:
                 return Contents.read(self._file(CONTENTS_FILE))
-            except UsageError:  # perhaps only in the cache
+            except UsageError:  # perhaps only the cached copy is damaged
                 file = self._file(CONTENTS_FILE, force=True)
             try:
                 return Contents.read(file)
             except UsageError as error:
                 if replace:
                     return None
-                raise UsageError(f"{self.place} is damaged: {error}; push with --replace to write it anew") from error
+                raise UsageError(f"{self.place} is damaged: {error}; push with --replace to write it again") from error
         if read_only:
-            raise UsageError(f"{self.place} is not a push of `reflogp store push`: it has no {CONTENTS_FILE}")
+            raise UsageError(f"{self.place} was not written by `reflogp store push`: it has no {CONTENTS_FILE}")
         if others := sorted(self._sha256.keys() - {".gitattributes", README_FILE}):
             raise UsageError(f"{self.place} holds other data ({others[0]}, …): choose a repository for these log-probs alone")
         return None
 
     def has(self, contents: Contents) -> bool:
-        """Return True if every large file of an export is there, and the small ones by name."""
+        """Return True if the repository has the export's files. Large files must also have the same sha256."""
         names = {REFERENCE_FILE, README_FILE, CONTENTS_FILE, *contents.data}
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
     def download(self, contents: Contents) -> Path:
-        """Return a folder with the export. A file with another sha256 is downloaded again, once. Raises UsageError."""
+        """Return a folder with the export. A file whose sha256 differs is downloaded again, once. Raises UsageError."""
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
             raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing")
@@ -225,14 +225,14 @@ class _Repository:
             self._api.snapshot_download(
                 self.place.repository, repo_type="dataset", revision=self.commit, allow_patterns=list(contents.files)
             )
-        for name in contents.damaged(folder):  # perhaps only in the cache
+        for name in contents.damaged(folder):  # perhaps only the cached copy is damaged
             self._file(name, force=True)
         if damaged := contents.damaged(folder):
-            raise UsageError(f"{self.place} is damaged: {damaged[0]} has another sha256 than {CONTENTS_FILE} says")
+            raise UsageError(f"{self.place} is damaged: {damaged[0]} does not have the sha256 that {CONTENTS_FILE} gives")
         return folder
 
     def upload(self, folder: Path, ours: Contents, there: Contents | None) -> None:
-        """Make one commit with an export in place of the one that is there."""
+        """Replace the repository's export by another one, in a single commit."""
         card_is_theirs = README_FILE in self._sha256 and (
             there is None or sha256_of(self._file(README_FILE, force=True)) != there.card
         )
@@ -250,7 +250,7 @@ class _Repository:
         self.commit = str(done.oid)
 
     def _file(self, name: str, force: bool = False) -> Path:
-        # by commit: for a branch, huggingface_hub would take an older copy from its cache if the Hub cannot be reached
+        # by commit id: for a branch, huggingface_hub would take an older copy from its cache if the Hub cannot be reached
         with told(self.place):
             file = self._api.hf_hub_download(
                 self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force
@@ -281,7 +281,7 @@ def told(place: HubPlace) -> Iterator[None]:
     """Turn huggingface_hub's errors into reflogp's."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # of whichever HTTP library this huggingface_hub has
+    # the base class of HTTP errors, of requests or httpx, whichever this huggingface_hub uses
     network: type[Exception] = next(parent for parent in HfHubHTTPError.__mro__ if parent.__name__ == "HTTPError")
     try:
         yield

@@ -17,7 +17,7 @@ from reflogp.store.hub import HubPlace, told
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: Begins the URI of every file.
+#: Start of the URI of every file.
 SCHEME = "hf://"
 # The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet, the one revision with slashes that is supported.
 _FILE = re.compile(
@@ -42,7 +42,7 @@ class HubFile:
         """Return the file that hf://datasets/ORGANISATION/NAME[@REVISION]/PATH names. Raises UsageError for any other URI."""
         found = _FILE.fullmatch(uri)
         if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
-            raise UsageError(f"{uri} is no file of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
+            raise UsageError(f"{uri} is not a file of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
         return cls(HubPlace(found["repository"], found["revision"]), found["path"])
 
     def without_revision(self) -> str:
@@ -70,7 +70,7 @@ class HubFile:
 
         api = _api()
         commit, size = self._found(api)
-        # Where a path has a commit, huggingface_hub takes the first `@` for it.
+        # The path may contain an `@`: huggingface_hub takes the first `@` as the start of the commit.
         name = f"datasets/{self.place.repository}@{commit}/{self.path}"
 
         def pieces() -> Iterator[bytes]:
@@ -80,7 +80,7 @@ class HubFile:
                     piece = source.read(min(chunk, size - start))
                     if len(piece) != min(chunk, size - start):
                         raise StoreUnavailableError(
-                            f"{self.place}: the Hub sent {len(piece):,} bytes in place of those that were asked for"
+                            f"{self.place}: the Hub sent {len(piece):,} bytes, not as many as requested"
                         )
                     yield piece
 
@@ -100,7 +100,7 @@ class HubFile:
             except EntryNotFoundError as error:
                 raise UsageError(f"{self.place} has no file {self.path}") from error
         if about.commit_hash is None or about.size is None:
-            raise StoreUnavailableError(f"{self.place}: the Hub does not say the commit and the size of {self.path}")
+            raise StoreUnavailableError(f"{self.place}: the Hub does not report the commit and the size of {self.path}")
         return about.commit_hash, about.size
 
 

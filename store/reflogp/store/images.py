@@ -2,8 +2,9 @@
 
 A processor writes many copies of one placeholder token for an image. Two rows that differ only in their images would then have
 the same token ids, and the same key. So image ids take the place of these copies: numbers from FIRST_IMAGE_ID on, which no
-vocabulary has, made from the image's decoded pixels, the settings of the image processor and the position in the image. All
-that works on token ids then works on rows with images: keys, truncation, shared prefixes, joins. Keys of text do not change.
+vocabulary has, made from the image's decoded pixels, the settings of the image processor and the position in the image.
+Everything that works on token ids then works on rows with images: keys, truncation, shared prefixes, joins. Keys of text do not
+change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NOT_SETTINGS = frozenset(
 #: Combinations of kinds, and the outputs of an image processor for them, that are remembered.
 _REMEMBERED = 4096
 
-#: (width and height in pixels, PIL's mode): all of an image that its number of tokens may depend on.
+#: (width and height in pixels, PIL's mode): everything about an image that its number of tokens may depend on.
 Kind = tuple[tuple[int, int], str]
 Int64s = npt.NDArray[np.int64]
 
@@ -91,24 +92,25 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
         >>> bool((ids >= 2**31).all()), len(ids)
         (True, 4)
     """
-    # With the count: some processors give an image fewer tokens, and other features, beside other images.
+    # The count is included: some processors give an image fewer tokens, and other features, if the row has more images.
     stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings + struct.pack("<I", count)).digest(4 * count)
     ids: Int64s = np.frombuffer(stream, "<u4").astype(np.int64) | FIRST_IMAGE_ID
     return ids
 
 
 def image_token(config: Any) -> int | None:
-    """Return the token in whose places a model puts the features of images, by its config; None for a model of text."""
+    """Return the id of the token that a model replaces by image features, from its config; None for a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
 
 
 class ImageTokens:
-    """Tokens of texts with images, from the images' sizes and modes alone: no pixel is read, resized or copied.
+    """Tokenizes texts with images from the images' sizes and modes alone: no pixel is read, resized or copied.
 
     A processor's text depends on an image only through its size. So the processor is called with blank images, and its image
-    processor runs once for each combination of sizes and modes. It refuses the blank image of a mode that it does not take.
+    processor runs once for each combination of sizes and modes. An image processor that does not accept an image's mode refuses
+    the blank image too.
 
     Args:
         processor: a transformers processor with a tokenizer and an image processor. It is not changed.
@@ -140,7 +142,7 @@ class ImageTokens:
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
         """Return the number of image tokens of each image of a row. It may depend on the row's other images.
 
-        Raises UsageError for a tokenizer without an EOS and a padding token, one of which stands between the images here.
+        Raises UsageError for a tokenizer without an EOS and a padding token, one of which is put between the images here.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -169,9 +171,9 @@ class ImageTokens:
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
-            raise UsageError(f"it has {len(places)} image tokens, and its {len(images)} images need {sum(counts)}")
+            raise UsageError(f"it has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
         if counts and min(counts) < FEWEST_TOKENS:
-            raise UsageError(f"an image of it has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
+            raise UsageError(f"one of its images has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
         at = 0
         for (digest, _), count in zip(images, counts, strict=True):
             found[places[at : at + count]] = image_ids(digest, self.settings, count)

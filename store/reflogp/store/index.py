@@ -54,7 +54,7 @@ class Places:
         return Places(self.length[order], self.total[order], self.file[order], self.row[order])
 
     def improve(self, layer: Layer, hi: Words, lo: Words, asked: Int64s | None = None) -> None:
-        """Take over the entries of `layer` that are longer than what was found so far.
+        """Replace results by entries of `layer` that have more values.
 
         Args:
             layer: the layer to search.

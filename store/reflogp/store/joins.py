@@ -23,7 +23,7 @@ from reflogp.store.windows import windows
 #: Token column -> column of reference log-probs, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
-#: Column of a joined file: the row's number in the dataset, from 0. Rows without values are not in the file.
+#: Column of a joined file: the row's number in the dataset, from 0. It has gaps, because rows without values are left out.
 ROW_COLUMN = "ref_row"
 
 Float32s = npt.NDArray[np.float32]

@@ -25,7 +25,7 @@ FOLDER = "_delta_log"
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
-#: The problem of a missing entry.
+#: What is wrong with an entry that does not exist.
 GONE = "it is gone"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
@@ -120,7 +120,8 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            named = any(version in other for other in checkpoints(filesystem))  # listed now: written before its pointer
+            # Listed again, because a checkpoint is written before its pointer.
+            named = any(version in other for other in checkpoints(filesystem))
             return None if named else f"it names {version}, which is gone"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)

@@ -102,7 +102,7 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
         if reference is None:
             others = self.references()
-            reference = next((other for other in others if other.reference_id == reference_id), None)  # made in between
+            reference = next((other for other in others if other.reference_id == reference_id), None)  # created meanwhile
         if reference is None:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in others) or "none"
             raise ReferenceNotFoundError(f"the store {self.uri} has no reference {reference_id}; it has: {there}")
@@ -124,7 +124,7 @@ class Store:
             return self.table(reference.reference_id)
         except ReferenceNotFoundError as error:
             others = self.references()
-            if any(other.reference_id == reference.reference_id for other in others):  # made in between
+            if any(other.reference_id == reference.reference_id for other in others):  # created meanwhile
                 return self.table(reference.reference_id)
             same = [other.dtype for other in others if other.weights == reference.weights]
             scored = ", ".join(same)
@@ -239,7 +239,7 @@ def choose_reference(
     Args:
         store: where the model's values are.
         model: as in describe_reference.
-        dtype: a dtype of describe_reference; "auto" for the dtype in which the store holds the model.
+        dtype: a dtype as in describe_reference; "auto" for the dtype in which the store holds the model.
         otherwise: dtype to use if the store holds nothing of the model; None to raise an error instead.
         lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", the store determines it too.
         revision, progress: as in describe_reference.
@@ -249,7 +249,7 @@ def choose_reference(
 
     Raises:
         StoreNotFoundError, ReferenceNotFoundError: the store holds nothing of the model.
-        UsageError: the store holds the model in several dtypes; or what describe_reference raises.
+        UsageError: the store holds the model in several dtypes. Also the errors of describe_reference.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -261,7 +261,7 @@ def choose_reference(
         raise several_held(store.uri, model, held)
     if otherwise is None:
         others = store.references()
-        if {made.reference_id for made in described} & {other.reference_id for other in others}:  # made in between
+        if {made.reference_id for made in described} & {other.reference_id for other in others}:  # created meanwhile
             return choose_reference(store, model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress)
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "nothing"
         raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which holds {there}")

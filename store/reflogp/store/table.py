@@ -193,7 +193,7 @@ class LogprobTable:
             number: None for the latest.
 
         Raises:
-            SnapshotNotFoundError: no such number, or some of its shards were vacuumed.
+            SnapshotNotFoundError: no such number, or the snapshot cannot be read, for example because shards were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
         self._refresh()
@@ -274,7 +274,7 @@ class LogprobTable:
         Raises StoreUnavailableError if the commit cannot be written.
         """
         try:
-            self._require_there(added)  # while the others were written, a vacuum can have deleted one
+            self._require_there(added)  # a vacuum may have deleted one while the others were written
             for _ in self._tries():
                 self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():

@@ -52,12 +52,12 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
 
 
 def _refuse_other_media(dataset: Any, name: str) -> None:
-    """Raise UsageError if a dataset with images has columns of other media, which TRL would leave out without a word."""
+    """Raise UsageError if a dataset with images has columns of other media, which TRL would silently leave out."""
     for column in getattr(dataset, "column_names", None) or ():
         if column not in IMAGE_COLUMNS and (column in MEDIA_COLUMNS or column in PROCESSED_COLUMNS):
             raise UsageError(
-                f"the {name} dataset has a column {column}, which TRL does not read: only images are scored and trained on "
-                f"beside text. Remove it: dataset.remove_columns({[column]})"
+                f"the {name} dataset has a column {column}, which TRL does not read: only text and images are scored and "
+                f"trained on. Remove it: dataset.remove_columns({[column]})"
             )
 
 

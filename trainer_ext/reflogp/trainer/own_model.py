@@ -93,7 +93,7 @@ def fill_in(
     if why := no_own_reference(trainer):
         return why
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
-        return "it needs the whole model on each process, and FSDP and DeepSpeed split it"
+        return "it needs the whole model on each process, but FSDP and DeepSpeed split it"
     known = np.setdiff1d(np.arange(len(dataset)), missing)[:_PROBES]
     if not len(known) and (why := on_all_ranks("reading the reference's weights", lambda: _is_not_the_checkpoint(trainer))):
         return why

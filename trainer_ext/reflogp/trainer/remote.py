@@ -105,7 +105,7 @@ class RemoteReference(ReferenceDuringTraining):
 
     def __init__(self, source: ReferenceSource, deadline: float = 600.0, absolute_positions: bool = False) -> None:
         if not source.is_service:
-            raise UsageError(f"{source.location} is not a service, and only a service can score text that was just generated")
+            raise UsageError(f"{source.location} is not a service, but only a service can score text that was just generated")
         if not deadline > 0:
             raise UsageError(f"deadline {deadline}: give seconds above 0")
         self.traffic = Traffic()
@@ -160,7 +160,7 @@ class RemoteReference(ReferenceDuringTraining):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         width = input_ids.shape[1]
         if mask.shape != input_ids.shape:
-            raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(input_ids.shape)}")
+            raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}")
         if completion_tokens is not None and not 0 < completion_tokens <= width:
             raise UsageError(
                 f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all"
@@ -253,7 +253,7 @@ class RemoteReference(ReferenceDuringTraining):
             rows = [part[position].row for position in error.problems]
             raise UnusableLogpsError(f"the reference has no log-probs for rows {rows} of this batch: {error}", rows) from error
         except (ServiceUnreachableError, DeadlineExceededError, ServiceBusyError) as error:
-            error.add_note(f"No answer in {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint.")
+            error.add_note(f"No answer within {self._deadline:.0f} seconds (the deadline). Resume the run from its checkpoint.")
             raise
         except RequestRefusedError as error:
             if error.status == 404:

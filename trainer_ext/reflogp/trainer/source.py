@@ -84,7 +84,7 @@ class ReferenceSource:
         if on_miss not in get_args(OnMiss):
             raise UsageError(f"on_miss={on_miss!r}: use error, score or compute")
         if on_miss == "score" and not self.is_service:
-            raise UsageError(f"on_miss='score' asks a running service, which {self.location} is not: give its http:// address")
+            raise UsageError(f"on_miss='score' needs a running service, which {self.location} is not: give an http:// address")
         if reference is not None and not self.is_service:
             raise UsageError("reference= is a name that a service knows; for a store give model= or reference_id=")
         if not self.is_file and model is None and reference_id is None and reference is None:

@@ -289,7 +289,7 @@ class FileValues:
         check_ld_alpha(asked.columns, settings.ld_alpha)
         if settings != self._settings:
             raise UsageError(
-                f"{self.where.store} was joined under {self._settings}, and this run has {settings}: join it again"
+                f"{self.where.store} was joined under {self._settings}, but this run has {settings}: join it again"
             )
         missing_columns = [name for name in self._names(asked) if name not in self._table.column_names]
         if missing_columns and not set(self._table.column_names) & set(asked.columns.values()):
@@ -303,7 +303,7 @@ class FileValues:
         return Join(logps, asked.keys, asked.needed, ~there & ~asked.dropped, there & ~finite & ~asked.dropped, asked.dropped)
 
     def token_lists(self, keys: pa.Array) -> pa.ListArray:
-        raise UsageError(f"{self.where.store} holds sums, and values of single tokens are needed: give the store")
+        raise UsageError(f"{self.where.store} holds sums, but values of single tokens are needed: give the store")
 
     def command(self, model: str | None, data: str, settings: TrainerSettings) -> str:
         return ""

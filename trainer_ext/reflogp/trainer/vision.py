@@ -66,7 +66,9 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
         raise UsageError(f"{name} takes pairs with images as a Dataset, not as a stream: their rows are keyed before training")
     if source.on_miss != "error":
-        raise UsageError(f"on_miss={source.on_miss!r} is for rows of text; score pairs with images by `reflogp score` before")
+        raise UsageError(
+            f"on_miss={source.on_miss!r} is for rows of text; score pairs with images beforehand, with `reflogp score`"
+        )
 
 
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
@@ -85,8 +87,8 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's, by which rows are keyed: "
-            "leave data_collator out"
+            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, whose tokens "
+            "identify the rows: leave data_collator out"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
@@ -148,7 +150,7 @@ class RowTokens:
             made = self._collator([{**row, column: blank[0] if column == "image" else blank}])
             ids, mask, completion = (made[column].numpy() for column in ("input_ids", "attention_mask", "completion_mask"))
             prompt = self._tokens.identified(ids[0][(mask[0] == 1) & (completion[0] == 0)].tolist(), seen)
-        except Exception as error:  # templates and processors raise whatever they like
+        except Exception as error:  # templates and processors raise errors of any type
             raise UsageError(f"row {number} of {self._name} cannot be used: {shortened(str(error) or repr(error))}") from error
         sides = {column: ids[side][completion[side] == 1].tolist() for side, column in enumerate(PAIR_COLUMNS)}
         return {"prompt_ids": prompt.tolist(), **sides}

@@ -37,7 +37,7 @@ def write_open_instruct(pairs: JoinedPairs, folder: Path, cache_hash: str, loss_
         loss_type: the run's loss.
 
     Raises:
-        UsageError: an invalid hash, values that were not truncated with keep_start, or the mean of a completion without tokens.
+        UsageError: an invalid hash, values that were joined under keep_end, or the mean of a completion without tokens.
         ImportError: torch is not installed.
     """
     import torch

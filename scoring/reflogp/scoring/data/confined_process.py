@@ -1,4 +1,4 @@
-"""Forked child processes with limits on memory and time, which their parent can kill at any moment.
+"""Run work in forked child processes with limits on memory and time, which their parent can kill at any moment.
 
 A child inherits what its parent has in memory, so it starts in milliseconds. It closes every inherited file except a socket to
 its parent, standard error, and the files in `files`. On Linux its memory is limited (RLIMIT_AS), and the kernel kills it
@@ -103,7 +103,7 @@ class ConfinedProcess:
             raise ReflogpError(f"the machine cannot start a process to read or tokenise data: {reason}") from failed[0]
 
     def stir(self) -> None:
-        """Restart the measurement of how long the child makes no progress."""
+        """Restart the clock that measures how long the child has made no progress."""
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:

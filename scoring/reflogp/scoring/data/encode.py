@@ -88,7 +88,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ended = [c if c.endswith(eos) else c + eos for c in example.completions]
         return [_Text(text, True) for text in (example.prompt, *(example.prompt + c for c in ended))]
     if not tokenizer.chat_template and _renders_by_template(tokenizer):
-        raise TokenizerError("the rows are conversations, and the tokenizer has no chat template")
+        raise TokenizerError("the rows are conversations, but the tokenizer has no chat template")
     kwargs = example.template_kwargs
     try:
         return [

@@ -29,7 +29,7 @@ from reflogp.store.hub_file import HubFile
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 
-#: Files of a repository that hold metadata, and the most bytes of the first.
+#: Files of a repository that hold metadata, and the maximum size of the first in bytes.
 _CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
 #: Fields of a config of `datasets` that do not change how its files are read.
 _PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
@@ -72,13 +72,13 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
 
 
 def _answer(process: subprocess.Popen[str], asked: str | None, check: Callable[[], None]) -> dict[str, Any] | None:
-    """Send a request, and return what the process says; None if it ended without a word."""
+    """Send a request, and return the process's answer; None if it failed or ended without one."""
     while True:
         check()
         try:
             said, _ = process.communicate(asked, timeout=POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            asked = None  # it is being sent
+            asked = None  # a later call of `communicate` continues to send it
             continue
         lines = said.splitlines()
         return dict(json.loads(lines[-1])) if process.returncode == 0 and lines else None
@@ -101,7 +101,7 @@ def _main() -> None:
         at = HubPlace(repository, commit)
         if _YAML in names:
             raise DatasetError(
-                f"its metadata is in {_YAML}, which is not read here: give its files, {at}/FILE, one in each job"
+                f"its metadata is in {_YAML}, which is not supported here: submit its files, {at}/FILE, one in each job"
             )
         if _CARD in names:
             _check_card(HubFile(at, _CARD))
@@ -137,7 +137,7 @@ def _check_card(card: HubFile) -> None:
         raise DatasetError(f"its {_CARD} is longer than {_MOST_CARD:,} bytes")
     try:  # as `datasets` reads it
         configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
-    except Exception as error:  # of YAML, and of each field's own checks
+    except Exception as error:  # the YAML parser and the checks of each field raise many types
         raise DatasetError(f"the metadata in its {_CARD} cannot be read: {shortened(sentence(error))}") from error
     for config in configs if isinstance(configs, list) else []:
         for text in _texts([config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else [config]):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 #: Maximum pixels of a decoded image.
 MAX_PIXELS = 89_478_485
-#: Formats that are decoded where Pillow has them. It knows others, whose decoders start programs or are seldom used.
+#: Formats that are decoded if the installed Pillow supports them. Pillow's decoders for other formats start programs or are
+#: seldom used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
 #: Limits of a child: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes 1.1 GB.
 SECONDS, _MEMORY = 10.0, 2 << 30
@@ -63,19 +64,19 @@ class ImageDecoder:
         with self._lock:
             self._closed = True
             for child in self._started:
-                os.kill(child.pid, signal.SIGKILL)  # a thread that waits for it sees the end of its stream, and ends it
+                os.kill(child.pid, signal.SIGKILL)  # a thread that waits for its answer gets an end of stream, and reaps it
         with suppress(queue.Empty):
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
                     self._end(idle)
         for _ in range(self.children):
-            self._idle.put(None)  # a thread that waits for a child goes on, and gets an error
+            self._idle.put(None)  # wakes a thread that waits for a child; it then gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
         """Return (pixel_digest, kind, seconds of processor time) of an encoded image.
 
-        Raises RowError for data that is no image or is damaged, and for an image that has too many pixels, or takes too much
-        memory or processor time to decode.
+        Raises RowError for data that is not an image or is damaged, and for an image that has too many pixels, or takes too
+        much memory or processor time to decode.
         """
         _formats()  # decoders that are loaded here need not be loaded in each child
         child, answer = self._idle.get(), None
@@ -85,7 +86,7 @@ class ImageDecoder:
                     child = self._begin()
                 try:
                     answer = child.ask(data)
-                except BaseException:  # its next answer would be to this image
+                except BaseException:  # the child's next answer would still be about this image
                     self._end(child)
                     child = None
                     raise
@@ -201,7 +202,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def decoded(data: bytes) -> Image:
-    """Decode an image. Raises RowError for data that is no image, is damaged, or has too many pixels."""
+    """Decode an image. Raises RowError for data that is not an image, is damaged, or has too many pixels."""
     from PIL import ExifTags, ImageOps, UnidentifiedImageError
     from PIL import Image as pillow
 
@@ -214,7 +215,7 @@ def decoded(data: bytes) -> Image:
     except (RowError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise RowError(f"it cannot be decoded: it is no image in one of the formats {', '.join(_formats())}") from None
+        raise RowError(f"it cannot be decoded: it is not an image in one of the formats {', '.join(_formats())}") from None
     except pillow.DecompressionBombError:
         raise RowError(f"it has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more

@@ -1,8 +1,8 @@
 """Make the tokens of rows with images as TRL's DataCollatorForVisionPreference makes them, without processing their pixels.
 
 The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py): messages get content parts, with the images at the
-front of the first user message unless parts of type image say otherwise; the chat template is rendered; prompt and completions
-are tokenised apart, without special tokens; plain text is taken as it is, without EOS. trl is not imported.
+front of the first user message unless parts of type image give other places; the chat template is rendered; prompt and
+completions are tokenised apart, without special tokens; plain text is taken as it is, without EOS. trl is not imported.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
         raise RowError(str(error)) from error
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program, and processors raise whatever they like
+    except Exception as error:  # a template is a program, and processors raise errors of any type
         raise RowError(f"the processor refuses it: {(str(error).splitlines() or [repr(error)])[0]}") from error
 
 
 def prepare_child() -> None:
-    """Let a forked process use torch, which some image processors do: threads of the parent's pool are not there."""
+    """Let a forked process use torch, as some image processors do: the threads of its parent's pool do not exist here."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
@@ -80,7 +80,7 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
 
     A first user message whose content is text gets them at its front; otherwise parts of type image must be there.
 
-    Raises RowError if there are more or fewer of them, for an unknown role, and for parts that bring their own image.
+    Raises RowError if there are more or fewer of them, for an unknown role, and for parts that contain their own image.
     """
     found: list[dict[str, Any]] = []
     placed = False
@@ -104,7 +104,7 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
     if any(part.get("image") is not None for part in parts):
         raise RowError("a content part brings its own image; give the images in a column images")
     if len(parts) != images:
-        raise RowError(f"it has {images} images, and its messages have {len(parts)} places for images")
+        raise RowError(f"it has {images} images, but its messages have {len(parts)} places for images")
     other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
     if other is not None:
         raise RowError(f"it holds {other}; only images are scored beside text")

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 MAX_IMAGES, MAX_BYTES = 64, 64 << 20
 #: Limits of all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding them.
 MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
-#: Images that take longer to decode are not remembered, so that rows of them keep to ROW_SECONDS in later runs too.
+#: Images that take longer to decode are not remembered, so that a row with too many of them exceeds ROW_SECONDS in later runs
+#: too.
 _SLOW_SECONDS = 0.5
 #: Opens the file that a row names, and returns its descriptor. Raises OSError, ValueError or RowError.
 OpenFile = Callable[[str], int]
@@ -80,7 +81,7 @@ class RowImage:
                 source.save(sink, form)
                 if pixel_digest(decoded(sink.getvalue())) == self.digest:
                     return sink.getvalue()
-        raise RowError(f"no file holds an image of mode {source.mode} as it is; convert it to RGB")
+        raise RowError(f"no image file can hold mode {source.mode} unchanged; convert the image to RGB")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +173,7 @@ class ImageReader:
         path: str | None = None
         if isinstance(value, str):
             if "://" in value:
-                raise RowError(f"{name} is an address ({value[:80]}); download the image and give a file or its bytes")
+                raise RowError(f"{name} is a URL ({value[:80]}); download the image and give a file or its bytes")
             path, value = value, _read(name, value, self._open_file)
         if not isinstance(value, bytes):
             raise RowError(f"{name} is a {type(value).__name__}; expected bytes, a path, a data URI or a picture")
@@ -205,12 +206,12 @@ def _waited(
 
 
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
-    """Return a file's content. Raises RowError for what is no file, cannot be read, or is too large."""
+    """Return a file's content. Raises RowError if the path is not a file, cannot be read, or the file is too large."""
     try:
         descriptor = open_file(path)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RowError(f"{name}: {path} cannot be read: it is no file")
+                raise RowError(f"{name}: {path} cannot be read: it is not a file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 data = file.read(MAX_BYTES + 1)
         finally:
@@ -248,7 +249,7 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
 
     If a row has both columns, `image` is read, as in TRL. A row where the columns are null or missing has no image.
 
-    Raises RowError for something else than a list in `images`, and for more than MAX_IMAGES.
+    Raises RowError if `images` is not a list, and for more than MAX_IMAGES images.
     """
     if columns.get("image") is not None:
         return [("image", columns["image"])]

@@ -73,7 +73,7 @@ class _MemoryExceededError(DatasetError):
 
 
 class _ReaderKilledError(_MemoryExceededError):
-    """A signal ended the reader: of the kernel or of somebody else, or because it crashed."""
+    """A signal ended the reader: it crashed, or the kernel or another process killed it."""
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:

@@ -82,12 +82,12 @@ class PixelCache:
         return found[0], ((int(found[1]), int(found[2])), str(found[3]))
 
     def put(self, key: bytes, digest: bytes, kind: Kind) -> None:
-        """Remember an image; `write` makes it last."""
+        """Remember an image in memory; `write` saves it."""
         with self._lock:
             self._new[key] = (digest, kind)
 
     def write(self) -> None:
-        """Write what is new."""
+        """Save the images that are not in the file yet."""
         with self._lock:
             new, self._new = self._new, {}
             if self._file is None or not new:

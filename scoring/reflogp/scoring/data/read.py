@@ -265,7 +265,7 @@ def _undecoded(feature: Any) -> Any:
     import datasets
 
     if isinstance(feature, datasets.Image):
-        # With a mode, `datasets` converts what it decodes, so such images are taken as it decodes them.
+        # If the feature has a mode, `datasets` converts the decoded images to it, so decoding stays on.
         return datasets.Image(decode=False) if feature.decode and feature.mode is None else feature
     inner = getattr(feature, "feature", None)
     if inner is None:
@@ -485,7 +485,7 @@ def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
         for cells in rows:
             size = records.next_record()
             if len(cells) != len(header):
-                yield None, f"it has {len(cells)} columns, and the header has {len(header)}", 0
+                yield None, f"it has {len(cells)} columns, but the header has {len(header)}", 0
             else:
                 yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
 

@@ -223,8 +223,8 @@ class RowTokenizer:
             self._slow += 1
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
-                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: the chat template, or what "
-                    "these rows hold, does not end"
+                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: with this chat template or "
+                    "the content of these rows, tokenising does not end"
                 )
 
     def _why(self, status: int, still: bool) -> str:
@@ -317,7 +317,7 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return the columns that tokens are made from, as JSON; of images, `images` has their digests and kinds.
+    """Return the columns that tokens are made from, as JSON. In it, `images` has the digests and kinds of the row's images.
 
     Raises RowError for values that JSON text cannot hold, and for images that cannot be used.
     """
@@ -334,7 +334,7 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
     try:
         return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
     except UnicodeEncodeError:
-        raise RowError("it has half of a surrogate pair (such as \\ud800), which no tokenizer takes") from None
+        raise RowError("it has half of a surrogate pair (such as \\ud800), which no tokenizer accepts") from None
     except (RecursionError, ValueError, TypeError) as error:
         raise RowError(f"it cannot be written as JSON: {error}") from error
 

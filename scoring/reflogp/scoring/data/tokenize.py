@@ -44,7 +44,7 @@ class TokenizedRows:
         last_row: number of the last row that was read, usable or not.
         limited: True if some problems are limits of time or memory, so that another run might have another result.
         images: the images of the same rows; empty for a dataset of text.
-        vision: makes the images' pixels what the model reads; None for a dataset of text.
+        vision: converts the images' pixels into the model's inputs; None for a dataset of text.
     """
 
     table: pa.Table
@@ -160,7 +160,7 @@ def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tu
 
 @dataclass(frozen=True)
 class _Images:
-    """What a dataset with images needs beside its rows."""
+    """The objects that tokenize a dataset with images."""
 
     vision: VisionProcessor
     reader: ImageReader

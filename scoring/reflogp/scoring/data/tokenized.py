@@ -95,7 +95,7 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Make iterations in other threads raise StoppedError while they tokenise; reading kept token ids goes on."""
+        """Make iterations in other threads raise StoppedError while they tokenise; those that read kept ids continue."""
         self._stopped.set()
 
     def _check(self) -> None:

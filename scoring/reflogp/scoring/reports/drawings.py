@@ -117,8 +117,8 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
     if left <= math.log2(marked) <= right:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
-        f"Share of rows and of completion tokens, for max_length from {curve.max_lengths[0]:,} to {curve.max_lengths[-1]:,}: "
-        "both fall to nothing where the longest row fits."
+        f"Share of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
+        f"{curve.max_lengths[-1]:,}: both fall to zero where the longest row fits."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
 

@@ -49,7 +49,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         found.append(Finding("mend", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The numbers below are for the others." if coverage.with_values else "Below are numbers that need no values."
+        rest = "The numbers below are for the others." if coverage.with_values else "The numbers below need no values."
         found.append(Finding("mend", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped under max_length" if coverage.dropped else ""

@@ -17,7 +17,7 @@ class ProgressCallbacks:
         """Report the estimated number of sequences in the dataset; called once, when the first rows were read."""
 
     def read(self, rows: int) -> None:
-        """Report that `rows` rows in total are read and tokenized."""
+        """Report that `rows` rows in total have been read and tokenized."""
 
     def advance(self, sequences: int, tokens: int) -> None:
         """Report that `sequences` more sequences are done, and that `tokens` tokens were computed for them."""

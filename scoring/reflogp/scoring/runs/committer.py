@@ -14,7 +14,7 @@ from reflogp.store import LogprobTable
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
 
-#: Most sequences, and most seconds, between two commits: the work that a crash can lose.
+#: Maximum number of sequences, and of seconds, between two commits: the work that a crash can lose.
 COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 

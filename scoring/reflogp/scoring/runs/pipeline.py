@@ -28,7 +28,8 @@ from reflogp.scoring.torch_engine.sequences import Logps, Outcome, Sequence
 from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
-#: Most groups that wait for the engine, and most passes that wait for a commit. A pass of 65,536 tokens holds about 1 MB.
+#: Maximum number of groups that wait for the engine, and of passes that wait for a commit. A pass of 65,536 tokens takes about
+#: 1 MB.
 _GROUPS, _PASSES = 1, 32
 #: Seconds that `stop` waits for the pass in flight.
 _LAST_SECONDS = 20.0
@@ -105,7 +106,8 @@ class ScoringPipeline:
         self._done: list[tuple[Miss, Logps]] = []
         self._since = 0.0
         self._threads = [
-            threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)  # spans are the caller's
+            # A copy of the context makes the threads' spans part of the caller's trace.
+            threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
             for work, name in ((self._compute, "reflogp-engine"), (self._commit_passes, "reflogp-commit"))
         ]
         for thread in self._threads:

@@ -33,11 +33,11 @@ from reflogp.store.windows import TrainerSettings, Windows, check_truncation, wi
 _WINDOWS_AHEAD = 2
 #: Misses are handed to the scorer when their images take more bytes of memory than this.
 _IMAGE_BYTES = 256 << 20
-#: Most keys of failed sequences that are remembered.
+#: Maximum number of failed sequences whose keys are remembered.
 _FAILED_KEYS = 10_000
 #: Counts of a summary that the root span of its trace has.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
-#: Most row numbers that a summary lists; further rows are only counted.
+#: Maximum number of row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
 
 
@@ -343,7 +343,7 @@ class _Run:
     def _wait(self, key: bytes, view: Any, at: int, row: int, images: SequenceImages | None) -> None:
         needed = int(view.needed[at])
         tokens, problem = self._failed.get(key, (needed + 1, ""))
-        if tokens <= needed:  # it would fail again
+        if tokens <= needed:  # a completion with at least as many tokens would fail again
             self._summary.duplicates += 1
             self._advance(1, 0)
             self._bad_row(row, problem)

@@ -36,7 +36,7 @@ def problem(size: int, value_size: int) -> str | None:
     The first call on a machine builds the kernel (10 s).
     """
     if size % 2:
-        return f"head size {size} is odd, and the kernel computes pairs"
+        return f"head size {size} is odd, but the kernel computes pairs"
     unusable = _loading_problem()
     if unusable is not None:
         return unusable

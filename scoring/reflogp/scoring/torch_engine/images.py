@@ -52,7 +52,7 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
         images: the images of at least one sequence, all of one processor.
 
     Raises:
-        PictureError: an image cannot be read any more.
+        PictureError: an image can no longer be read.
         TooManyPixelsError: more than one sequence, and their decoded images take too much memory.
     """
     processor = images[0].vision.processor
@@ -100,7 +100,7 @@ class DecoderInputs:
     both_ways: bool
 
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the decoder's keyword arguments; `positions` of one part, (tokens,), are used where there are no others."""
+        """Return the decoder's keyword arguments. `positions`, (tokens,), are used if these inputs have none."""
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
         return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
@@ -167,7 +167,7 @@ class ImageFeatures:
             sequences: the sequences that the pack was made of.
             both_ways: True if the tokens of an image attend to each other in both directions.
 
-        Raises PictureError if an image cannot be read any more.
+        Raises PictureError if an image can no longer be read.
         """
         is_image = pack.token_ids >= FIRST_IMAGE_ID
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
@@ -281,7 +281,7 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "its image tokens attend to other tokens than a pack's"
+    return False, "its image tokens attend to other tokens than in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:

@@ -32,7 +32,8 @@ _SHARE = 0.5
 _HIDDEN_COPIES, _INTERMEDIATE_COPIES = 12, 3
 
 
-#: Most logits that the smallest pass on a CPU holds at once, and bytes of each logit (the model's dtype and float32).
+#: Maximum number of logits that the smallest pass on a CPU holds at once, and bytes of each logit (the model's dtype and
+#: float32).
 _LEAST_LOGITS, _LOGIT_BYTES = 1 << 25, 8
 
 

@@ -175,10 +175,10 @@ def _pack(sequences: list[Sequence], ids: list[Int64s], groups: list[_Group]) ->
 
 
 def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
-    """Return for each token the place behind the last token that it may attend to, int64 (n,).
+    """Return for each token the place after the last token that it may attend to, int64 (n,).
 
-    This is the place behind itself. If `both_ways`, it is the place behind the last image token for each token of images that
-    follow each other.
+    For most tokens this is the place after the token itself. If `both_ways`, it is, for each image token, the place after the
+    last of the image tokens that follow each other without a gap.
     """
     ends = np.arange(1, len(ids) + 1)
     if not both_ways:

@@ -46,10 +46,10 @@ class Picture(Protocol):
     def held(self) -> int: ...
 
     def load(self) -> Any:
-        """Return it decoded, as a PIL.Image. Raises RowError if it cannot be read any more."""
+        """Return the decoded image, a PIL.Image. Raises RowError if it can no longer be read."""
 
     def encoded(self) -> bytes:
-        """Return it as the content of an image file. Raises RowError if it cannot be read any more."""
+        """Return the image as the content of an image file. Raises RowError if it can no longer be read."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

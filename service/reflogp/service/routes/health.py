@@ -34,7 +34,12 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
         """Return 200 while the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
-    @router.get("/readyz", summary="Check that it can serve", response_description="It can.", responses=documented(503))
+    @router.get(
+        "/readyz",
+        summary="Check that the service can serve",
+        response_description="The service can.",
+        responses=documented(503),
+    )
     async def readyz() -> Health:
         """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
 

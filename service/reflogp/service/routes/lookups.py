@@ -74,7 +74,7 @@ class LookupRequest(BaseModel):
     keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
         max_length=10_000, description="Keys of 32 hex digits each."
     )
-    values: bool = Field(False, description="Give token_logps too.")
+    values: bool = Field(False, description="Return token_logps too.")
 
 
 class LookupAnswer(BaseModel):
@@ -84,7 +84,7 @@ class LookupAnswer(BaseModel):
     snapshot: int = Field(description="Number of the snapshot that was read.")
     scored_len: list[int | None] = Field(description="Number of stored values of each key.")
     logp_sum: list[float | None] = Field(description="Sum of a key's values, nats.")
-    token_logps: list[list[float] | None] | None = Field(None, description="Each key's values, nats; None unless asked for.")
+    token_logps: list[list[float] | None] | None = Field(None, description="Each key's values, nats; None unless requested.")
 
 
 def lookups_router(context: Context) -> APIRouter:
@@ -149,7 +149,7 @@ def lookups_router(context: Context) -> APIRouter:
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id.")],
         snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number. Default: the latest.")] = None,
-        values: Annotated[bool, Query(description="Give token_logps too (Arrow requests).")] = False,
+        values: Annotated[bool, Query(description="Return token_logps too (Arrow requests).")] = False,
     ) -> Any:
         """Look up keys in the store.
 

@@ -56,15 +56,19 @@ class ScoreRequest(BaseModel):
         extra="forbid",
         json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
     )
-    sequences: Annotated[list[SequenceBody], FailFast()] = Field(max_length=1_000, description="Answered in this order.")
+    sequences: Annotated[list[SequenceBody], FailFast()] = Field(
+        max_length=1_000, description="The response keeps their order."
+    )
 
 
 class ScoreAnswer(BaseModel):
     """One entry per sequence, in order; the values are null where there is an error."""
 
-    reference_id: str = Field(description="Whose values these are.")
+    reference_id: str = Field(description="Id of the reference whose values these are.")
     hits: int = Field(description="Number of sequences whose values came from the store.")
-    engine_seconds: float = Field(description="From the start of computing, which others may share, to the last value.")
+    engine_seconds: float = Field(
+        description="Time from the start of the computation, which can be of several requests, to the last value."
+    )
     queue_seconds: float = Field(description="Time in the worker's queue before computing began.")
     token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
     errors: list[str | None] = Field(description="Why a sequence has no values.")
@@ -93,7 +97,7 @@ def scores_router(context: Context) -> APIRouter:
         temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
         cache_read: Annotated[bool, Query(description="Return stored values (at temperature 1, without a mask).")] = True,
         cache_write: Annotated[bool, Query(description="Store computed values (at temperature 1, without a mask).")] = False,
-        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Longest wait, ms.")] = None,
+        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait, ms.")] = None,
     ) -> Any:
         """Return log-probs of completions, given their prompts.
 

@@ -59,7 +59,7 @@ _TOKENIZERS = 4
 
 @dataclass(eq=False)
 class _Ordered:
-    """An instruction of the service: to run a job, or to help with another worker's job.
+    """An instruction from the service: to run a job, or to help with another worker's job.
 
     Attributes:
         helpers: helpers of a job; None for an order to help.
@@ -380,7 +380,7 @@ def main() -> None:
     """Read the configuration, then run the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as a parent may have left it, it would hide how children end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have ignored it, which would hide how children end
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # keeps printed text out of the frames
     handler = logging.StreamHandler(sys.stderr)

@@ -32,7 +32,7 @@ _OVERLAP_SECONDS = 1.0
 #: For _ONLINE_SECONDS after the last request, each pass of a job is kept to about _PASS_SECONDS of device time. A request waits
 #: for the pass being computed and for the next one, which is already queued on the device.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
-#: Seconds between two checks whether a model may be unloaded for another, or a job's thread has caught up.
+#: Seconds between two checks whether a model may be unloaded for another one, or whether a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
 #: Seconds between two checks whether a job has read more sequences, after the engine has computed all that were read.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
@@ -296,7 +296,7 @@ class EngineLoop:
     def _ready_work(self) -> _Work | None:
         """Return the job's work if a pass of it may be computed now, else None.
 
-        It may if the job may have sequences, its thread keeps up, and its model is loaded or may be loaded now.
+        A pass may be computed if the job may have sequences, its thread keeps up, and its model is loaded or may be loaded now.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():

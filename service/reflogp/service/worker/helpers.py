@@ -31,7 +31,7 @@ class Helpers:
     Args:
         job: id of the job.
         send: sends a frame to the service.
-        may_come: the service has other workers.
+        may_come: True if the service has other workers.
 
     Attributes:
         count, may_come: see Workers.

@@ -266,7 +266,7 @@ def _attempt(
     def open_image(path: str) -> int:
         nonlocal image_files
         if order.root is None:
-            raise RowError("it names a file; an uploaded dataset must hold its images itself, as bytes or data URIs")
+            raise RowError("it names an image file; an uploaded dataset must contain its images, as bytes or data URIs")
         image_files = True
         return open_below(path)
 

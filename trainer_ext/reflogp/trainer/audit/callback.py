@@ -172,7 +172,7 @@ class ReferenceAudit(TrainerCallback):
             self._at_reference = not self._not_at_reference
         if self._given is not None:
             for check in self.checks & {"columns", "spot_check"}:
-                self._not_run[check] = "the values are given while training, and no dataset has them as columns"
+                self._not_run[check] = "values are looked up during training, and no dataset has them as columns"
         elif "spot_check" in self.checks:
             if computes_references(self._trainer):
                 self._check_spots(policy)
@@ -233,7 +233,7 @@ class ReferenceAudit(TrainerCallback):
             return
         if "train_loss" not in logs and not all(name == "epoch" or name.startswith("eval_") for name in logs):
             self._schedule.came("logging", state.global_step)
-        if "loss" not in logs:  # an evaluation's log or a callback's own, perhaps on one process only
+        if "loss" not in logs:  # a log of an evaluation or of a callback, perhaps on one process only
             return
         if "columns" in self.checks and self._not_finite is not None and bool(self._not_finite):
             self._found("columns", ["a reference column has values that are not finite"])

@@ -97,7 +97,7 @@ class GlobalMeans:
             logged = logs[f"logps/{side}"] - logs[f"rewards/{side}"] / beta
             if math.isfinite(joined) and not math.isfinite(logs[f"logps/{side}"]):
                 found.reported.append(
-                    f"the policy's log-probs are not finite any more (logps/{side} is {logs[f'logps/{side}']}); the "
+                    f"the policy's log-probs are no longer finite (logps/{side} is {logs[f'logps/{side}']}); the "
                     "reference's are"
                 )
             elif apart(logged, joined) > _ROUNDING:

@@ -47,16 +47,16 @@ def spot_check(trainer: Any, model: Any, rows: int, seed: int) -> SpotCheck:
     """
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__len__") or not len(dataset):
-        return SpotCheck("nobody: a stream's rows cannot be chosen", [], [])
+        return SpotCheck("not checked: a stream's rows cannot be chosen", [], [])
     chosen = sorted(random.Random(seed).sample(range(len(dataset)), min(rows, len(dataset))))
     source = getattr(trainer, "reference", None)
     if source is not None and source.is_service:
         seen = _by_service(trainer, source.open(), chosen) if trainer.accelerator.is_main_process else []
         return SpotCheck("service", chosen, seen)
     if not reference_columns(_kept(trainer, dataset[chosen[0]])):
-        return SpotCheck("nobody: the reference columns do not reach the batch", [], [])
+        return SpotCheck("not checked: the reference columns do not reach the batch", [], [])
     if why := no_own_reference(trainer):
-        return SpotCheck(f"nobody: {why}, and the source is not a service", [], [])
+        return SpotCheck(f"not checked: {why}, and the source is not a service", [], [])
     return SpotCheck("policy", chosen, _by_policy(trainer, model, chosen))
 
 

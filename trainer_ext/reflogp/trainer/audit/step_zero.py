@@ -20,8 +20,8 @@ _CAUSES = (
     "another chat template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does "
     "not make; a store whose values are not what was scored (`reflogp store verify`)"
 )
-_OTHER_DTYPE = " values scored in another dtype ({reference} is what the store says, the policy computes in {policy});"
-_UNTRUE_DTYPE = " values scored in another dtype than {reference}, which the store says;"
+_OTHER_DTYPE = " values scored in another dtype (the store says {reference}, the policy computes in {policy});"
+_UNTRUE_DTYPE = " values scored in another dtype than the {reference} that the store names;"
 
 
 @dataclass(frozen=True)

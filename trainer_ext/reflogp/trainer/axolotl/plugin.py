@@ -1,8 +1,8 @@
 """An axolotl plugin that trains on stored reference log-probs, without a reference model.
 
-axolotl loads a reference model before it makes its trainer, in full tuning also if the trainer would not use it
-(axolotl/train.py, `setup_reference_model`). This module replaces that function by one that loads none for a run with the
-plugin, and the plugin chooses the trainer's class. All else is axolotl's code, with its own command and launchers.
+axolotl loads a reference model before it makes its trainer, in full fine-tuning even if the trainer would not use it
+(axolotl/train.py, `setup_reference_model`). This module replaces that function with one that loads no model for a run with the
+plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command and launchers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StoredReferencePlugin(BasePlugin):
         """Raise UsageError if the trainer does not use stored values."""
         if not isinstance(trainer, trainers.StoredReferenceMixin):
             raise UsageError(
-                f"another plugin made a {type(trainer).__name__}, which does not take stored values: remove one of both"
+                f"another plugin made a {type(trainer).__name__}, which does not take stored values: remove one plugin"
             )
 
 
@@ -115,7 +115,7 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
         unclear.append("loftq_config")
     if unclear:
         raise UsageError(
-            f"with {unclear[0]}, the reference need not be the model of base_model: name the model that it is with `model:`, "
+            f"with {unclear[0]}, the reference need not be the model of base_model: name the reference with `model:`, "
             "`reference:` or `reference_id:` in the section `reflogp:`; if the policy does not begin as that model, set "
             "`policy_starts_elsewhere: true` too"
         )

@@ -30,8 +30,8 @@ class StoredReferenceSettings(BaseModel):
     snapshot: int | None = Field(None, description="number of a snapshot; default: the latest")
     on_miss: OnMiss = Field("error", description="what to do about rows without values")
     policy_starts_elsewhere: bool = Field(False, description="the policy does not begin as the reference")
-    step_zero_tolerance: float | None = Field(None, description="of the first batch, in nats/√tokens")
-    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do on wrong values")
+    step_zero_tolerance: float | None = Field(None, description="allowed difference on the first batch, in nats/√tokens")
+    on_finding: Literal["fail", "warn"] = Field("fail", description="what to do about wrong values")
 
     @property
     def names_reference(self) -> bool:

@@ -143,7 +143,7 @@ def _run(command: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
     if status not in (0, _ROWS_LEFT_OUT):
-        raise ReferenceLogpsError(f"`{command}` ended with status {status}; what it said is above")
+        raise ReferenceLogpsError(f"`{command}` ended with status {status}; its output is above")
 
 
 def _missing_error(

@@ -25,7 +25,7 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Take the options that begin with --reflogp out of a command line.
 
-    Without any, they are those of the command that started this process.
+    If there are none, use the options of the command that started this process.
 
     Args:
         command: the command, for its help.
@@ -58,8 +58,14 @@ def read_options(
         action="store_true",
         help="the policy does not begin as the reference, so its first batch is not compared with the stored values",
     )
-    add("--reflogp.step_zero_tolerance", dest="step_zero_tolerance", type=float, metavar="NATS", help="for the first batch")
-    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="on wrong values")
+    add(
+        "--reflogp.step_zero_tolerance",
+        dest="step_zero_tolerance",
+        type=float,
+        metavar="NATS",
+        help="allowed difference on the first batch",
+    )
+    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="if values are wrong")
     given = [word for word in words if word.startswith("--reflogp.")]
     if not given and _FOR_PROCESSES in os.environ:
         options, others = argparse.Namespace(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
@@ -83,8 +89,8 @@ def warn_if_untested(package: str, tested: str) -> None:
     if f"{found}.".startswith(f"{tested}."):
         return
     warnings.warn(
-        f"reflogp is tested with {package} {tested}, not {found}: if that works differently, the comparison before the first "
-        "step stops the run",
+        f"reflogp is tested with {package} {tested}, not {found}: if {found} works differently, the comparison before the "
+        "first step stops the run",
         stacklevel=2,
     )
 
@@ -102,8 +108,8 @@ def names_reference(options: argparse.Namespace) -> bool:
 def unclear_reference(setting: str, model: str) -> UsageError:
     """Return the error for a framework's setting with which its reference need not be the model that `model` names."""
     return UsageError(
-        f"with {setting}, the reference need not be the model of {model}: name the model that it is with --reflogp.model or "
-        "--reflogp.reference_id; if the policy goes on from an adapter, give --reflogp.policy_starts_elsewhere too"
+        f"with {setting}, the reference need not be the model of {model}: name the reference with --reflogp.model or "
+        "--reflogp.reference_id; if the policy continues from an adapter, give --reflogp.policy_starts_elsewhere too"
     )
 
 

@@ -119,11 +119,11 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     """Raise UsageError for a source that cannot give values by tokens, before anything is loaded."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} holds one sum for each completion, and here a value for each token is needed: give the store"
+            f"{source.location} holds one sum for each completion, but a value for each token is needed here: give the store"
         )
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' is for TRL's trainers; here use 'error' or 'score'")
     if run_command and (source.is_service or source.described is None):
         raise UsageError("to score missing rows in this run, give a store and model=; for a service use on_miss='score'")
     if run_command and source.snapshot is not None:
-        raise UsageError(f"what is scored now will not be in snapshot {source.snapshot}: leave the snapshot out")
+        raise UsageError(f"newly scored values will not be in snapshot {source.snapshot}: leave the snapshot out")

@@ -79,7 +79,7 @@ class Replacements:
         return model if revision in (None, "main") else str(resolve_model(model, revision))
 
     def trainer(self, trainer_class: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what makes a trainer of this class on the stored values."""
+        """Return a function that makes a trainer of this class with stored values."""
 
         def make(*args: Any, **kwargs: Any) -> Any:
             if self._stored is None and kwargs.get("ref_model") is not None:
@@ -89,7 +89,7 @@ class Replacements:
                 raise UsageError(
                     f"pref_loss {loss} has no reference model: start this run with llamafactory-cli"
                     if loss in ("orpo", "simpo")
-                    else f"this LLaMA-Factory makes its reference model in another way than {_TESTED}, which reflogp supports"
+                    else f"this LLaMA-Factory makes its reference model differently from {_TESTED}, which reflogp supports"
                 )
             return trainer_class(*args, stored=self._stored, **kwargs)
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _starts_torchrun() -> bool:
-    """Return True if the launcher will start other processes that train, as it decides."""
+    """Return True if the launcher will start other processes that train; the rule is the launcher's own."""
     forced = is_env_enabled("FORCE_TORCHRUN") or is_env_enabled("USE_MCA")
     return bool(forced or (get_device_count() > 1 and not use_ray() and not use_kt()))
 

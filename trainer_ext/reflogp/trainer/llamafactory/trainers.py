@@ -25,7 +25,7 @@ _MEANS = ("ipo",)
 
 
 class _Stored(BatchReferenceMixin):
-    """What both trainers share.
+    """The code that both trainers share.
 
     Args:
         stored: where the values are, and what to check.

@@ -65,7 +65,7 @@ class Launch:
 
     def trainer(self, *args: Any, **kwargs: Any) -> CachedReferenceDPOTrainer:
         if self._source is None:
-            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models in another way than 0.11, which reflogp supports")
+            raise UsageError(f"this OpenRLHF's {_MODULE} makes its models differently from 0.11, which reflogp supports")
         return CachedReferenceDPOTrainer(
             *args,
             reference=self._source,

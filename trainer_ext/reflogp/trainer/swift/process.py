@@ -26,7 +26,7 @@ from reflogp.trainer.batches.options import names_reference, read_options, store
 from reflogp.trainer.swift.trainers import StoredDPOTrainer, StoredKTOTrainer  # noqa: E402
 
 _TRAINERS: dict[str, Callable[..., Any]] = {"dpo": StoredDPOTrainer, "kto": StoredKTOTrainer}
-#: Settings that stored values cannot serve above a number; False is 0.
+#: Settings, and the largest value of each that stored values support; False is 0.
 _NOT_SUPPORTED = {"packing": 0, "padding_free": 0, "sequence_parallel_size": 1, "reference_free": 0, "use_ray": 0}
 #: Settings with which the reference is not the model of one folder.
 _OTHER_MODEL = ("ref_adapters", "adapters", "quant_bits", "quant_method", "rope_scaling")
@@ -43,7 +43,7 @@ class Replacements:
         self._options = options
 
     def prepare_single_model(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what prepares every model but the reference, which comes first."""
+        """Return a function that prepares every model except the reference, which ms-swift prepares first."""
 
         def prepared(pipeline: Any, key: str, *args: Any, **kwargs: Any) -> Any:
             if key == "ref":
@@ -54,7 +54,7 @@ class Replacements:
         return prepared
 
     def trainer(self, args: Any) -> Callable[..., Any]:
-        """Return what makes the trainer for ms-swift's arguments."""
+        """Return a function that makes the trainer for ms-swift's arguments."""
         _require_supported(args)
         return functools.partial(_TRAINERS[args.rlhf_type], stored=stored_reference(self._options, self._reference(args)))
 
@@ -80,7 +80,7 @@ class Replacements:
 
 
 def _require_supported(args: Any) -> None:
-    """Raise UsageError for ms-swift's arguments of a run that stored values cannot serve."""
+    """Raise UsageError if ms-swift's arguments ask for something that stored values do not support."""
     kind = getattr(args, "rlhf_type", None)
     if kind not in _TRAINERS:
         raise UsageError(f"rlhf_type {kind} has no reference log-probs of given completions: start it with `swift rlhf`")

@@ -14,7 +14,7 @@ from reflogp.trainer.batches.sequences import TokenIds, labelled
 
 #: Tensors of an encoded row of text, after the prefix of its side.
 _OF_TEXT = frozenset({"input_ids", "labels", "loss_scale", "attention_mask", "token_type_ids", "position_ids"})
-#: Columns of a row as it was read that are no text.
+#: Columns of a row, as it was read, that hold no text.
 _MEDIA = ("images", "videos", "audios")
 
 
@@ -59,7 +59,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Stored(BatchReferenceMixin):
-    """What both trainers share.
+    """The code that both trainers share.
 
     Args:
         stored: where the values are, and what to check.

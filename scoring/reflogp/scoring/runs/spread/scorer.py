@@ -137,7 +137,7 @@ class ParallelScorer:
         self._killers: dict[bytes, str] = {}
         self._failed_starts = self._losses = self._killers_in_a_row = 0
         self._last_reason = ""
-        self._alone = False  # workers fail at every unit, so only the own engine gets units
+        self._alone = False  # workers fail at every unit, so only this process's engine gets units
         self._own_done = 0
         self._given_own = 0
         self._began = self._ended = 0.0
@@ -261,7 +261,7 @@ class ParallelScorer:
             raise EngineError(f"{died}; the last one: {self._last_reason}")
 
     def _note_own(self, own: LocalScorer) -> None:
-        """Note the progress of the own engine since the last turn."""
+        """Note the progress of this process's engine since the last turn."""
         if own.done == self._own_done:
             return
         self._own_done = own.done
@@ -289,7 +289,7 @@ class ParallelScorer:
                 self._give_own(callbacks)
 
     def _give_own(self, callbacks: OutcomeCallbacks) -> None:
-        """Give the own engine a unit if it is starved.
+        """Give this process's engine a unit if it is starved.
 
         While there are workers that take units, suspect units go to them only: a sequence that kills this process would end the
         whole run.
@@ -318,7 +318,7 @@ class ParallelScorer:
         return [miss for miss, there in zip(unit.misses, stored, strict=True) if not there]
 
     def _may_have_more(self, member: _Member) -> bool:
-        """Return True if a worker may get another unit now. It gets no other unit with one at which a worker died."""
+        """Return True if a worker may get another unit now. A unit at which a worker died is scored alone."""
         return not member.flying or not (member.flying[0][0].suspect or self._queue.is_suspect())
 
     def _arrived(self, member: _Member, future: Future[Any], callbacks: OutcomeCallbacks) -> None:
@@ -397,7 +397,7 @@ class ParallelScorer:
             )
 
     def _give_up(self, why: str) -> None:
-        """Send no more units to workers and continue with the own engine; raise EngineError if there is none."""
+        """Send no more units to workers and continue with this process's engine; raise EngineError if there is none."""
         if self._own is None:
             raise EngineError(why)
         warnings.warn(f"{why}; the run continues without workers", stacklevel=2)

@@ -80,10 +80,10 @@ class _SentPicture:
         return len(self.file)
 
     def load(self) -> Any:
-        """Return it decoded. Raises RowError if Pillow decodes it to other pixels here."""
+        """Return the decoded image. Raises RowError if Pillow decodes it to other pixels on this machine."""
         image = decoded(self.file)
         if pixel_digest(image) != self.digest:
-            raise RowError("an image has other pixels on this worker: its libraries decode it in another way")
+            raise RowError("an image has other pixels on this worker: its libraries decode it differently")
         return image
 
     def encoded(self) -> bytes:
@@ -91,7 +91,7 @@ class _SentPicture:
 
 
 def encode(misses: list[Miss]) -> tuple[bytes, dict[Miss, str]]:
-    """Encode misses for a worker; return also those left out, each with the reason: an image cannot be read any more."""
+    """Encode misses for a worker. Also return the misses left out because an image can no longer be read, with the reasons."""
     places: dict[bytes, int] = {}
     files: list[bytes] = []
     failed: dict[bytes, str] = {}
@@ -370,7 +370,7 @@ class ScoringWorker:
         found = describe_reference(self._model, wanted.dtype, lm_head_dtype=wanted.lm_head_dtype, revision=self._revision)
         if found.reference_id != wanted.reference_id:
             raise UsageError(
-                f"{self._model} is another model on this worker's machine: reference {found.reference_id}, "
+                f"{self._model} is a different model on this worker's machine: reference {found.reference_id}, "
                 f"not {wanted.reference_id}"
             )
         table = Store(self._store).table(wanted.reference_id)
