@@ -23,10 +23,17 @@ UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """State in DatasetSpec's JSON schema that exactly one of its sources is given."""
+    """State in DatasetSpec's JSON schema that exactly one of its sources is given, and that only a URI has a config."""
     names = ("upload", "path", "uri")
-    others = {name: {"type": "null"} for name in names}
-    schema["oneOf"] = [{"required": [name], "properties": {**others, name: {"type": "string"}}} for name in names]
+    absent = {"type": "null"}
+    others = dict.fromkeys(names, absent)
+    schema["oneOf"] = [
+        {
+            "required": [name],
+            "properties": {**others, name: {"type": "string"}, **({} if name == "uri" else {"config": absent})},
+        }
+        for name in names
+    ]
 
 
 class DatasetSpec(BaseModel):
