@@ -1,6 +1,7 @@
 """The service over HTTP, as it runs: a process, a port, a real store."""
 
 import asyncio
+import itertools
 import os
 import struct
 import subprocess
@@ -11,6 +12,8 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
+from jsonschema import Draft202012Validator
+from pydantic import ValidationError
 
 from reflogp.client import (
     AsyncClient,
@@ -19,6 +22,7 @@ from reflogp.client import (
     RequestRefusedError,
     ServiceUnreachableError,
 )
+from reflogp.service.models import DatasetSpec
 from reflogp.store import Store, UsageError, compact
 from tests.service.serving import float32, running, serving, settings_file
 from tests.store.rows import REFERENCE, some_rows
@@ -323,6 +327,18 @@ def test_the_openapi_document_is_kept(store, tmp_path, reference_folder):
         ]
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_schema_of_a_dataset_accepts_what_the_route_accepts():
+    schema = Draft202012Validator(DatasetSpec.model_json_schema())
+    given = {"upload": "a.jsonl", "path": "/a", "uri": "hf://datasets/a/b", "config": "c"}
+    for present in itertools.product((True, False, None), repeat=len(given)):
+        spec = {name: given[name] if there else None for name, there in zip(given, present, strict=True) if there is not None}
+        try:
+            accepted = bool(DatasetSpec.model_validate(spec))
+        except ValidationError:
+            accepted = False
+        assert schema.is_valid(spec) == accepted, spec
 
 
 def reflogp(*arguments, **environment):
