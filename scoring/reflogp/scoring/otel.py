@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from reflogp.store.texts import hide_secrets, shortened
+from reflogp.store.texts import shortened_without_secrets
 
 #: Most spans of one name in a run. Further ones only count in the root span's attributes.
 MOST_SPANS = 1000
@@ -95,7 +95,7 @@ class Sender(SpanProcessor):
             if self._complained:
                 return
             self._complained = True
-        reason = hide_secrets(shortened(self._reasons.first or "it does not answer"))
+        reason = shortened_without_secrets(self._reasons.first or "it does not answer")
         warnings.warn(f"the collector does not take traces, so spans are lost; work goes on ({reason})", stacklevel=1)
 
 
@@ -231,7 +231,7 @@ class TracedRun:
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
         """Record why a span ended early: as a status, unless the run was merely stopped."""
-        text = hide_secrets(shortened(str(error) or type(error).__name__))
+        text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):
             stage.set(stopped=text)
         else:
