@@ -139,6 +139,28 @@ def test_nothing_is_imported_without_an_endpoint(score, tmp_path):
         assert process.returncode == 0 and out.strip().splitlines()[-1] == imported, err
 
 
+def test_spans_are_sent_again_after_an_exporter_has_raised(taken, monkeypatch):
+    """As older exporters do where nothing listens."""
+    from reflogp.scoring import otel, tracing
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
+    monkeypatch.setattr(tracing, "_senders", [])
+    export, raised = otel.OTLPSpanExporter.export, []
+
+    def raises_once(self, spans):
+        if raised:
+            return export(self, spans)
+        raised.append(spans)
+        raise ConnectionError("Connection refused")
+
+    monkeypatch.setattr(otel.OTLPSpanExporter, "export", raises_once)
+    with pytest.warns(UserWarning, match="does not take traces.*Connection refused"), tracing.run_span("1", flush_at_end=True):
+        pass
+    with tracing.run_span("2", flush_at_end=True):
+        pass
+    assert raised and not taken.named("1") and taken.named("2")
+
+
 def test_the_number_of_spans_is_bounded(taken, monkeypatch):
     """Further stages only count."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)

@@ -84,7 +84,11 @@ class Sender(SpanProcessor):
                 batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
                 self._sending = True
             self._reasons.first = ""
-            if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+            try:
+                is_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            except Exception as error:  # older exporters raise what the HTTP library raises
+                is_taken, self._reasons.first = False, self._reasons.first or str(error)
+            if is_taken:
                 self._complained = False
             else:
                 self._complain()
