@@ -161,6 +161,28 @@ def test_spans_are_sent_again_after_an_exporter_has_raised(taken, monkeypatch):
     assert raised and not taken.named("1") and taken.named("2")
 
 
+def test_a_handler_of_sigterm_that_is_set_during_a_run_stays(taken, monkeypatch):
+    from reflogp.scoring import tracing
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
+    monkeypatch.setattr(tracing, "_senders", [])
+    before = signal.getsignal(signal.SIGTERM)
+
+    def own(number, frame):
+        pass
+
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with tracing.run_span("plain", flush_at_end=True):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with tracing.run_span("with a handler", flush_at_end=True):
+            signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_number_of_spans_is_bounded(taken, monkeypatch):
     """Further stages only count."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
