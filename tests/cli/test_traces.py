@@ -139,6 +139,50 @@ def test_nothing_is_imported_without_an_endpoint(score, tmp_path):
         assert process.returncode == 0 and out.strip().splitlines()[-1] == imported, err
 
 
+def test_spans_are_sent_again_after_an_exporter_has_raised(taken, monkeypatch):
+    """As older exporters do where nothing listens."""
+    from reflogp.scoring import otel, tracing
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
+    monkeypatch.setattr(tracing, "_senders", [])
+    export, raised = otel.OTLPSpanExporter.export, []
+
+    def raises_once(self, spans):
+        if raised:
+            return export(self, spans)
+        raised.append(spans)
+        raise ConnectionError("Connection refused")
+
+    monkeypatch.setattr(otel.OTLPSpanExporter, "export", raises_once)
+    with pytest.warns(UserWarning, match="does not take traces.*Connection refused"), tracing.run_span("1", flush_at_end=True):
+        pass
+    with tracing.run_span("2", flush_at_end=True):
+        pass
+    assert raised and not taken.named("1") and taken.named("2")
+
+
+def test_a_handler_of_sigterm_that_is_set_during_a_run_stays(taken, monkeypatch):
+    from reflogp.scoring import tracing
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)
+    monkeypatch.setattr(tracing, "_senders", [])
+    before = signal.getsignal(signal.SIGTERM)
+
+    def own(number, frame):
+        pass
+
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with tracing.run_span("plain", flush_at_end=True):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with tracing.run_span("with a handler", flush_at_end=True):
+            signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_the_number_of_spans_is_bounded(taken, monkeypatch):
     """Further stages only count."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", taken.url)

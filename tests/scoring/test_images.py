@@ -1,6 +1,7 @@
 """Pairs with images: values against a plain forward, keys by pixels, every form of an image, and images that cannot be used."""
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -235,6 +236,24 @@ def test_values_do_not_depend_on_what_shares_the_pass(family):
     engine.token_budget = 40
     apart = engine.score(sequences)
     assert far(together, apart) <= 1e-4
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+def test_sequences_of_two_processors_in_one_call_keep_their_own_pixels(path, tmp_path, monkeypatch):
+    if path == "padded":
+        monkeypatch.setattr(selfcheck, "layout_of", lambda *args: (False, "for this test"))
+    make("LLaVA", tmp_path)
+    sequences, expected = [], []
+    for mean in (0.5, 0.1):
+        PROCESSORS[tmp_path] = processor = AutoProcessor.from_pretrained(tmp_path)
+        processor.image_processor.image_mean = [mean] * 3
+        sequences += engine_sequences(tmp_path, rows())
+        expected += plain_forward(tmp_path, rows())
+    engine = TorchEngine(str(tmp_path), "float32", "cpu")
+    with contextlib.nullcontext() if path == "packed" else pytest.warns(UserWarning, match="padded path"):
+        found = engine.score(sequences)
+    assert engine.image_check.path == path
+    assert far(found, expected) <= 1e-4
 
 
 def a_layout(**changes):

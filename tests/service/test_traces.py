@@ -29,7 +29,7 @@ def service(reference_folder, tmp_path_factory, taken):
     folder = tmp_path_factory.mktemp("traces")
     models = {"ref": float32(reference_folder)}
     models["lost"] = {**float32(folder / "lost"), "trust_remote_code": True}
-    deadly_model(reference_folder, folder / "lost", raises="the forward failed: token=hush")
+    deadly_model(reference_folder, folder / "lost", raises=f"the forward failed: https://host/x?t={'hush' * 200} again")
     file = settings_file(folder, folder / "store", models, dataset_roots=[str(folder)], token_budget=4096)
     before = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = taken.url
@@ -141,6 +141,8 @@ def test_a_worker_that_dies_of_an_error_sends_it_first(service, taken):
     for root in failed:
         assert "the forward failed" in root.message and "hush" not in root.message, root
         assert "score" in [span.name for span in taken.children(root) if span.is_error]
+    assert any("the forward failed" in line for line in service.log)
+    assert not any("hush" in line for line in service.log)
 
 
 def test_a_cancelled_job_is_stopped_and_no_error(service, taken):

@@ -32,4 +32,5 @@ def test_a_repr_is_safe_to_print():
         "Job(\n    a\\x1b[31m\\nb\n    https://host/x\n)"
     )
     assert len(short_repr("Job", "x" * 100_000)) < 600
+    assert "hush" not in short_repr("Job", f"https://host/x?{'hush' * 1000} and more")
     assert (counted(1, "row"), counted(1_200, "row"), counted(0, "row")) == ("1 row", "1,200 rows", "0 rows")

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from reflogp.store.texts import hide_secrets, shortened
+from reflogp.store.texts import shortened_without_secrets
 
 #: Maximum number of spans of one name in a run. Further spans are only counted, in attributes of the root span.
 MOST_SPANS = 1000
@@ -84,7 +84,11 @@ class Sender(SpanProcessor):
                 batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
                 self._sending = True
             self._reasons.first = ""
-            if self._exporter.export(batch) is SpanExportResult.SUCCESS:
+            try:
+                is_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
+            except Exception as error:  # older exporters raise what the HTTP library raises
+                is_taken, self._reasons.first = False, self._reasons.first or str(error)
+            if is_taken:
                 self._complained = False
             else:
                 self._complain()
@@ -95,7 +99,7 @@ class Sender(SpanProcessor):
             if self._complained:
                 return
             self._complained = True
-        reason = hide_secrets(shortened(self._reasons.first or "it does not answer"))
+        reason = shortened_without_secrets(self._reasons.first or "it does not answer")
         warnings.warn(f"the collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1)
 
 
@@ -231,7 +235,7 @@ class TracedRun:
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
         """Record why a span ended early: as a status, unless the run was merely stopped."""
-        text = hide_secrets(shortened(str(error) or type(error).__name__))
+        text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):
             stage.set(stopped=text)
         else:

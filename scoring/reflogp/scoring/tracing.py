@@ -198,4 +198,5 @@ def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is on_sigterm:  # else the block has set another one
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

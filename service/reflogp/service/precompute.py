@@ -42,7 +42,7 @@ from reflogp.service.settings import ServerSettings
 from reflogp.service.supervision import supervise
 from reflogp.service.uploads import UploadFolder
 from reflogp.service.worker.protocol import JobOrder
-from reflogp.store.texts import hide_secrets, shortened
+from reflogp.store.texts import hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -393,7 +393,8 @@ class Precompute:
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
-        error = None if error is None else shortened(error)  # the text may contain parts of a dataset or a template
+        # the text may contain parts of a dataset or a template
+        error = None if error is None else shortened_without_secrets(error)
         finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
         return finish, partial(self._ended, job, state, error)
 

@@ -55,7 +55,7 @@ def counted(count: int, noun: str) -> str:
 
 def short_repr(name: str, *lines: str) -> str:
     """Return the repr of a result for people: the name of its class, and the lines that are not empty, safe to print."""
-    shown = [visible(hide_secrets(shortened(line))) for line in lines if line]
+    shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
         return f"{name}({shown[0]})"
     return "\n".join([f"{name}(", *(f"    {line}" for line in shown), ")"])
@@ -159,6 +159,11 @@ def hide_secrets(text: str) -> str:
     of URIs too.
     """
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
+
+
+def shortened_without_secrets(text: str) -> str:
+    """Return `text` as a message. Secrets are hidden first: the rest of a secret that is cut would not be recognised."""
+    return shortened(hide_secrets(text))
 
 
 class _Escapes(dict[int, str | int]):

@@ -369,21 +369,21 @@ class TorchEngine:
         """Yield passes over all sequences within the current budget.
 
         Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded. Passes with
-        images have no other sequences.
+        images have no other sequences, and images of one processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
         plain: list[int] = []
         masked: list[int] = []
-        seen: list[int] = []
+        seen: dict[bytes, list[int]] = {}  # settings of the processor -> sequences with images
         for index, sequence in enumerate(sequences):
             if limit is not None and len(sequence) > limit:
                 groups.append([index])
             elif sequence.images is not None:
-                seen.append(index)
+                seen.setdefault(sequence.images.vision.tokens.settings, []).append(index)
             else:
                 (plain if sequence.attention_mask is None else masked).append(index)
-        for chosen in (*groups, plain, seen, masked):
+        for chosen in (*groups, plain, *seen.values(), masked):
             for unit in self._shared_units([sequences[index] for index in chosen]):
                 yield replace(unit, members=tuple((chosen[at], where) for at, where in unit.members))
 

@@ -37,8 +37,8 @@ _LAID_OUT = frozenset(
 KEPT_BYTES = 256 << 20
 #: Maximum number of bytes of decoded images that are held at once for several sequences.
 DECODED_BYTES = 1 << 30
-#: Identifies images whose features are computed together: their digests, and the number of tokens of each.
-_Part = tuple[tuple[bytes, ...], tuple[int, ...]]
+#: Identifies images whose features are computed together: the processor's settings, their digests, the tokens of each.
+_Part = tuple[bytes, tuple[bytes, ...], tuple[int, ...]]
 
 
 class TooManyPixelsError(Exception):
@@ -178,12 +178,13 @@ class ImageFeatures:
         for branch in pack.branches:
             images = sequences[branch.sequence].images
             assert images is not None
-            parts = [(part.digests, part.counts) for part in images.parts()]
+            parts = [_key(part) for part in images.parts()]
             for part, key in zip(images.parts(), parts, strict=True):
                 if key not in features:
                     features[key] = self._of_part(part, key)
             at = branch.path[is_image[branch.path]]
-            own = np.split(at >= branch.start, np.cumsum([sum(counts) for _, counts in parts])[:-1])  # others: earlier branches
+            ends = np.cumsum([sum(counts) for *_, counts in parts])
+            own = np.split(at >= branch.start, ends[:-1])  # others: earlier branches
             chosen += [
                 (features[key], slice(None) if mask.all() else torch.from_numpy(mask.nonzero()[0]).to(self._device))
                 for key, mask in zip(parts, own, strict=True)
@@ -209,7 +210,7 @@ class ImageFeatures:
         assert sequence.images is not None
         if not self._has_own_positions():
             return torch.arange(len(sequence))[None]
-        parts = [self._of_part(part, (part.digests, part.counts)) for part in sequence.images.parts()]
+        parts = [self._of_part(part, _key(part)) for part in sequence.images.parts()]
         return self._own_positions(sequence, [part.grids for part in parts])
 
     def _has_own_positions(self) -> bool:
@@ -248,6 +249,10 @@ class ImageFeatures:
         deep = seen[0].get("deepstack_visual_embeds") or ()
         grids = {name: pixels[name] for name in _position_arguments(self._model) if name in pixels}
         return _Features(seen[0]["inputs_embeds"][0], tuple(deep), grids)
+
+
+def _key(part: SequenceImages) -> _Part:
+    return part.vision.tokens.settings, part.digests, part.counts
 
 
 def _position_arguments(model: Any) -> frozenset[str]:

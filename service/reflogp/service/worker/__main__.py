@@ -47,7 +47,7 @@ from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, Wo
 from reflogp.service.worker.write_back import WriteBack
 from reflogp.store import ContentMismatchError, Reference, ReflogpError, Store, describe_reference, resolve_model
 from reflogp.store.schema import stream_bytes
-from reflogp.store.texts import shortened
+from reflogp.store.texts import shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
@@ -264,7 +264,7 @@ class Worker:
         except ModelUnloadedError:
             return message | {"end": "stopped", "why": "displaced"}
         except (ReflogpError, OSError) as error:
-            return message | {"end": "failed", "error": shortened(str(error))}
+            return message | {"end": "failed", "error": shortened_without_secrets(str(error))}
         except DeviceLostError:
             raise
         except Exception as error:
@@ -282,7 +282,7 @@ class Worker:
         except (JobStoppedError, ModelUnloadedError):
             pass
         except (ReflogpError, OSError) as error:
-            text = shortened(str(error))
+            text = shortened_without_secrets(str(error))
         except DeviceLostError:
             raise
         except Exception as error:
@@ -367,7 +367,7 @@ class Worker:
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
     """Return the message for an unexpected error (a defect of reflogp or of a library), and log its traceback."""
     where = "".join(traceback.format_tb(error.__traceback__))
-    text = shortened(f"{type(error).__name__}: {error}")
+    text = shortened_without_secrets(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
     return text
 
@@ -401,7 +401,7 @@ def main() -> None:
         worker.run(source)
     except Exception as error:  # the service reports it, and starts the worker again
         known = isinstance(error, ReflogpError)
-        text = shortened(str(error) if known else f"{type(error).__name__}: {error}")
+        text = shortened_without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
         worker.keep_what_is_computed()
         worker.send({"op": "dying", "error": text})
         logger.error("%s", text if known else text + "\n" + "".join(traceback.format_tb(error.__traceback__)))
