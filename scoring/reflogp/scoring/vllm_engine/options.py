@@ -38,6 +38,11 @@ ALLOWED = frozenset(
 )
 #: Families (`model_type`) whose values with images were found equal to transformers'; tests/vllm compares them.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
+#: What vLLM needs for images -> files of which the model's folder must have one.
+_PARTS = {
+    "image processor": ("processor_config.json", "preprocessor_config.json"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+}
 #: Families whose values with images vLLM computes otherwise, with the reason as a clause.
 WRONG = {"gemma3": "vLLM's build for CPUs lets the tokens of a gemma3 model's image attend in one direction only, not in both"}
 #: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next larger one.
@@ -126,7 +131,8 @@ def vllm_options(
     if no_images is None:
         # vLLM's processor needs its tokenizer. It keeps nothing: vllm_engine.images does, and what vLLM's own cache holds must
         # not depend on requests that are refused.
-        options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": MAX_IMAGES}, "mm_processor_cache_gb": 0}
+        limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
+        options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
         options["language_model_only"] = True
     return Loading(options | chosen, folder, no_images)
@@ -161,8 +167,9 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
         return f"vLLM's values for images were not compared with transformers' for {kind} models{unlike}"
     if checkpoint.adapter is not None:
         return "vLLM leaves out what an adapter changes outside the text decoder"
-    if not any((checkpoint.folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
-        return "vLLM looks for the image processor in the model's folder, which has none"
+    for what, names in _PARTS.items():
+        if not any((checkpoint.folder / name).is_file() for name in names):
+            return f"vLLM looks for the {what} in the model's folder, which has none"
     return None
 
 

@@ -147,7 +147,9 @@ class VllmServer:
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why a server is not asked for images; see Transport.problem_of_images."""
-        return "a server's image processor cannot be compared with the one that made its tokens"
+        # /inference/v1/generate takes images beside token ids, but expands placeholders itself (content_parts), or takes the
+        # tensors and ranges of vLLM's own processor, without the places between an image's tokens that are text (features).
+        return "a server makes an image's tokens itself, with a processor whose settings cannot be read"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask. Waits for a server that does not respond."""
