@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 NEAR = 1e-4
 #: vLLM's CPU attention wants heads of 32 at least.
 _WIDER = ((vision_models.TEXT, {"hidden_size": 128}), (vision_models._SIGHT, {"hidden_size": 64}))
-#: Families that vLLM imports only with torchvision, which `make setup-vllm` leaves out.
+#: Families that vLLM imports only with torchvision, which `make setup-vllm` leaves out where it was built for another torch.
 _WITH_TORCHVISION = ("LLaVA", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3")
 
 
@@ -77,6 +77,15 @@ def idefics3(tmp_path_factory):
     engine.close()
 
 
+def request(sequence, padding=0) -> Request:
+    """What the engine asks for a sequence, with tokens in front of it."""
+    images = sequence.images
+    files = tuple(image.encoded() for image in images.pictures)
+    sent = RequestImages(images.digests, images.counts, files, images.vision.image_token_id)
+    ids = np.concatenate([np.full(padding, 5), sequence.ids()])
+    return Request(ids, padding + len(sequence.prompt_ids), True, sent)
+
+
 def largest(values, folder, data) -> float:
     """Largest difference from a plain forward of transformers with the processor's own inputs."""
     return max(np.abs(ours - plain).max() for ours, plain in zip(values, plain_forward(folder, data), strict=True))
@@ -103,6 +112,17 @@ def test_swapped_and_other_images_have_other_values_and_the_right_ones(family):
             assert np.abs(values[side] - values[side + other]).max() > 1e-2
 
 
+def test_images_that_vllms_steps_divide(idefics3):
+    """A step has fewer tokens than an image, so features are put into their places in parts; with the cache and without."""
+    folder, _ = idefics3
+    for caching in (True, False):
+        engine = load(folder, vllm_options={"max_num_batched_tokens": 48, "max_num_seqs": 3, "enable_prefix_caching": caching})
+        try:
+            assert largest(engine.score(engine_sequences(folder, rows())), folder, rows()) <= NEAR
+        finally:
+            engine.close()
+
+
 def test_images_of_other_modes(idefics3):
     folder, engine = idefics3
     modes = ("L", "RGBA", "P")
@@ -115,16 +135,7 @@ def test_a_cached_prefix_ends_where_the_images_differ(idefics3):
     folder, engine = idefics3
     one, two = picture(7, (64, 48)), picture(8, (64, 48))
     data = [pair("what is it?", [one]), pair("what is it?", [two])]
-    sequences = engine_sequences(folder, data)
-    vision = sequences[0].images.vision
-
-    def request(sequence):
-        images = sequence.images
-        files = tuple(image.encoded() for image in images.pictures)
-        sent = RequestImages(images.digests, images.counts, files, vision.image_token_id)
-        return Request(sequence.ids(), len(sequence.prompt_ids), True, sent)
-
-    asked = [request(sequences[at]) for at in (0, 1, 2)]
+    asked = [request(sequence) for sequence in engine_sequences(folder, data)[:3]]
     assert np.array_equal(asked[0].model_ids()[: asked[0].prompt_len], asked[2].model_ids()[: asked[2].prompt_len])
     cached = [next(engine._transport.ask([asked[at]], "same")).cached for at in range(3)]
     starts = np.flatnonzero(asked[0].ids >= FIRST_IMAGE_ID)[0]
@@ -143,6 +154,16 @@ def test_an_image_whose_tokens_vllm_would_not_make_is_refused(idefics3):
     with pytest.raises(InvalidSequencesError, match="other tokens of an image") as caught:
         engine.score([changed, other])
     assert list(caught.value.problems) == [0] and len(caught.value.results[1])
+
+
+def test_what_vllm_itself_refuses_is_an_answer_and_not_its_end(idefics3):
+    folder, engine = idefics3
+    [sequence, other] = engine_sequences(folder, [pair("what is it?", [picture(1)])])
+    too_long, right = request(sequence, padding=2000), request(other)
+    answers = {answer.at: answer for answer in engine._transport.ask([too_long, right], "long")}
+    assert "vLLM refuses it" in answers[0].problem and answers[0].values is None
+    assert answers[1].problem is None and len(answers[1].values) == len(other.completion_ids)
+    assert engine.restarts == 0
 
 
 def test_an_image_processor_with_other_settings_is_refused(idefics3, tmp_path):

@@ -119,7 +119,10 @@ class ImagePrompts:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        image = decoded(file)
+        try:
+            image = decoded(file)
+        except ValueError as error:
+            raise ImageRefusedError(f"vLLM's environment cannot decode an image of it: {first_line(error)}") from error
         if pixel_digest(image) != digest:
             raise ImageRefusedError("vLLM's environment decodes an image of it to other pixels")
         try:

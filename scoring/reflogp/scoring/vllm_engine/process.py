@@ -64,11 +64,13 @@ class Scorer:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm  # reads the environment when it is imported
+        from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
         self._vllm = vllm
+        self._client_error = VLLMClientError
         self._final_only = RequestOutputKind.FINAL_ONLY
         self.device = str(current_platform.get_device_name() or "cpu")
         if current_platform.is_cpu():
@@ -135,7 +137,10 @@ class Scorer:
             prompt = self.images.prompt(request, salt)
             try:
                 self._engine.add_request(str(number), prompt, settings)
-            except ValueError as error:  # such as an image with more tokens than vLLM's cache of features holds
+            except (
+                ValueError,
+                self._client_error,
+            ) as error:  # such as too large an image
                 raise ImageRefusedError(f"vLLM refuses it: {first_line(error)}") from error
         self._flying[str(number)] = request
         self._blocks += self._blocks_of(len(ids))
