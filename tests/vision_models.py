@@ -60,6 +60,11 @@ def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
     return {**TEXT, **ids, "vocab_size": len(tokenizer), **more}
 
 
+def _head() -> int:
+    """Return the width of a head of the text decoder."""
+    return TEXT["hidden_size"] // TEXT["num_attention_heads"]
+
+
 def llava() -> tuple[Any, Any]:
     tokenizer = _tokenizer("<image>")
     size = {"height": 32, "width": 32}
@@ -78,6 +83,7 @@ def llava() -> tuple[Any, Any]:
 
 def gemma3() -> tuple[Any, Any]:
     tokenizer = _tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
+    tokenizer.add_tokens(["\n", "\n\n", "\n\n\n", "\n\n\n\n"])  # as Gemma's own
     image_processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
     processor = tf.Gemma3Processor(image_processor, tokenizer, image_seq_length=16)
     config = tf.Gemma3Config(
@@ -85,7 +91,7 @@ def gemma3() -> tuple[Any, Any]:
         text_config=tf.Gemma3TextConfig(
             **_text(
                 tokenizer,
-                head_dim=16,
+                head_dim=_head(),
                 sliding_window=12,
                 layer_types=["sliding_attention", "full_attention"] * 2,
                 num_hidden_layers=4,
@@ -131,7 +137,7 @@ def smolvlm() -> tuple[Any, Any]:
     return tf.SmolVLMForConditionalGeneration(config), processor
 
 
-def _qwen(kind: str, sight: dict[str, Any], **text: Any) -> tuple[Any, Any]:
+def _qwen(kind: str, sight: dict[str, Any], rope_more: dict[str, Any] | None = None, **text: Any) -> tuple[Any, Any]:
     tokenizer = _tokenizer("<|vision_start|>", "<|vision_end|>", image_token="<|image_pad|>", video_token="<|video_pad|>")
     size = {"shortest_edge": 32 * 32, "longest_edge": 96 * 96}
     image_processor = Qwen2VLImageProcessorPil(size=size, patch_size=8)
@@ -140,7 +146,8 @@ def _qwen(kind: str, sight: dict[str, Any], **text: Any) -> tuple[Any, Any]:
         name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "video_pad", "vision_start", "vision_end")
     }
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    sections = [_head() // 4, _head() // 8, _head() // 8]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **(rope_more or {})}
     config = getattr(tf, f"{kind}Config")(
         text_config=_text(tokenizer, rope_parameters=rope, **text),
         vision_config={"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, **sight},
@@ -162,8 +169,9 @@ def qwen2_5_vl() -> tuple[Any, Any]:
 
 
 def qwen3_vl() -> tuple[Any, Any]:
-    sight = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
-    return _qwen("Qwen3VL", {**sight, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}, head_dim=16)
+    sight: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": TEXT["hidden_size"]}
+    sight |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    return _qwen("Qwen3VL", sight, {"mrope_interleaved": True}, head_dim=_head())
 
 
 def internvl() -> tuple[Any, Any]:

@@ -593,13 +593,6 @@ def test_a_model_of_text_refuses_rows_with_images_by_name(tokenizer, tmp_path):
     assert summary.bad_row_numbers == [1] and summary.scored == 2
 
 
-def test_vllm_refuses_images(llava):
-    from reflogp.scoring.vllm_engine.engine import VllmEngine
-
-    [sequence, *_] = engine_sequences(llava, [pair("what?", [PICTURES[0]])])
-    assert "--engine torch" in VllmEngine._problem(None, sequence)
-
-
 def test_pairs_for_kto_and_token_rows_with_images_are_refused(llava, tmp_path):
     png = encoded(PICTURES[0], "PNG")
     kto = [{"prompt": "a", "completion": "b", "label": True, "images": [png]}]

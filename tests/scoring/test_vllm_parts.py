@@ -15,15 +15,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reflogp.scoring.data.images import RowImage
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
-from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
+from reflogp.scoring.torch_engine.sequences import SequenceImages
+from reflogp.scoring.vllm_engine import engine as vllm_engine
+from reflogp.scoring.vllm_engine.answers import (
+    Answer,
+    Request,
+    RequestImages,
+    VllmEndedError,
+    answers_of,
+    answers_table,
+    believable,
+    problem_of_answer,
+    requests_body,
+    requests_of,
+)
 from reflogp.scoring.vllm_engine.engine import VllmEngine, may_read_cache, sharing_order
 from reflogp.scoring.vllm_engine.options import parse_options, vllm_options
 from reflogp.scoring.vllm_engine.server import question, values
 from reflogp.service.settings import read_settings
 from reflogp.store import UsageError, describe_reference
+from reflogp.store.schema import stream_bytes
+from tests import vision_models
 from tests.scoring.test_engine import random_sequences
 
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -120,6 +136,25 @@ def test_only_log_probs_are_believed():
     assert not believable(good, 2, sequence), "the cache holds no value of the first completion token"
     for bad in (None, good[:1], np.array([-1, np.nan], np.float32), np.array([-1, 1e31], np.float32)):
         assert not believable(bad, 0, sequence)
+
+
+def test_requests_with_images_cross_the_pipe_with_each_image_once():
+    images = RequestImages((b"a" * 16, b"b" * 16), (1, 2), (b"file a", b"file b"), 9)
+    sent = [
+        (7, Request(np.array([5, 2**31 + 1, 2**32 - 1, 2**31, 6]), 4, True, images)),
+        (8, Request(np.array([2**31 + 1, 6]), 1, False, RequestImages((b"a" * 16,), (1,), (b"file a",), 9))),
+        (9, REQUEST),
+    ]
+    body = requests_body(sent)
+    assert body.count(b"file a") == body.count(b"file b") == 1
+    found = requests_of(body)
+    assert [(number, request.ids.tolist(), *request[1:]) for number, request in found] == [
+        (number, request.ids.tolist(), *request[1:]) for number, request in sent
+    ]
+    assert found[0][1].model_ids() == [5, 9, 9, 9, 6]
+    answers = [Answer(7, None, 3, "why"), Answer(8, np.array([-0.5], np.float32), 0)]
+    [one, two] = answers_of(stream_bytes(answers_table(answers)))
+    assert one == answers[0] and two.problem is None and two.values.tolist() == [-0.5]
 
 
 class Fragile:
@@ -222,6 +257,63 @@ def test_rotary_embeddings_that_vllm_fixes_once(reference_folder, tmp_path, rope
     assert options["max_model_len"] == outcome
     assert options["hf_overrides"] == {"head_dtype": "float32"}
     assert (options["tensor_parallel_size"], options["max_num_seqs"]) == (2, 8)
+
+
+def wide_tower(config):
+    config["vision_config"]["model_type"] = "siglip_vision_model"
+
+
+def one_direction(config):
+    config["text_config"]["rope_parameters"].pop("mrope_interleaved")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("Idefics 3", None, None),
+        ("LLaVA", None, None),
+        ("LLaVA", wide_tower, "llava models with a vision tower of siglip_vision_model"),
+        ("LLaVA", lambda config: config.update(vision_feature_layer=[-2, -1]), "features of several layers"),
+        ("Qwen3-VL", one_direction, "without mrope_interleaved"),
+        ("Gemma 3", None, "gemma3 model's image attend in one direction only"),
+        ("InternVL", None, "not compared with transformers' for internvl models"),
+    ],
+)
+def test_which_models_vllm_is_asked_for_images_of(tmp_path, family, change, reason):
+    vision_models.make(family, tmp_path)
+    if change is not None:
+        config = json.loads((tmp_path / "config.json").read_text())
+        change(config)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    loading = vllm_options(str(tmp_path), describe_reference(str(tmp_path), "float32"), 1, False, {})
+    if reason is None:
+        assert loading.no_images is None
+        assert loading.options["limit_mm_per_prompt"] == {"image": 64} and not loading.options["skip_tokenizer_init"]
+    else:
+        assert reason in loading.no_images
+        assert loading.options["language_model_only"] is True
+
+
+def test_a_model_of_text_is_loaded_as_before(reference_folder):
+    loading = vllm_options(str(reference_folder), describe_reference(str(reference_folder), "float32"), 1, False, {})
+    assert loading.no_images == "the model takes text only"
+    assert loading.options["skip_tokenizer_init"] is True and "language_model_only" not in loading.options
+
+
+def test_a_pass_holds_few_bytes_of_images(reference_folder, monkeypatch):
+    """An image counts once for a pass; one that is too large by itself is a pass of its own."""
+    monkeypatch.setattr(vllm_engine, "_IMAGE_BYTES", 256)
+    transport = Fragile(str(reference_folder), lambda _: False)
+    transport.token_budget = 10_000
+    engine = VllmEngine(transport, describe_reference(str(reference_folder), "float32"))
+    kind = ((8, 8), "RGB")
+    small, large, huge = (RowImage(bytes([size % 256]) * 16, kind, bytes(size)) for size in (100, 120, 300))
+    held = [[small], [small], [large], [small, large], [huge], [], [large]]
+    sequences = {}
+    for at, images in enumerate(held):
+        shown = SequenceImages(tuple(images), (4,) * len(images), None, True) if images else None
+        sequences[at] = Sequence([5] * 8, [6], images=shown)
+    assert list(engine._split(sequences, list(sequences))) == [[0, 1, 2, 3], [4], [5, 6]]
 
 
 @pytest.mark.parametrize(

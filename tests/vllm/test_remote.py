@@ -13,6 +13,8 @@ from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.store import ReflogpError, Store, UsageError, describe_reference
 from tests.conftest import PAIRS, plain_token_logps, write_rows
+from tests.scoring.test_images import engine_sequences
+from tests.vision_models import make, pair, picture
 from tests.vllm.serving import VllmServe, free_port, vllm_serve
 
 pytestmark = pytest.mark.vllm
@@ -49,6 +51,14 @@ def test_a_servers_values_are_a_plain_forwards(server, model, pairs, plain_model
     assert server.url not in json.dumps(made)
     with pytest.raises(EngineError, match="temperature"):
         next(engine.passes(some, temperature=0.5))
+
+
+def test_rows_with_images_are_refused_by_name(server, model, tmp_path):
+    make("LLaVA", tmp_path)
+    sequences = engine_sequences(str(tmp_path), [pair("what is it?", [picture(1)]), pair("no picture", [])])
+    problems = connect(server, model).problems(sequences)
+    assert list(problems) == [0, 1]
+    assert problems[0].startswith("it has images, and a server makes") and problems[0].endswith("; use --engine torch")
 
 
 def test_a_server_of_other_weights_is_refused(server, model, tokenizer, tmp_path):

@@ -14,23 +14,49 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
+from reflogp.store.images import FIRST_IMAGE_ID
+from reflogp.store.schema import stream_bytes
 
 #: A value above this is not a log-prob but uninitialized memory: vLLM's older runner leaves it where it computed nothing.
 _ROUNDING = 1e-3
+
+
+class RequestImages(NamedTuple):
+    """The images of a request, in order.
+
+    Attributes:
+        digests: `pixel_digest` of each image (reflogp.store.images).
+        counts: number of tokens of each image.
+        files: each image as the content of an image file.
+        token: the model's token in the places of image ids.
+    """
+
+    digests: tuple[bytes, ...]
+    counts: tuple[int, ...]
+    files: tuple[bytes, ...]
+    token: int
 
 
 class Request(NamedTuple):
     """A sequence to score.
 
     Attributes:
-        ids: token ids of prompt and completion, int64 (tokens,).
+        ids: token ids of prompt and completion, int64 (tokens,); image ids in the places of image tokens.
         prompt_len: number of prompt tokens.
         reads_cache: True if vLLM may read the prefix cache for this sequence.
+        images: the images of the prompt, or None.
     """
 
     ids: npt.NDArray[np.int64]
     prompt_len: int
     reads_cache: bool
+    images: RequestImages | None = None
+
+    def model_ids(self) -> list[int]:
+        """Return the ids that the model reads: `ids` with its own token in the places of image ids."""
+        ids = self.ids if self.images is None else np.where(self.ids >= FIRST_IMAGE_ID, self.images.token, self.ids)
+        found: list[int] = ids.tolist()
+        return found
 
 
 class Answer(NamedTuple):
@@ -40,11 +66,13 @@ class Answer(NamedTuple):
         at: index of the request.
         values: float32 values of the completion, or None.
         cached: number of tokens read from the cache.
+        problem: why vLLM cannot score the sequence, or None.
     """
 
     at: int
     values: Any
     cached: int
+    problem: str | None = None
 
 
 class VllmEndedError(Exception):
@@ -71,35 +99,71 @@ def problem_of_answer(values: Any) -> str:
     return "vLLM gave no log-probs for it, with and without its prefix cache"
 
 
-#: `ids` are the prompt and the completion; the first `prompt_len` ids are the prompt.
+#: `ids` are the prompt and the completion; the first `prompt_len` ids are the prompt. `images` are rows of PICTURES.
 REQUESTS = pa.schema(
-    [("number", pa.int64()), ("ids", pa.list_(pa.int64())), ("prompt_len", pa.int32()), ("reads_cache", pa.bool_())]
+    [
+        ("number", pa.int64()),
+        ("ids", pa.list_(pa.int64())),
+        ("prompt_len", pa.int32()),
+        ("reads_cache", pa.bool_()),
+        ("images", pa.list_(pa.int32())),
+        ("counts", pa.list_(pa.int32())),
+        ("image_token", pa.int64()),
+    ]
 )
+#: The distinct images of some requests.
+PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
 #: `token_logps` has the completion's log-probs, or null if there are none; `cached` tokens were read from the prefix cache.
-ANSWERS = pa.schema([("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32())])
+ANSWERS = pa.schema(
+    [("number", pa.int64()), ("token_logps", pa.list_(pa.float32())), ("cached", pa.int32()), ("problem", pa.string())]
+)
 
 
-def requests_table(requests: Iterable[tuple[int, Any, int, bool]]) -> pa.Table:
-    """Return a table with the schema REQUESTS from (number, ids, prompt_len, reads_cache)."""
-    return _table(requests, REQUESTS)
+def requests_body(requests: Iterable[tuple[int, Request]]) -> bytes:
+    """Return numbered requests as two Arrow IPC streams, of REQUESTS and of PICTURES."""
+    places: dict[bytes, int] = {}
+    files: list[bytes] = []
+    rows = []
+    for number, request in requests:
+        images = request.images
+        for digest, file in [] if images is None else zip(images.digests, images.files, strict=True):
+            if digest not in places:
+                places[digest] = len(files)
+                files.append(file)
+        shown: tuple[Any, ...] = (None, None, None)
+        if images is not None:
+            shown = ([places[digest] for digest in images.digests], images.counts, images.token)
+        rows.append((number, request.ids, request.prompt_len, request.reads_cache, *shown))
+    return stream_bytes(_table(rows, REQUESTS)) + stream_bytes(_table(zip(places, files, strict=True), PICTURES))
 
 
-def requests_of(body: bytes) -> Iterator[tuple[int, list[int], int, bool]]:
-    """Return the requests of an encoded `requests_table`, with ids as lists, as vLLM takes them."""
-    columns = pa.ipc.open_stream(body).read_all().to_pydict()
-    return zip(*(columns[name] for name in REQUESTS.names), strict=True)
+def requests_of(body: bytes) -> list[tuple[int, Request]]:
+    """Return the numbered requests of a `requests_body`."""
+    reader = pa.BufferReader(body)
+    columns = pa.ipc.open_stream(reader).read_all()
+    sent = pa.ipc.open_stream(reader).read_all().to_pydict()
+    found = []
+    for row in columns.to_pylist():
+        images = None
+        if row["images"] is not None:
+            digests, files = (tuple(sent[name][at] for at in row["images"]) for name in PICTURES.names)
+            images = RequestImages(digests, tuple(row["counts"]), files, row["image_token"])
+        ids = np.array(row["ids"], np.int64)
+        found.append((row["number"], Request(ids, row["prompt_len"], row["reads_cache"], images)))
+    return found
 
 
-def answers_table(answers: Iterable[tuple[int, Any, int]]) -> pa.Table:
-    """Return a table with the schema ANSWERS from (number, float32 values or None, cached)."""
+def answers_table(answers: Iterable[Answer]) -> pa.Table:
+    """Return a table with the schema ANSWERS; `at` is the number of a request."""
     return _table(answers, ANSWERS)
 
 
-def answers_of(body: bytes) -> Iterator[tuple[int, Any, int]]:
+def answers_of(body: bytes) -> Iterator[Answer]:
     """Return the responses of an encoded `answers_table`, with values as float32 arrays."""
     table = pa.ipc.open_stream(body).read_all().combine_chunks()
     values = (np.asarray(entry.values) if entry.is_valid else None for entry in table["token_logps"])
-    return zip(table["number"].to_pylist(), values, table["cached"].to_pylist(), strict=True)
+    rest = (table[name].to_pylist() for name in ("cached", "problem"))
+    return (Answer(*row) for row in zip(table["number"].to_pylist(), values, *rest, strict=True))
 
 
 def _table(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, cast
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
 from reflogp.scoring.frames import encode, read_frame
 from reflogp.scoring.machine.processes import without_growing_segments
-from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, answers_of, requests_table
+from reflogp.scoring.torch_engine.sequences import SequenceImages
+from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, answers_of, requests_body
 from reflogp.scoring.vllm_engine.engine import PASSES
+from reflogp.scoring.vllm_engine.images import library_of
 from reflogp.scoring.vllm_engine.options import Loading
 from reflogp.store import UsageError
-from reflogp.store.schema import stream_bytes
 
 #: Last lines of the process's log that are kept; an error may quote them.
 _LAST_WORDS = 200
@@ -76,6 +77,22 @@ class VllmProcess:
     @property
     def block_size(self) -> int | None:
         return int(self._about["block_size"])
+
+    def problem_of_images(self, images: SequenceImages) -> str | None:
+        """Return why vLLM cannot score a sequence with these images; see Transport.problem_of_images."""
+        if self._loading.no_images is not None or self._about["no_images"] is not None:
+            return f"{self._loading.no_images or self._about['no_images']}"
+        if images.vision.tokens.settings.hex() != self._about["image_settings"]:
+            return "the image processor that vLLM loads has other settings than the one that made its tokens"
+        ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
+        if ours != theirs:
+            return (
+                f"images are resized with {ours} here and with {theirs} in vLLM's environment, which round differently: have "
+                "torchvision in both or in neither"
+            )
+        if not images.independent:
+            return "its images change each other's tokens, and vLLM processes each image alone"
+        return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask."""
@@ -183,9 +200,8 @@ class _Running:
         numbers = [next(self._numbers) for _ in requests]
         inbox = self._inboxes.open(numbers)
         if requests:
-            rows = ((number, *request) for number, request in zip(numbers, requests, strict=True))
             with contextlib.suppress(BrokenPipeError):  # the reading thread notices it too
-                self._in.write(encode({"op": "score", "salt": salt}, stream_bytes(requests_table(rows))))
+                self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)
 
@@ -210,7 +226,7 @@ def _read(out: BinaryIO, inboxes: _Inboxes) -> None:
     while (frame := read_frame(out)) is not None:
         if frame[0]["op"] == "answers":
             for answer in answers_of(frame[1]):
-                inboxes.put(Answer(*answer))
+                inboxes.put(answer)
     inboxes.close()
 
 

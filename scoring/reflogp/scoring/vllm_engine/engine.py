@@ -20,8 +20,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, Sequence, in_order, passes_over, problem_of
-from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, believable, problem_of_answer
+from reflogp.scoring.torch_engine.sequences import (
+    Logps,
+    Operations,
+    Outcome,
+    Sequence,
+    SequenceImages,
+    in_order,
+    passes_over,
+    problem_of,
+)
+from reflogp.scoring.vllm_engine.answers import (
+    Answer,
+    Request,
+    RequestImages,
+    VllmEndedError,
+    believable,
+    problem_of_answer,
+)
 from reflogp.store import Reference
 
 
@@ -60,6 +76,8 @@ def common_prefix(one: Sequence, other: Sequence) -> int:
 
 #: Sequences that are ordered together and share a cache.
 _WINDOW = 8_192
+#: Maximum bytes of the encoded images of a pass. Two passes are in flight.
+_IMAGE_BYTES = 256 << 20
 #: Passes in vLLM at the same time, so that it never waits for the next pass.
 PASSES = 2
 #: A sequence is given up after vLLM has ended this many times while it scored that sequence alone.
@@ -86,6 +104,9 @@ class Transport(Protocol):
     @property
     def block_size(self) -> int | None:
         """Number of tokens of a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
+
+    def problem_of_images(self, images: SequenceImages) -> str | None:
+        """Return why vLLM cannot score a sequence with these images, as a clause, or None if it can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests now; yield responses as they arrive. Requests with the same salt share a cache.
@@ -205,7 +226,9 @@ class VllmEngine:
         if sequence.attention_mask is not None:
             return "it is a row of a padded batch, which vLLM cannot score; use --engine torch"
         if sequence.images is not None:
-            return "it has images, and vLLM is asked for text only; use --engine torch"
+            reason = self._transport.problem_of_images(sequence.images)
+            if reason is not None:
+                return f"it has images, and {reason}; use --engine torch"
         if len(sequence) > self._transport.max_tokens:
             return (
                 f"it has {len(sequence)} tokens and vLLM was given room for {self._transport.max_tokens}; set a max_length, "
@@ -280,15 +303,22 @@ class VllmEngine:
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
-        """Split `ordered` into passes of at most `token_budget` tokens; a longer sequence is a pass of its own."""
+        """Split `ordered` into passes of at most `token_budget` tokens and _IMAGE_BYTES of images; what exceeds one of the two
+        alone is a pass of its own."""
         batch: list[int] = []
-        tokens = 0
+        tokens = size = 0
+        digests: set[bytes] = set()
         for index in ordered:
-            if batch and tokens + len(sequences[index]) > self.token_budget:
+            images = sequences[index].images
+            pictures = {} if images is None else {picture.digest: picture.size for picture in images.pictures}
+            added = sum(pictures[digest] for digest in pictures.keys() - digests)
+            if batch and (tokens + len(sequences[index]) > self.token_budget or size + added > _IMAGE_BYTES):
                 yield batch
-                batch, tokens = [], 0
+                batch, tokens, size, digests, added = [], 0, 0, set(), sum(pictures.values())
             batch.append(index)
             tokens += len(sequences[index])
+            size += added
+            digests |= pictures.keys()
         if batch:
             yield batch
 
@@ -315,28 +345,52 @@ class _Flight:
         self._transport = transport
         self._sequences = sequences
         self._salt = asked.salt
-        self._answers = transport.ask([self._request(index, index in readers) for index in self.indices], self._salt)
+        self._files: dict[bytes, bytes] = {}
+        self._unread: list[tuple[int, Outcome]] = []
+        self._asked, self._answers = self._ask(self.indices, readers)
 
     def land(self) -> list[tuple[int, Outcome]]:
         """Wait for all responses and return the outcomes of the pass. Raises VllmEndedError."""
         outcomes: list[tuple[int, Outcome]] = []
         doubtful: list[int] = []
-        for at, values, cached in self._answers:
-            index = self.indices[at]
-            if believable(values, cached, self._sequences[index]):
+        for at, values, cached, problem in self._answers:
+            index = self._asked[at]
+            if problem is not None:
+                outcomes.append((index, problem))
+            elif believable(values, cached, self._sequences[index]):
                 outcomes.append((index, values))
             else:
                 doubtful.append(index)
         self.retries += len(doubtful)
-        for at, values, cached in self._transport.ask([self._request(index, False) for index in doubtful], self._salt):
-            index = doubtful[at]
-            good = believable(values, cached, self._sequences[index])
-            outcomes.append((index, values if good else problem_of_answer(values)))
-        return outcomes
+        again, answers = self._ask(doubtful, ())
+        for at, values, cached, problem in answers:
+            good = problem is None and believable(values, cached, self._sequences[again[at]])
+            outcomes.append((again[at], values if good else problem or problem_of_answer(values)))
+        return [*self._unread, *outcomes]
 
-    def _request(self, index: int, reads_cache: bool) -> Request:
-        sequence = self._sequences[index]
-        return Request(sequence.ids(), len(sequence.prompt_ids), reads_cache)
+    def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
+        """Send requests; return the indices of those that were sent, and the responses. An image that cannot be read any more
+        is the outcome of its sequences."""
+        requests: dict[int, Request] = {}
+        for index in indices:
+            sequence = self._sequences[index]
+            try:
+                images = self._images(sequence)
+            except ValueError as error:
+                self._unread.append((index, str(error)))
+                continue
+            requests[index] = Request(sequence.ids(), len(sequence.prompt_ids), index in readers, images)
+        return list(requests), self._transport.ask(list(requests.values()), self._salt)
+
+    def _images(self, sequence: Sequence) -> RequestImages | None:
+        images = sequence.images
+        if images is None:
+            return None
+        for picture in images.pictures:
+            if picture.digest not in self._files:
+                self._files[picture.digest] = picture.encoded()
+        files = tuple(self._files[digest] for digest in images.digests)
+        return RequestImages(images.digests, images.counts, files, images.vision.image_token_id)
 
 
 def _halves(indices: list[int]) -> list[list[int]]:

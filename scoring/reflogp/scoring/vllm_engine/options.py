@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reflogp.scoring.data.images import MAX_IMAGES
 from reflogp.scoring.errors import EngineError
 from reflogp.store import Reference, UsageError, read_checkpoint
-from reflogp.store.checkpoint import Adapter
+from reflogp.store.checkpoint import Adapter, Checkpoint
 
 #: Arguments that a user may set: they change how vLLM uses the machine. Other arguments could change the values.
 ALLOWED = frozenset(
@@ -35,6 +36,15 @@ ALLOWED = frozenset(
         "pipeline_parallel_size",
     }
 )
+#: Families (`model_type`) whose values with images were found equal to transformers'; tests/vllm compares them.
+FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
+#: What vLLM needs for images -> files of which the model's folder must have one.
+_PARTS = {
+    "image processor": ("processor_config.json", "preprocessor_config.json"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+}
+#: Families whose values with images vLLM computes otherwise, with the reason as a clause.
+WRONG = {"gemma3": "vLLM's build for CPUs lets the tokens of a gemma3 model's image attend in one direction only, not in both"}
 #: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next larger one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: Layers whose adapters vLLM applies to the wrong rows of a prompt (github.com/vllm-project/vllm/issues/51594).
@@ -43,10 +53,17 @@ _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embe
 
 @dataclass(frozen=True)
 class Loading:
-    """Arguments of `vllm.LLM`, and the folder of a LoRA adapter or None."""
+    """What vLLM loads.
+
+    Attributes:
+        options: arguments of `vllm.LLM`.
+        adapter: folder of a LoRA adapter, or None.
+        no_images: why rows with images are refused, as a clause; None if vLLM is asked for them.
+    """
 
     options: dict[str, Any]
     adapter: str | None
+    no_images: str | None = "the model takes text only"
 
 
 def parse_options(entries: list[str]) -> dict[str, Any]:
@@ -110,7 +127,50 @@ def vllm_options(
         # Name the modules: if vLLM has to expect an adapter of the head, it confuses a prompt's rows with requests.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
-    return Loading(options | chosen, folder)
+    no_images = _no_images(checkpoint)
+    if no_images is None:
+        # vLLM's processor needs its tokenizer. It keeps nothing: vllm_engine.images does, and what vLLM's own cache holds must
+        # not depend on requests that are refused.
+        limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
+        options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+    elif _is_vision(checkpoint):
+        options["language_model_only"] = True
+    return Loading(options | chosen, folder, no_images)
+
+
+def _is_vision(checkpoint: Checkpoint) -> bool:
+    return any(isinstance(checkpoint.config.get(name), int) for name in ("image_token_id", "image_token_index"))
+
+
+def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
+    """Return in what a model differs from those of its family that were compared, as the end of a clause; "" if in nothing."""
+    if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
+        return f" with a vision tower of {tower}"
+    if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
+        return " with features of several layers"
+    rope = config.get("text_config", {})
+    rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
+    if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):  # transformers interleaves always, vLLM if the config says so
+        return " without mrope_interleaved in their config"
+    return ""
+
+
+def _no_images(checkpoint: Checkpoint) -> str | None:
+    """Return why vLLM is not asked for images of a model, or None if it is."""
+    kind = checkpoint.config.get("model_type")
+    if not _is_vision(checkpoint):
+        return "the model takes text only"
+    if kind in WRONG:
+        return WRONG[kind]
+    unlike = _unlike_tested(kind, checkpoint.config)
+    if kind not in FAMILIES or unlike:
+        return f"vLLM's values for images were not compared with transformers' for {kind} models{unlike}"
+    if checkpoint.adapter is not None:
+        return "vLLM leaves out what an adapter changes outside the text decoder"
+    for what, names in _PARTS.items():
+        if not any((checkpoint.folder / name).is_file() for name in names):
+            return f"vLLM looks for the {what} in the model's folder, which has none"
+    return None
 
 
 def _rope_options(config: dict[str, Any]) -> dict[str, Any]:

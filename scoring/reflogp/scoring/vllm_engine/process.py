@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from reflogp.scoring.frames import Frame, encode, read_frame
-from reflogp.scoring.vllm_engine.answers import answers_table, requests_of
+from reflogp.scoring.vllm_engine.answers import Answer, Request, RequestImages, answers_table, requests_of
+from reflogp.scoring.vllm_engine.images import ImagePrompts, ImageRefusedError, first_line
+from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 
 #: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
@@ -30,6 +32,8 @@ _WAITING = 2
 _ROOM = 0.9
 #: Lengths of the sequences that are scored at the start in one batch: some problems occur only with several sequences.
 _PROBES = (4, 40, 9)
+#: Tokens after an image that are scored at the start, and how far their values may be apart with and without the cache.
+_CHECKED, _SAME = 8, 0.25
 #: Defaults of environment variables. VLLM_CPU_KVCACHE_SPACE (GiB): on a CPU vLLM would take most of the memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
 #: Defaults on a CPU. vLLM's blocks of 128 tokens leave most prompts little to share; compiling takes minutes and gains nothing.
@@ -44,6 +48,7 @@ class Scorer:
     Args:
         options: arguments of `vllm.LLM`.
         adapter: folder of a LoRA adapter, or None.
+        no_images: why vLLM is not asked for images of this model, or None.
 
     Attributes:
         method: "prompt_logprob_token_ids" computes only the completion's values; "prompt_logprobs" the values of all tokens.
@@ -55,15 +60,17 @@ class Scorer:
         batched_tokens: maximum number of tokens of one of vLLM's steps.
     """
 
-    def __init__(self, options: dict[str, Any], adapter: str | None) -> None:
+    def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import vllm  # reads the environment when it is imported
+        from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
 
         self._vllm = vllm
+        self._client_error = VLLMClientError
         self._final_only = RequestOutputKind.FINAL_ONLY
         self.device = str(current_platform.get_device_name() or "cpu")
         if current_platform.is_cpu():
@@ -78,10 +85,18 @@ class Scorer:
         self.reads_cache = bool(config.cache_config.enable_prefix_caching)
         self.batched_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._at_a_time = _WAITING * int(config.scheduler_config.max_num_seqs)
-        self._flying: dict[str, tuple[int, int]] = {}
+        self._flying: dict[str, Request] = {}
         self._blocks = 0
         self.method = ""
         self.method = self._find_method()
+        self.images: ImagePrompts | None = None
+        self.no_images = no_images
+        if no_images is None:
+            try:
+                self.images = ImagePrompts(self._engine)
+                self._check_images(self.images)
+            except ImageRefusedError as error:
+                self.no_images = str(error)
 
     def about(self) -> dict[str, Any]:
         """Return vLLM's limits and settings for the caller; the caller stores some of them as provenance."""
@@ -95,6 +110,9 @@ class Scorer:
             "room_tokens": self.room * self.block_size,
             "device": self.device,
             "tensor_parallel": int(self._engine.vllm_config.parallel_config.tensor_parallel_size),
+            "no_images": self.no_images,
+            "image_settings": self.images.settings if self.images is not None else None,
+            "image_library": self.images.library if self.images is not None else None,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
         }
 
@@ -106,22 +124,39 @@ class Scorer:
     def busy(self) -> bool:
         return bool(self._flying)
 
-    def add(self, number: int, ids: list[int], prompt_len: int, reads_cache: bool, salt: str) -> None:
-        """Send a request to vLLM."""
-        settings = self._settings(self.method, ids, prompt_len, not reads_cache)
-        prompt = self._vllm.TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
-        self._engine.add_request(str(number), prompt, settings, lora_request=self._lora)
-        self._flying[str(number)] = (prompt_len, len(ids))
+    def add(self, number: int, request: Request, salt: str) -> None:
+        """Send a request to vLLM. Raises ImageRefusedError if vLLM cannot be given its images."""
+        ids = request.model_ids()
+        settings = self._settings(self.method, ids, request.prompt_len, not request.reads_cache)
+        if request.images is None:
+            prompt = self._vllm.TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
+            self._engine.add_request(str(number), prompt, settings, lora_request=self._lora)
+        else:
+            if self.images is None:
+                raise ImageRefusedError(str(self.no_images))
+            prompt = self.images.prompt(request, salt)
+            try:
+                self._engine.add_request(str(number), prompt, settings)
+            except (
+                ValueError,
+                self._client_error,
+            ) as error:  # such as too large an image
+                raise ImageRefusedError(f"vLLM refuses it: {first_line(error)}") from error
+        self._flying[str(number)] = request
         self._blocks += self._blocks_of(len(ids))
 
-    def step(self) -> Iterator[tuple[int, Any, int]]:
-        """Run one step; yield (number, float32 values of the completion or None, tokens read from the cache) of each result."""
+    def step(self) -> Iterator[Answer]:
+        """Run one step; yield the result of each request that it finished."""
         for output in self._engine.step():
             if not output.finished or output.request_id not in self._flying:
                 continue
-            prompt_len, length = self._flying.pop(output.request_id)
-            self._blocks -= self._blocks_of(length)
-            yield int(output.request_id), self._values(output, length - prompt_len), int(output.num_cached_tokens or 0)
+            request = self._flying.pop(output.request_id)
+            self._blocks -= self._blocks_of(len(request.ids))
+            values = self._values(output, len(request.ids) - request.prompt_len)
+            problem = None
+            if request.images is not None and list(output.prompt_token_ids) != request.model_ids():
+                values, problem = None, "vLLM read other tokens than those of the sequence"
+            yield Answer(int(output.request_id), values, int(output.num_cached_tokens or 0), problem)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-(tokens + 1) // self.block_size)
@@ -161,17 +196,50 @@ class Scorer:
             self.method = method
             try:
                 for number, length in enumerate(_PROBES):
-                    self.add(number, [0] * length, length // 2, False, "probe")
+                    self.add(number, Request(np.zeros(length, np.int64), length // 2, False), "probe")
             except Exception as error:  # ValueError or a class of vLLM's, depending on its version
                 if method not in str(error) or method == "prompt_logprobs":
                     raise
                 continue
-            found: dict[int, Any] = {}
-            while self.busy():
-                found |= {number: values for number, values, _ in self.step()}
-            if all(values is not None for values in found.values()):
+            if all(answer.values is not None for answer in self._finished()):
                 return method
         raise RuntimeError("vLLM gives no log-probs of given tokens")
+
+    def _finished(self) -> list[Answer]:
+        """Run steps until all requests are finished; return the answers by number."""
+        found: list[Answer] = []
+        while self.busy():
+            found += self.step()
+        return sorted(found, key=lambda answer: answer.at)
+
+    def _check_images(self, prompts: ImagePrompts) -> None:
+        """Score the same tokens after two images, and after the first image again, which is then in the cache.
+
+        Raises ImageRefusedError unless the values of different images differ and those of the same image do not.
+        """
+        found: list[Any] = []
+        try:
+            for number, shade in enumerate((0, 255, 0)):
+                digest, file, ids, token = prompts.example(shade)
+                count = int((ids >= FIRST_IMAGE_ID).sum())
+                # Half a block beyond whole blocks: the cache has all of them, and none reaches into the completion.
+                after = self.block_size + (self.block_size // 2 - len(ids)) % self.block_size
+                prompt = np.concatenate([np.zeros(self.block_size, np.int64), ids, np.zeros(after, np.int64)])
+                completion = np.arange(max(1, min(_CHECKED, self.block_size // 2)))
+                images = RequestImages((digest,), (count,), (file,), token)
+                self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
+                [answer] = self._finished()
+                if answer.values is None or not np.isfinite(answer.values).all():
+                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a first image")
+                found.append(answer.values)
+        except ImageRefusedError:
+            raise
+        except Exception as error:
+            raise ImageRefusedError(f"vLLM fails with a first image: {first_line(error)}") from error
+        if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
+            raise ImageRefusedError("vLLM's values do not depend on the image")
+        if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
+            raise ImageRefusedError("vLLM's values of an image change when its prefix cache is read")
 
 
 class Process:
@@ -187,7 +255,7 @@ class Process:
         """Score until stdin ends."""
         send(self._out, {"op": "ready", **self._scorer.about()})
         threading.Thread(target=self._read, name="frames", daemon=True).start()
-        waiting: list[tuple[int, list[int], int, bool, str]] = []  # in reverse: the last entry is sent first
+        waiting: list[tuple[int, Request, str]] = []  # in reverse: the last entry is sent first
         while True:
             while not self._coming.empty() or not (waiting or self._scorer.busy()):
                 frame = self._coming.get()
@@ -195,9 +263,14 @@ class Process:
                     return
                 message, body = frame
                 waiting[:0] = [(*row, message["salt"]) for row in requests_of(body)][::-1]
-            while waiting and self._scorer.fits(len(waiting[-1][1])):
-                self._scorer.add(*waiting.pop())
-            if answers := list(self._scorer.step()):
+            answers: list[Answer] = []
+            while waiting and self._scorer.fits(len(waiting[-1][1].ids)):
+                number, request, salt = waiting.pop()
+                try:
+                    self._scorer.add(number, request, salt)
+                except ImageRefusedError as error:
+                    answers.append(Answer(number, None, 0, str(error)))
+            if answers := answers + list(self._scorer.step()):
                 send(self._out, {"op": "answers"}, stream_bytes(answers_table(answers)))
 
     def _read(self) -> None:
@@ -231,7 +304,8 @@ def main() -> None:
     if frame is None:
         return
     try:
-        Process(Scorer(frame[0]["options"], frame[0]["adapter"]), source, out).run()
+        loading = frame[0]
+        Process(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out).run()
     except BrokenPipeError:
         os._exit(0)
     except Exception as error:  # any error of vLLM; its log has the details

@@ -25,6 +25,7 @@ import httpx
 import numpy as np
 
 from reflogp.scoring.errors import EngineError
+from reflogp.scoring.torch_engine.sequences import SequenceImages
 from reflogp.scoring.vllm_engine.answers import Answer, Request
 from reflogp.scoring.vllm_engine.engine import PASSES
 from reflogp.store import UsageError
@@ -143,6 +144,12 @@ class VllmServer:
         self.form = self._find_form()
         self.reads_cache = self.form == "token_ids"
         self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
+
+    def problem_of_images(self, images: SequenceImages) -> str | None:
+        """Return why a server is not asked for images; see Transport.problem_of_images."""
+        # /inference/v1/generate takes images beside token ids, but expands placeholders itself (content_parts), or takes the
+        # tensors and ranges of vLLM's own processor, without the places between an image's tokens that are text (features).
+        return "a server makes an image's tokens itself, with a processor whose settings cannot be read"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask. Waits for a server that does not respond."""

@@ -1,0 +1,169 @@
+"""Make vLLM's prompts of sequences with images, in vLLM's process: the caller's token ids, and the images in their places.
+
+vLLM would make the tokens of an image itself, from a placeholder in the prompt. Here its processor is given each image alone,
+and what it makes is compared with the caller's token ids. So vLLM reads exactly these ids, or the sequence is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflogp.scoring.data.image_decoder import decoded
+from reflogp.scoring.vllm_engine.answers import Request
+from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
+
+#: Maximum bytes of processed images that are kept for later sequences.
+_KEPT_BYTES = 1 << 30
+#: Width and height of the images of the first check.
+_SIZE = 64, 48
+
+
+def library_of(image_processor: Any) -> str:
+    """Return the library with which an image processor of transformers resizes images; the two round differently."""
+    return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
+
+
+class ImageRefusedError(ValueError):
+    """vLLM cannot be given a sequence's images; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Processed:
+    """What vLLM's processor made of an image.
+
+    Attributes:
+        item: the model's inputs.
+        ids: token ids from the image's first token to its last, with what stands between, int64 (n,).
+        is_image: where the model puts the image's features, bool (n,).
+        size: number of bytes of the inputs.
+    """
+
+    item: Any
+    ids: npt.NDArray[np.int64]
+    is_image: npt.NDArray[np.bool_]
+    size: int
+
+
+class ImagePrompts:
+    """Makes the prompts of sequences with images for vLLM's engine.
+
+    Args:
+        engine: vLLM's LLMEngine, with the model loaded.
+
+    Attributes:
+        settings: hexadecimal `settings_digest` of the image processor that vLLM loaded.
+        library: see `library_of`.
+
+    Raises ImageRefusedError if this vLLM has no such processor.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        try:
+            self._processor = engine.input_processor.renderer.get_mm_processor()
+            image_processor = self._processor.info.get_hf_processor().image_processor
+            self.settings, self.library = settings_digest(image_processor).hex(), library_of(image_processor)
+            self._placeholder = str(self._processor.dummy_inputs.get_dummy_text({"image": 1}))
+        except Exception as error:  # whatever another version of vLLM raises
+            raise ImageRefusedError(f"vLLM has no image processor for it ({first_line(error)})") from error
+        self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
+        self._kept_bytes = 0
+
+    def prompt(self, request: Request, salt: str) -> Any:
+        """Return vLLM's prompt of a sequence with images. Raises ImageRefusedError if its tokens are not those of vLLM."""
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        images = request.images
+        assert images is not None
+        ids = np.array(request.model_ids(), np.int64)
+        places = np.flatnonzero(request.ids >= FIRST_IMAGE_ID)
+        made = [self._processed(digest, file) for digest, file in zip(images.digests, images.files, strict=True)]
+        ends = np.cumsum(images.counts)
+        if len(places) != ends[-1]:
+            raise ImageRefusedError(f"it has {len(places)} image tokens for images of {ends[-1]}")
+        ranges = [
+            _place(ids, places[end - count : end], image) for image, count, end in zip(made, images.counts, ends, strict=True)
+        ]
+        return mm_input(
+            ids.tolist(),
+            MultiModalKwargsItems({"image": [image.item for image in made]}),
+            {"image": [digest.hex() for digest in images.digests]},
+            {"image": ranges},
+            cache_salt=salt,
+        )
+
+    def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
+        """Return (digest, file, ids, image token) of an image that is grey on one side, for the first check; `ids` are the
+        image's tokens, with image ids."""
+        import io
+
+        from PIL import Image
+
+        image = Image.new("RGB", _SIZE, (shade, 255 - shade, shade))
+        image.paste((255 - shade, shade, 128), (0, 0, _SIZE[0] // 2, _SIZE[1]))
+        sink = io.BytesIO()
+        image.save(sink, "PNG")
+        digest = pixel_digest(image)
+        processed = self._processed(digest, sink.getvalue())
+        [token] = np.unique(processed.ids[processed.is_image])
+        ids = processed.ids.copy()
+        ids[processed.is_image] = image_ids(digest, bytes.fromhex(self.settings), int(processed.is_image.sum()))
+        return digest, sink.getvalue(), ids, int(token)
+
+    def _processed(self, digest: bytes, file: bytes) -> _Processed:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return self._kept[digest]
+        try:
+            image = decoded(file)
+        except ValueError as error:
+            raise ImageRefusedError(f"vLLM's environment cannot decode an image of it: {first_line(error)}") from error
+        if pixel_digest(image) != digest:
+            raise ImageRefusedError("vLLM's environment decodes an image of it to other pixels")
+        try:
+            items = self._processor.info.parse_mm_data({"image": [image]})
+            found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
+            [item], [place] = found["mm_kwargs"]["image"], found["mm_placeholders"]["image"]
+        except Exception as error:  # processors raise whatever they like
+            raise ImageRefusedError(f"vLLM's processor refuses an image of it: {first_line(error)}") from error
+        ids = np.array(found["prompt_token_ids"][place.offset : place.offset + place.length], np.int64)
+        is_image = np.ones(len(ids), bool) if place.is_embed is None else place.is_embed.numpy().astype(bool)
+        first, last = np.flatnonzero(is_image)[[0, -1]]
+        size = sum(int(getattr(value, "nbytes", 0)) for value in item.get_data().values())
+        made = _Processed(item, ids[first : last + 1], is_image[first : last + 1], size)
+        if size <= _KEPT_BYTES:
+            self._kept[digest] = made
+            self._kept_bytes += size
+            while self._kept_bytes > _KEPT_BYTES:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].size
+        return made
+
+
+def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
+    """Return the range of an image in a prompt. Raises ImageRefusedError unless the ids there are those that vLLM makes.
+
+    Args:
+        ids: token ids of the sequence, with the model's own image token.
+        places: places of the image's tokens in `ids`.
+        image: what vLLM made of the image.
+    """
+    import torch
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    first, last = int(places[0]), int(places[-1]) + 1
+    own = np.isin(np.arange(first, last), places)
+    if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
+        raise ImageRefusedError(
+            f"vLLM makes other tokens of an image of it: {int(image.is_image.sum())} image tokens where it has {len(places)}"
+        )
+    return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, shortened."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
