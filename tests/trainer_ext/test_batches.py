@@ -49,11 +49,23 @@ def reference(rows, reference_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
     source = ReferenceSource(folder / "store", model=str(reference_folder), dtype="float32")
     datasets = {"train": LabelledColumns(Dataset.from_list(rows), COLUMNS)}
-    with pytest.raises(MissingLogpsError, match="rows of train") as caught:
+    with pytest.raises(MissingLogpsError, match=r"rows of train .* \(there is no store at ") as caught:
         BatchReference(source, datasets, folder)
     words = caught.value.command.split()[1:]
     assert CliRunner().invoke(app, words).exit_code == 0
     return BatchReference(source, datasets, folder)
+
+
+def test_an_error_tells_other_tokens_from_another_model(rows, reference, reference_folder, tmp_path):
+    """`reference` has scored the rows; a shifted id stands for another template."""
+    shifted = [{name: [token + 1 if token >= 0 else token for token in ids] for name, ids in row.items()} for row in rows[:8]]
+    datasets = {"train": LabelledColumns(Dataset.from_list(shifted), COLUMNS)}
+    source = ReferenceSource(reference.joins["train"].where.store, model=str(reference_folder), dtype="float32")
+    with pytest.raises(MissingLogpsError, match=r"None was found: .* the chat template"):
+        BatchReference(source, datasets, tmp_path)
+    other = ReferenceSource(source.location, model=str(reference_folder), dtype="bfloat16")
+    with pytest.raises(MissingLogpsError, match=r"\(.* in bfloat16 was never scored: .*; it has: .*\)\. Score them: "):
+        BatchReference(other, datasets, tmp_path)
 
 
 def padded(lists: list[list[int]], left: bool, fill: int) -> torch.Tensor:
@@ -156,6 +168,16 @@ def test_a_command_without_a_store_says_so(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         read_options("command", ["train", "dpo.yaml"], "its model", "its dtype")
     assert "--reflogp.store is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mistyped", [["--reflogp.on-miss", "run"], ["--reflogp.on-miss=run"], ["--reflogp.store", "s", "--reflogp.onmiss"]]
+)
+def test_a_mistyped_option_is_named(mistyped, monkeypatch, capsys):
+    monkeypatch.delenv("REFLOGP_TRAIN_OPTIONS", raising=False)
+    with pytest.raises(SystemExit):
+        read_options("command", [*mistyped, "train", "dpo.yaml"], "its model", "its dtype")
+    assert "unknown option --reflogp.on" in capsys.readouterr().err
 
 
 def test_numbers_of_a_row_do_not_depend_on_its_neighbours(rows, reference):

@@ -162,8 +162,9 @@ def test_the_step_zero_gate_stops_a_policy_that_is_not_the_reference(cached_trai
     other = policy()
     for parameter in other.parameters():
         parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    with pytest.raises(StepZeroError, match="policy_starts_at_reference=False"):
+    with pytest.raises(StepZeroError, match="policy_starts_at_reference=False") as caught:
         cached_trainer({"model": other}).train()
+    assert "another dtype than the float32 that the store names" in str(caught.value)
     told = cached_trainer({"model": other, "policy_starts_at_reference": False})
     told.train()
     assert told.audit.step_zero is None

@@ -16,7 +16,8 @@ from reflogp.trainer.errors import StepZeroError
 from reflogp.trainer.tolerances import coarser, computes_in, explained, is_moe, tolerance
 
 _CAUSES = (
-    "Likely causes: other weights than the policy starts from (pass policy_starts_at_reference=False if intended);{dtype} "
+    "Likely causes: other weights than the policy starts from (if intended, pass policy_starts_at_reference=False, or give the "
+    "option policy_starts_elsewhere of a framework's command or config);{dtype} "
     "another chat template or tokenizer whose tokens happen to have the same ids; a truncation that the policy's collator does "
     "not make; a store whose values are not what was scored (`reflogp store verify`)"
 )
@@ -72,7 +73,7 @@ class StepZero:
         """Raise StepZeroError if a difference exceeds the tolerance, or is not a number."""
         if not self.passed:
             same = self.reference_dtype == self.policy_dtype
-            dtypes = _UNTRUE_DTYPE if same else _OTHER_DTYPE.format(reference=self.reference_dtype, policy=self.policy_dtype)
+            dtypes = (_UNTRUE_DTYPE if same else _OTHER_DTYPE).format(reference=self.reference_dtype, policy=self.policy_dtype)
             raise StepZeroError(
                 f"the policy's log-probs of {what} differ from the joined reference's by up to {self.max_difference:.4g} nats "
                 f"({self.max_per_root_token:.4g} nats/√tokens, {self.tolerance:g} allowed; {self.mean_difference:+.4g} on "

@@ -23,7 +23,7 @@ from reflogp.store.joins import Asked, ask
 from reflogp.store.windows import TrainerSettings
 from reflogp.trainer.batches.sequences import RowValues, Sequences, TokenDataset, save_row_values, sequences_of
 from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
-from reflogp.trainer.join import JoinRecord, answer_rows, some_rows
+from reflogp.trainer.join import NONE_FOUND, JoinRecord, answer_rows, some_rows
 from reflogp.trainer.layouts import layout_of
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
@@ -94,7 +94,7 @@ def look_up_rows(
 
 def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, run_command: bool) -> Answered:
     asked = ask(sequences.table)
-    values = _opened(source)
+    values, never_scored = _opened(source)
     missing = at_first = _missing_of(values, asked)
     if missing.any() and values is not None and source.on_miss == "score":
         rows = Dataset(sequences.table)
@@ -102,26 +102,34 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
         missing = join.missing
     elif missing.any() and run_command:
         _run(_written(sequences, missing, source, values, output_dir))
-        values = source.open()
+        values, never_scored = source.open(), ""
         missing = _missing_of(values, asked)
     if missing.any() or values is None:
         command = _written(sequences, missing, source, values, output_dir)
-        raise _missing_error(sequences.rows(missing), sequences, source, command)
+        hint = (
+            f" ({never_scored}). " if never_scored else f". {NONE_FOUND}" if np.array_equal(missing, _needed(asked)) else ". "
+        )
+        raise _missing_error(sequences.rows(missing), sequences, source, hint, command)
     return Answered(values.where, {name: len(rows) for name, rows in sequences.rows(at_first).items()})
 
 
-def _opened(source: ReferenceSource) -> Values | None:
-    """Return the values; None if nothing was ever scored into the store with this reference, so that everything is missing."""
+def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
+    """Return the values and an empty text. If the store has nothing of this reference, return None and a text that says so."""
     try:
-        return source.open()
-    except (ReferenceNotFoundError, StoreNotFoundError):
+        return source.open(), ""
+    except (ReferenceNotFoundError, StoreNotFoundError) as error:
         if source.is_service or source.described is None:
             raise
-        return None
+        return None, str(error.__cause__ or error)  # without the command for the whole dataset
 
 
 def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
-    return asked.needed[_SEQUENCES] > 0 if values is None else values.answer(asked, TrainerSettings()).missing
+    return _needed(asked) if values is None else values.answer(asked, TrainerSettings()).missing
+
+
+def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
+    """Return True for each sequence that needs values: those with an empty completion need none."""
+    return asked.needed[_SEQUENCES] > 0
 
 
 def _written(
@@ -147,12 +155,14 @@ def _run(command: str) -> None:
 
 
 def _missing_error(
-    rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences, source: ReferenceSource, command: str
+    rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences, source: ReferenceSource, hint: str, command: str
 ) -> MissingLogpsError:
     first = next(iter(rows.values()), np.empty(0, np.int64))
     named = _named(rows, sequences)
     return MissingLogpsError(
-        f"{named} have no reference log-probs in {source.location}. Score them: {command}", [int(row) for row in first], command
+        f"{named} have no reference log-probs in {source.location}{hint}Score them: {command}",
+        [int(row) for row in first],
+        command,
     )
 
 

@@ -71,6 +71,8 @@ def read_options(
         options, others = argparse.Namespace(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
     else:
         options, others = parser.parse_known_args(words)
+        if unknown := [word for word in others if word.startswith("--reflogp.")]:
+            parser.error(f"unknown option {unknown[0].split('=')[0]}; --help lists the options that begin with --reflogp.")
     if options.store is None and not {"-h", "--help"} & set(others):
         parser.error("--reflogp.store is required: the store or service that has the reference log-probs")
     return options, others, parser
