@@ -49,6 +49,7 @@ def train(model, data, tmp_path_factory):
     environment = environment_of(PYTHON, tmp_path_factory.mktemp("unsloth-caches"))
     environment |= {"TORCHDYNAMO_DISABLE": "1", "UNSLOTH_COMPILE_LOCATION": str(tmp_path_factory.mktemp("unsloth-compiled"))}
     given = {"kind": "dpo", "policy": "full", "folder": str(model), "data": str(data / "pairs.jsonl"), "new": None}
+    given["max_seq_length"] = None
 
     def run(order: str, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
         folder.mkdir(exist_ok=True)
@@ -108,10 +109,12 @@ def test_the_trainers_that_unsloth_generates(train, store, data, model, tmp_path
     assert found[5]["error"] == "MissingLogpsError", found[5]
     score(re.search(r"reflogp score .*?--dtype \w+", found[5]["words"])[0])
     kto.insert(0, {"kind": "kto", "stored": False})
-    found = train("between", [*kto, pairs[3]], tmp_path / "between")
-    assert [seen["module"] for seen in found] == ["UnslothKTOTrainer"] * 2 + ["UnslothDPOTrainer"]
+    cut = [{**job, "max_seq_length": 100} for job in pairs[:2]]
+    found = train("between", [*kto, *cut], tmp_path / "between")
+    assert [seen["module"] for seen in found] == ["UnslothKTOTrainer"] * 2 + ["UnslothDPOTrainer"] * 2
     check_runs(found[0], found[1], model, "full", STEPS)
-    assert report(Path(found[2]["output_dir"]))["verdict"] == "passed"
+    check_runs(found[2], found[3], model, "full", STEPS + 1)
+    assert [seen["max_length"] for seen in found[2:]] == [100, 100]
 
 
 def test_unsloth_imported_after_the_trainer_is_refused(train, store, tmp_path):

@@ -10,9 +10,15 @@ ORDER says what is imported first:
 Without a GPU, unsloth imports its code for GPUs if UNSLOTH_ALLOW_CPU=1, and then leaves TRL alone. So that variable is removed
 after the import, and unsloth's own function that the import of its models calls is called again.
 
-A job has these keys: kind ("dpo", "kto"), stored (True: the run reads `store`, False: it has a reference model), policy ("full",
-"lora"), folder (of the model), data, new (rows to evaluate on, or None), store, args (of the config; None for the default config
-and no training).
+A job has these keys:
+
+    kind            "dpo" or "kto"
+    policy          "full" or "lora"
+    stored          True: the run reads `store`; False: it has a reference model
+    folder          of the model
+    data, new       files of rows to train on, and to evaluate on (or None)
+    args            of the config; None for the default config, and no training
+    max_seq_length  which FastLanguageModel sets on a model, or None
 """
 
 from __future__ import annotations
@@ -79,7 +85,11 @@ def policy_of(job: dict[str, Any]) -> Any:
             model if job["policy"] == "full" else FastLanguageModel.get_peft_model(model, lora_dropout=0, bias="none", **lora)
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return get_peft_model(model, LoraConfig(**lora, task_type="CAUSAL_LM")) if job["policy"] == "lora" else model
+    if job["policy"] == "lora":
+        model = get_peft_model(model, LoraConfig(**lora, task_type="CAUSAL_LM"))
+    if job["max_seq_length"] is not None:
+        model.max_seq_length = job["max_seq_length"]
+    return model
 
 
 def rows_of(file: str) -> Dataset:
@@ -112,6 +122,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         ):
             trainer = trainer_of(job)
         seen |= {"loaded": [*loaded], "hashed": hashed.call_count, "output_dir": trainer.args.output_dir}
+        seen["max_length"] = trainer.args.max_length
         seen["trained"] = sum(parameter.requires_grad for parameter in trainer.model.parameters())
         if job["args"] is None:
             return seen
