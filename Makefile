@@ -23,7 +23,7 @@ demo: .venv/run.stamp  ## the whole loop on example data, no network: score, joi
 test: .venv/dev.stamp  ## the tests, several files at a time, without the slow ones
 	$(PYTEST) -m 'not slow and not vllm and not docker'
 
-test-slow: .venv/dev.stamp .venv-openrlhf/stamp .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-skypilot/stamp  ## the slow tests: stress, kills, Ray, several processes, other frameworks, whole examples
+test-slow: .venv/dev.stamp .venv-openrlhf/stamp .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-unsloth/stamp .venv-skypilot/stamp  ## the slow tests: stress, kills, Ray, several processes, other frameworks, whole examples
 	$(PYTEST) -m 'slow and not vllm and not docker'
 
 test-all: test test-slow  ## both
@@ -63,7 +63,7 @@ setup-vllm: .venv-vllm/stamp  ## vLLM in an environment of its own, for the vllm
 
 setup-openrlhf: .venv-openrlhf/stamp  ## OpenRLHF in an environment of its own, for `make test-slow`
 
-setup-frameworks: .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp  ## LLaMA-Factory, ms-swift and axolotl, each in an environment of its own, for `make test-slow`
+setup-frameworks: .venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-unsloth/stamp  ## LLaMA-Factory, ms-swift, axolotl and unsloth, each in an environment of its own, for `make test-slow`
 
 setup-skypilot: .venv-skypilot/stamp  ## SkyPilot in an environment of its own, which `make test` reads its example with
 
@@ -77,7 +77,7 @@ hub-versions: .venv/dev.stamp  ## the tests of the Hub with other versions of hu
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.hub_versions
 
 clean:  ## remove .venv, the site, what the demo and the examples left, and caches
-	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-skypilot .venv-hub .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf site .venv .venv-openrlhf .venv-llamafactory .venv-swift .venv-axolotl .venv-unsloth .venv-skypilot .venv-hub .venv-vllm reflogp-demo reflogp-examples .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/python.stamp:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "reflogp needs Python 3.11 or newer")'
@@ -120,7 +120,7 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 
 # These frameworks ask for packages that have no build for this torch on a CPU, and for those of web pages and of other
 # kinds of models: each is installed with what its training on text imports.
-.venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp: .venv-%/stamp: pyproject.toml constraints-%.txt
+.venv-llamafactory/stamp .venv-swift/stamp .venv-axolotl/stamp .venv-unsloth/stamp: .venv-%/stamp: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-$*.txt
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .

@@ -31,6 +31,7 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/ms-swift.md", "swift rlhf"): "ms-swift's environment",
     ("docs/ms-swift.md", "python -m reflogp.trainer"): "ms-swift's environment; tests/trainer_ext/test_swift.py trains there",
     ("docs/axolotl.md", "axolotl "): "axolotl's environment; tests/trainer_ext/test_axolotl.py trains there",
+    ("docs/unsloth.md", "import unsloth"): "unsloth's environment; tests/trainer_ext/test_unsloth.py trains there",
     ("docs/clusters.md", "kubectl "): "needs a cluster; tests/examples/test_clusters.py validates the file",
     ("docs/clusters.md", "sbatch "): "needs Slurm; tests/examples/test_clusters.py runs both scripts",
     (
@@ -40,6 +41,8 @@ NOT_RUN: dict[tuple[str | None, str], str] = {
     ("docs/clusters.md", "ssh "): "needs the machine of `sky launch`",
     ("docs/service.md", "reflogp submit http://127.0.0.1:8311 team/prefs"): "the Hub; tests/service/test_hub_datasets.py does",
     ("docs/exports.md", "import dataclasses"): "Megatron-Bridge's environment",
+    ("docs/exports.md", "import torch"): "NeMo-RL, which cannot be installed from an index; tried by hand",
+    ("docs/exports.md", "source = ReferenceSource"): "continues the block for NeMo-RL",
     ("docs/engines.md", "python -m venv"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "/opt/vllm/bin/pip"): "makes vLLM's environment; make setup-vllm does",
     ("docs/engines.md", "VLLM_CPU_KVCACHE_SPACE"): "vLLM's environment; tests/vllm/serving.py starts the same",

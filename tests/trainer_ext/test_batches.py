@@ -91,6 +91,22 @@ def test_sums_are_those_of_a_plain_forward(left, rows, reference, reference_fold
             assert abs(float(sums[row]) - sum(used)) <= 1e-4 * max(1, len(used))
 
 
+def test_the_layout_of_nemo_rl_is_one_column_away(rows, reference, reference_folder):
+    """NeMo-RL's policy gives the log-prob of token t at place t; its DPO rolls them by -1 and leaves out the last place."""
+    model = AutoModelForCausalLM.from_pretrained(reference_folder, dtype=torch.float32)
+    lists = [row["chosen_input_ids"] for row in rows[:6]]
+    mask = padded([[1] * len(ids) for ids in lists], False, 0)
+    at_tokens = torch.nn.functional.pad(reference.token_logps(padded(lists, False, 0), mask), (1, 0))
+    rolled = torch.roll(at_tokens, -1, dims=-1)[:, :-1]
+    assert at_tokens.shape == mask.shape
+    for values, row in zip(rolled, rows[:6], strict=True):
+        ids, labels = row["chosen_input_ids"], row["chosen_labels"]
+        truth = plain_token_logps(model, ids[:1], ids[1:])
+        for place, label in enumerate(labels[1:]):
+            if label != -100:
+                assert abs(float(values[place]) - truth[place]) <= 1e-4
+
+
 def test_labels_columns_read_any_list_type_and_empty_datasets(rows):
     expected = [[(ids.tolist(), begin) for ids, begin in row] for row in LabelledColumns(Dataset.from_list(rows), COLUMNS)]
     for kind in (pa.list_(pa.int32()), pa.large_list(pa.int64())):

@@ -42,6 +42,8 @@ from reflogp.trainer.trl_versions import (
     HOOK,
     TESTED,
     default_config,
+    is_of_trl,
+    refuse_late_unsloth,
     refuse_liger_loss,
     require_hook,
     trl_version,
@@ -113,6 +115,7 @@ class CachedReferenceMixin(_AnyTrainer):
                 'model="./sft-model"), the store and the model that `reflogp score` was given'
             )
         refuse_reference_model(name, ref_model)
+        refuse_late_unsloth(type(self))
         require_hook(type(self))
         args = default_config(type(self), model) if args is None else args
         if getattr(args, "sync_ref_model", False):
@@ -317,7 +320,7 @@ class CachedReferenceMixin(_AnyTrainer):
 
     @classmethod
     def _trl_prepares_for_evaluate(cls) -> bool:
-        return any("evaluate" in parent.__dict__ for parent in cls.__mro__ if parent.__module__.startswith("trl."))
+        return any("evaluate" in parent.__dict__ for parent in cls.__mro__ if is_of_trl(parent))
 
     def _record(self, name: str, record: JoinRecord) -> None:
         self.joins[name] = record

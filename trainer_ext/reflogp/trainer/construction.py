@@ -5,16 +5,15 @@ TRL must not load, copy or hash a reference model, and must not use one afterwar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
 from reflogp.store import UsageError
+from reflogp.trainer.trl_versions import trl_modules
 from reflogp.trainer.values import Where
 
 
@@ -59,7 +58,7 @@ def refuse_reference_model(trainer: str, ref_model: Any) -> None:
 
 @contextmanager
 def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[None]:
-    """Within the block, prevent the TRL modules of `trainer_class` from making a reference model and from hashing the policy.
+    """Within the block, prevent the modules of `trl_modules` from making a reference model and from hashing the policy.
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference under FSDP even when
     it precomputes. TRL <= 1.1 always makes a reference (`create_model_from_path`, earlier `create_reference_model`). These
@@ -82,7 +81,7 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
         return create_policy_only
 
     with ExitStack() as patches:
-        for module in _trl_modules(trainer_class):
+        for module in trl_modules(trainer_class):
             for name, make in (
                 ("create_model_from_path", policy_only),
                 ("create_reference_model", lambda _: lambda *args, **kwargs: None),
@@ -91,11 +90,6 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
                 if hasattr(module, name):
                     patches.enter_context(mock.patch.object(module, name, make(getattr(module, name))))
         yield
-
-
-def _trl_modules(trainer_class: type) -> list[ModuleType]:
-    names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__)
-    return [sys.modules[name] for name in names if name.startswith("trl.")]
 
 
 @contextmanager

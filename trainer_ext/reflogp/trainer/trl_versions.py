@@ -1,9 +1,14 @@
-"""Handle differences between versions of TRL: whether the hook exists, and the default config of a trainer."""
+"""Handle differences between versions of TRL, and the copies of its trainers that unsloth generates.
+
+unsloth writes a TRL trainer, changed, into a module UnslothDPOTrainer (UnslothKTOTrainer, …). That module has two classes: the
+changed one, _UnslothDPOTrainer, and its subclass UnslothDPOTrainer, which takes the place of TRL's class in TRL's modules.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+from types import ModuleType
 from typing import Any
 
 from packaging.version import Version
@@ -21,8 +26,40 @@ TESTED = (
 )
 
 
+_UNSLOTH = "Unsloth"
+
+
 def trl_version() -> str:
     return importlib.metadata.version("trl")
+
+
+def is_of_trl(trainer_class: type) -> bool:
+    """Return True if a class is TRL's, or unsloth's copy of it; False for a subclass that somebody else wrote."""
+    module = trainer_class.__module__
+    return module.startswith("trl.") or _is_of_unsloth(trainer_class)
+
+
+def _is_of_unsloth(trainer_class: type) -> bool:
+    module = trainer_class.__module__
+    return module.startswith(_UNSLOTH) and module == trainer_class.__name__.removeprefix("_")
+
+
+def trl_modules(trainer_class: type) -> list[ModuleType]:
+    """Return the modules of TRL's classes, or unsloth's copies of them, that a trainer is derived from."""
+    names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__ if is_of_trl(parent))
+    return [sys.modules[name] for name in names]
+
+
+def refuse_late_unsloth(trainer_class: type) -> None:
+    """Raise ImportError if unsloth was imported after the TRL trainer that a class is derived from."""
+    for parent in trainer_class.__mro__:
+        if parent.__module__.startswith("trl."):
+            now = getattr(sys.modules[parent.__module__], parent.__name__, parent)
+            if isinstance(now, type) and _is_of_unsloth(now):
+                raise ImportError(
+                    f"unsloth was imported after {trainer_class.__name__}, which is therefore derived from TRL's "
+                    f"{parent.__name__} without unsloth's changes: put `import unsloth` before all imports of trl and reflogp"
+                )
 
 
 def require_hook(trainer_class: type) -> None:
@@ -56,9 +93,9 @@ def default_config(trainer_class: type, model: Any) -> Any:
     for parent in trainer_class.__mro__:
         module = sys.modules[parent.__module__]
         config = getattr(module, parent.__name__.replace("Trainer", "Config"), None)
-        if parent.__module__.startswith("trl.") and config is not None and parent.__name__ != "Trainer":
+        if is_of_trl(parent) and config is not None:
             name = model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", ""))
-            return config(f"{name.split('/')[-1]}-{parent.__name__.removesuffix('Trainer')}")
+            return config(f"{name.split('/')[-1]}-{parent.__name__.removeprefix(_UNSLOTH).removesuffix('Trainer')}")
     raise UsageError(f"{trainer_class.__name__} needs args=: TRL has no default config for it")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
-import sys
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.trl_versions import trl_version
+from reflogp.trainer.trl_versions import trl_modules, trl_version
 
 _FIRST_TRL = Version("1.9.0")
 _COLLATOR = "DataCollatorForVisionPreference"
@@ -58,8 +57,7 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
         UsageError: for everything else.
     """
     name = trainer_class.__name__
-    modules = [sys.modules[parent.__module__] for parent in trainer_class.__mro__ if parent.__module__.startswith("trl.")]
-    if not any(hasattr(module, _COLLATOR) for module in modules):
+    if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
         raise UsageError(f"{name} takes no images: stored values of pairs with images are for DPO. Use TRL's own trainer")
     if Version(trl_version()) < _FIRST_TRL:
         raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, and {trl_version()} is installed")
