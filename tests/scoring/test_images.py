@@ -636,6 +636,12 @@ def test_a_processor_without_images_and_a_config_without_an_image_token(llava):
     assert VisionProcessor.of(processor, LlamaConfig()) is None
 
 
+def test_a_tokenizer_without_a_model_has_no_processor(llava, tmp_path):
+    """The folder of a remote engine whose weights are elsewhere."""
+    load_tokenizer(llava).save_pretrained(tmp_path)
+    assert load_processor(str(tmp_path), str(tmp_path)) is None
+
+
 def test_decoding_keeps_the_first_frame(llava):
     frames = [picture(1), picture(2)]
     sink = io.BytesIO()

@@ -41,7 +41,7 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for a model; return None if the model takes text only.
+    """Load the processor for a model; return None if the model takes text only or the folder has only a tokenizer.
 
     Args:
         folder: folder of the processor; the model's own or another.
@@ -53,6 +53,8 @@ def load_processor(
     """
     base = resolve_model(model)
     if not (base / "config.json").is_file():
+        if not (base / "adapter_config.json").is_file():
+            return None  # a tokenizer alone: the weights are elsewhere, behind a server, which is not asked for images
         base = read_checkpoint(base).folder
     names = ("processor_config.json", "preprocessor_config.json")
     places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder seldom holds a processor
