@@ -24,6 +24,7 @@ LONGEST = (
     "service/test_helping",
     "trainer_ext/test_axolotl",
     "trainer_ext/test_ordinary_runs",
+    "trainer_ext/test_unsloth",
     "scoring/test_ray",
     "service/test_jobs",
     "trainer_ext/test_openrlhf",

@@ -1,4 +1,4 @@
-"""Runs of OpenRLHF, LLaMA-Factory, ms-swift and axolotl in environments of their own: what their tests share."""
+"""Runs of OpenRLHF, LLaMA-Factory, ms-swift, axolotl and unsloth in environments of their own: what their tests share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def short_rows(pair_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def python_of(framework: str) -> Path:
-    """The Python of a framework's environment: "llamafactory", "swift" or "axolotl"."""
+    """The Python of a framework's environment: "llamafactory", "swift", "axolotl" or "unsloth"."""
     return REPOSITORY / f".venv-{framework}" / "bin" / "python"
 
 
