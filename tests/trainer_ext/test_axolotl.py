@@ -218,6 +218,13 @@ def test_what_is_not_supported_is_refused_by_name(options, section, why, train, 
     assert seen["loaded"] == [] or "on_miss" in section
 
 
+def test_a_file_without_the_plugins_entry_is_refused_by_the_trainer(train, store, tmp_path):
+    options = {"trainer_cls": "reflogp.trainer.axolotl.trainers.StoredDPOTrainer", "reflogp": {"store": str(store)}}
+    [seen] = train(tmp_path, options, check=False)
+    assert seen["error"] == "UsageError" and "needs the plugin: add `- reflogp.trainer.axolotl.plugin" in seen["words"]
+    assert not (tmp_path / "out" / f"checkpoint-{STEPS}").exists()
+
+
 def test_settings_that_make_the_reference_another_model_are_refused(environment):
     """Each alone; if the section names the reference, none is. Runs without the plugin get axolotl's own reference model."""
     code = """

@@ -15,7 +15,7 @@ from axolotl.utils.import_helper import get_cls_from_module_str
 
 from reflogp.store import UsageError
 from reflogp.trainer.axolotl import trainers
-from reflogp.trainer.axolotl.settings import StoredReferenceSettings, settings_of
+from reflogp.trainer.axolotl.settings import StoredReferenceSettings, has_plugin, settings_of
 from reflogp.trainer.batches.options import warn_if_untested
 
 _TESTED = "0.19.0"
@@ -44,7 +44,7 @@ _setup_reference_model = axolotl.train.setup_reference_model
 
 def _no_reference_model(cfg: Any, *args: Any, **kwargs: Any) -> Any:
     """Load a reference model as axolotl does, but none for a run with the plugin."""
-    if not _has_plugin(cfg):
+    if not has_plugin(cfg):
         return _setup_reference_model(cfg, *args, **kwargs)
     _prepare(cfg)
     return None
@@ -74,10 +74,6 @@ class StoredReferencePlugin(BasePlugin):
             raise UsageError(
                 f"another plugin made a {type(trainer).__name__}, which does not take stored values: remove one plugin"
             )
-
-
-def _has_plugin(cfg: Any) -> bool:
-    return any(str(plugin).startswith("reflogp.trainer.axolotl.") for plugin in cfg.plugins or ())
 
 
 def _prepare(cfg: Any) -> None:

@@ -69,6 +69,11 @@ class PluginSettings(BaseModel):
     reflogp: StoredReferenceSettings | None = None
 
 
+def has_plugin(cfg: Any) -> bool:
+    """Return True if axolotl's settings list the plugin."""
+    return any(str(plugin).startswith("reflogp.trainer.axolotl.") for plugin in cfg.plugins or ())
+
+
 def settings_of(cfg: Any) -> StoredReferenceSettings:
     """Return the section `reflogp:` of axolotl's settings. Raises UsageError if there is none."""
     if not cfg.reflogp:

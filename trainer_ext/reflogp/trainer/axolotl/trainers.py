@@ -11,17 +11,23 @@ from transformers import AutoConfig
 
 from reflogp.store import UsageError, resolve_model
 from reflogp.trainer import CachedReferenceMixin
-from reflogp.trainer.axolotl.settings import settings_of
+from reflogp.trainer.axolotl.settings import has_plugin, settings_of
 
 
 class StoredReferenceMixin(CachedReferenceMixin):
     """Take the arguments of `CachedReferenceMixin` from axolotl's YAML file, since axolotl makes the trainer.
 
-    Raises UsageError if axolotl has added tokens to the model's vocabulary, and the errors of `CachedReferenceMixin`.
+    Raises UsageError if axolotl has not loaded the plugin, or has added tokens to the model's vocabulary, and the errors of
+    `CachedReferenceMixin`.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         cfg = PluginManager.get_instance().cfg
+        if cfg is None or not has_plugin(cfg):
+            raise UsageError(
+                f"{type(self).__name__} needs the plugin: add `- reflogp.trainer.axolotl.plugin.StoredReferencePlugin` to "
+                "`plugins:` in the YAML file; axolotl ignores the section `reflogp:` without it"
+            )
         settings = settings_of(cfg)
         if not settings.names_reference:
             _require_same_vocabulary(model, cfg)
