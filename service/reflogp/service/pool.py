@@ -227,7 +227,7 @@ class Pool:
                 await self._take(worker, *frame)
         except Exception:  # a bug here must not leave the service without a worker
             logger.exception("a frame of worker %d could not be handled", worker.number)
-            worker.kill("its frames could not be handled")
+            worker.kill("the service could not handle a message from it (see the log)")
         reason = await process.wait()
         return worker.killed_for or worker.last_error or reason
 

@@ -151,7 +151,7 @@ class _Repository:
     """A dataset repository, as huggingface_hub sees it.
 
     Attributes:
-        commit: the commit that was seen when it was last asked for, or that an upload made.
+        commit: the newest commit of the repository, as of the last request or upload.
     """
 
     def __init__(self, place: HubPlace) -> None:

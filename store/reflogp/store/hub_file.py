@@ -79,8 +79,9 @@ class HubFile:
                 for start in range(0, size, chunk):
                     piece = source.read(min(chunk, size - start))
                     if len(piece) != min(chunk, size - start):
+                        asked = min(chunk, size - start)
                         raise StoreUnavailableError(
-                            f"{self.place}: the Hub sent {len(piece):,} bytes, not as many as requested"
+                            f"{self.place}: the Hub sent only {len(piece):,} of the {asked:,} bytes requested"
                         )
                     yield piece
 

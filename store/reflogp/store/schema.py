@@ -91,7 +91,7 @@ def problem_of_rows(rows: pa.Table) -> str | None:
         return f"{np.count_nonzero(~np.isfinite(values))} values are not finite"
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
     if (lengths != rows["scored_len"].to_numpy()).any():
-        return "a scored_len is not the number of its row's values"
+        return "a scored_len differs from the number of values in its row"
     if (lengths > rows["completion_len"].to_numpy()).any():
         return "a row holds more values than its completion has tokens"
     if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):

@@ -221,9 +221,8 @@ class LogprobTable:
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. Either all rows become visible at once, or none.
 
-        A row is left out if the table already has as many tokens for its key. If the table has fewer tokens for the key, the
-        row is written with the stored values first and the new values after them, so that a value that was read once never
-        changes.
+        A row is left out if the table already has at least as many values for its key. If the table has fewer, the row is
+        written with the stored values first and the new values after them, so that a value that was read once never changes.
 
         Args:
             rows: as schema.shard_table makes them, keys in any order.

@@ -320,7 +320,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Return the positions of tokens that the other completion lacks, for the left completion (0) and the right one (1)."""
+    """Return, for each completion (0: left, 1: right), the positions of its tokens that the other completion lacks."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

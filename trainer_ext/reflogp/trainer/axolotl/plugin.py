@@ -99,7 +99,7 @@ def _require_supported(cfg: Any, settings: StoredReferenceSettings) -> None:
     if (cfg.context_parallel_size or 1) > 1:
         raise UsageError("context_parallel_size above 1 divides sequences among processes, which is not supported")
     if cfg.dpo_use_liger_kernel:
-        raise UsageError("dpo_use_liger_kernel computes the reference inside of its kernel: leave it out")
+        raise UsageError("dpo_use_liger_kernel computes the reference inside its kernel: leave it out")
     if settings.names_reference:
         return
     unclear = [name for name in _UNCLEAR if cfg.get(name)]

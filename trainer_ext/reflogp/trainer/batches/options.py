@@ -108,7 +108,7 @@ def names_reference(options: argparse.Namespace) -> bool:
 
 
 def unclear_reference(setting: str, model: str) -> UsageError:
-    """Return the error for a framework's setting with which its reference need not be the model that `model` names."""
+    """Return the error for a setting that may make the framework's reference differ from the model that `model` names."""
     return UsageError(
         f"with {setting}, the reference need not be the model of {model}: name the reference with --reflogp.model or "
         "--reflogp.reference_id; if the policy continues from an adapter, give --reflogp.policy_starts_elsewhere too"
