@@ -1,6 +1,7 @@
 """Measure the join of pairs with images, with an empty cache of pixel digests and again: the command and the trainer.
 
-Each pair has an image of its own, a JPEG file of 640 × 480 pixels. Joining decodes each image once to make the row's key; the
+Each pair has an image of its own, a JPEG file of 640 × 480 pixels. The values in the store are made up, since a join does not
+depend on them. Joining decodes each image once to make the row's key; the
 second join reads the digests of unchanged files from the cache. The trainer is measured from the dataset to the joined columns,
 that is its construction. Every measurement runs in a process of its own, and includes its start.
 
@@ -18,15 +19,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from machine import cpu_and_cores, write_results
 from sides import quiet, read_pairs
 from vision_models import random_vision_model
 
 from reflogp.cli.demo_model import train_tokenizer
+from reflogp.scoring.data.objects import open_dataset
+from reflogp.scoring.data.tokenize import load_tokenizer
+from reflogp.scoring.data.tokenized import TokenizedDataset
+from reflogp.scoring.vision import load_processor
+from reflogp.store import Store, describe_reference, sequence_keys
+from reflogp.store.schema import shard_table
 from scoring import SHIPPED
 
 IMAGE_SIDE = 56
@@ -35,19 +43,20 @@ IMAGE_SIDE = 56
 def main() -> None:
     options = parse()
     quiet()
-    if options.trainer:
-        construct_trainer(options.trainer, options.processes)
+    if options.phase:
+        PHASES[options.phase](Path(options.folder), options.processes)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch)
         size = make(folder, options.rows)
         model, rows, store = str(folder / "model"), str(folder / "rows.jsonl"), str(folder / "store")
-        print(f"{options.rows:,} rows, {size / 2**20:.0f} MiB of images; scoring them", flush=True)
+        print(f"{options.rows:,} rows, {size / 2**20:.0f} MiB of images; storing values", flush=True)
         common = ["--store", store, "--dtype", "float32"]
-        run(["reflogp.cli", "score", model, rows, *common], folder / "cache-of-score")
+        own = [__file__, "--folder", scratch, "--processes", str(options.processes), "--phase"]
+        run([*own, "values"], folder / "cache-of-values")
         commands = {
             "reflogp join": ["reflogp.cli", "join", model, rows, *common, "-o", str(folder / "joined.parquet")],
-            "CachedDPOTrainer": [__file__, "--trainer", scratch, "--processes", str(options.processes)],
+            "CachedDPOTrainer": [*own, "trainer"],
         }
         seconds: dict[str, dict[str, list[float]]] = {side: {"first": [], "second": []} for side in commands}
         for number in range(options.rounds):
@@ -74,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="dataset_num_proc of the trainer")
     parser.add_argument("--folder", help="where the data goes (about 0.1 MB a row); default: a temporary folder")
     parser.add_argument("--out", default="benchmarks/results")
-    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -112,7 +121,24 @@ def run(command: list[str], cache: Path) -> float:
     return time.perf_counter() - start
 
 
-def construct_trainer(folder: Path, processes: int) -> Any:
+def store_values(folder: Path, _processes: int) -> None:
+    model = str(folder / "model")
+    dataset = TokenizedDataset(
+        open_dataset(str(folder / "rows.jsonl")),
+        lambda: load_tokenizer(model),
+        load_vision=lambda: load_processor(model, model),
+    )
+    table = Store(folder / "store").create_table(describe_reference(model, "float32"))
+    for window in dataset:
+        prompts = window.table["prompt_ids"]
+        for side in ("chosen_ids", "rejected_ids"):
+            completions = window.table[side]
+            lens = [pc.list_value_length(ids).to_numpy().astype(np.int32) for ids in (prompts, completions)]
+            values = pa.array([[-1.0] * int(length) for length in lens[1]], pa.list_(pa.float32()))
+            table.append(shard_table(sequence_keys(prompts, completions), *lens, values, {"engine": "benchmark"}))
+
+
+def construct_trainer(folder: Path, processes: int) -> None:
     from datasets import Image, List, load_dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import DPOConfig
@@ -130,7 +156,7 @@ def construct_trainer(folder: Path, processes: int) -> Any:
         report_to=[],
         dataset_num_proc=processes,
     )
-    return CachedDPOTrainer(
+    CachedDPOTrainer(
         AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),
         args=args,
         train_dataset=pairs.cast_column("images", List(Image())),
@@ -138,6 +164,8 @@ def construct_trainer(folder: Path, processes: int) -> Any:
         reference=ReferenceSource(str(folder / "store"), model=model, dtype="float32"),
     )
 
+
+PHASES = {"values": store_values, "trainer": construct_trainer}
 
 if __name__ == "__main__":
     main()
