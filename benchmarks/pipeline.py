@@ -213,6 +213,8 @@ def _order(world: World, state: Path, reference_id: str) -> JobOrder:
         report=str(state / "report.html"),
         suspects=[],
         poison={},
+        request=None,
+        traceparent=None,
     )
 
 
