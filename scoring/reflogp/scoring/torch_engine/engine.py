@@ -315,7 +315,8 @@ class TorchEngine:
         """
         if self._loaded.model is not None:
             self._loaded = replace(self._loaded, model=None)
-            del self._head, self._features
+            self._features.close()
+            del self._head
 
     def provenance(self) -> dict[str, Any]:
         """Return how this engine computes values; it is stored with the values."""

@@ -158,6 +158,11 @@ class ImageFeatures:
         self._kept.clear()
         self._kept_bytes = 0
 
+    def close(self) -> None:
+        """Forget all features and the model: a stream that stopped half way still refers to this object."""
+        self.clear()
+        self._model = None
+
     @torch.inference_mode()
     def of_pack(self, pack: Pack, sequences: list[Sequence], both_ways: bool) -> DecoderInputs:
         """Return the decoder's inputs for a pack.
