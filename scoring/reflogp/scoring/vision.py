@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoProcessor
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store import read_checkpoint, resolve_model
 from reflogp.store.images import ImageTokens, image_token
+from reflogp.store.texts import first_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def load_processor(
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, local_files_only=True)
         processor = AutoProcessor.from_pretrained(found, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
-        text = (str(error).splitlines() or [type(error).__name__])[0]
+        text = first_line(error)
         raise TokenizerError(f"{found}: the image processor cannot be loaded: {text}") from error
     if chat_template is not None and hasattr(processor, "tokenizer"):
         processor.chat_template = processor.tokenizer.chat_template = chat_template

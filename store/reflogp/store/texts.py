@@ -161,6 +161,11 @@ def hide_secrets(text: str) -> str:
     return _SECRET.sub(r"\1=…", _URI.sub(_without_secrets, text))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if it has no message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def shortened_without_secrets(text: str) -> str:
     """Return `text` as a message. Secrets are hidden first: the rest of a secret that is cut would not be recognised."""
     return shortened(hide_secrets(text))

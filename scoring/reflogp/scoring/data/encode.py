@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from reflogp.scoring.data.shape import Example, RowError
 from reflogp.scoring.errors import TokenizerError
+from reflogp.store.texts import first_line
 
 #: Error message for a row that reached the limit of memory.
 TOO_MUCH_MEMORY = "tokenising it takes too much memory"
@@ -98,7 +99,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
     except Exception as error:  # a template is a program; any exception of it is this row's error
-        raise RowError(f"the chat template refuses it: {(str(error).splitlines() or [repr(error)])[0]}") from error
+        raise RowError(f"the chat template refuses it: {first_line(error)}") from error
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -26,6 +26,7 @@ from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, S
 from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.machine.memory import free_memory
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
+from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -219,7 +220,7 @@ def decoded(data: bytes) -> Image:
     except pillow.DecompressionBombError:
         raise RowError(f"it has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more
-        raise RowError(f"it cannot be decoded: {(str(error).splitlines() or [type(error).__name__])[0][:200]}") from None
+        raise RowError(f"it cannot be decoded: {first_line(error)[:200]}") from None
     return image
 
 

@@ -16,6 +16,7 @@ from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.store import UsageError
 from reflogp.store.images import ImageTokens, Kind
 from reflogp.store.media import media_of
+from reflogp.store.texts import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -46,7 +47,7 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
     except Exception as error:  # a template is a program, and processors raise errors of any type
-        raise RowError(f"the processor refuses it: {(str(error).splitlines() or [repr(error)])[0]}") from error
+        raise RowError(f"the processor refuses it: {first_line(error)}") from error
 
 
 def prepare_child() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store import FileChangedError, read_checkpoint, resolve_model
 from reflogp.store.digests import OpenFiles, folder_of_open_files
+from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +53,7 @@ class TokenizerFiles:
                 tokenizer = AutoTokenizer.from_pretrained(folder or self.folder, trust_remote_code=trust_remote_code)
             except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for a broken tokenizer
                 self.files.check(by_path=folder is None)
-                text = (str(error).splitlines() or [type(error).__name__])[0].replace(str(folder), str(self.folder))
+                text = first_line(error).replace(str(folder), str(self.folder))
                 raise TokenizerError(f"{self.folder}: the tokenizer cannot be loaded: {text}") from error
             self.files.check(by_path=folder is None)
         tokenizer.name_or_path = str(self.folder)

@@ -30,7 +30,7 @@ from reflogp.scoring.torch_engine.packing import Pack, packs
 from reflogp.scoring.torch_engine.selfcheck import IMAGE_CHECKS, ImageCheck, SelfCheck, check, check_images
 from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, Sequence, in_order, passes_over, problem_of
 from reflogp.store.checkpoint import Checkpoint
-from reflogp.store.texts import counted, short_repr
+from reflogp.store.texts import counted, first_line, short_repr
 
 #: Number of sequences that are sorted and packed together. A larger window would hardly share more tokens and pack slower.
 _WINDOW = 8_192
@@ -280,7 +280,7 @@ class TorchEngine:
                     )
             except (RuntimeError, MemoryError, ValueError, TypeError, LookupError) as error:
                 if not is_out_of_memory(error):
-                    first = (str(error).splitlines() or [repr(error)])[0]
+                    first = first_line(error)
                     raise EngineError(f"images could not be scored: {first}") from error
         return self.image_check is None or self.image_check.path == "packed"
 
@@ -336,7 +336,7 @@ class TorchEngine:
         try:
             landed = flying.land()
         except RuntimeError as error:  # CUDA reports errors of the running pass here
-            raise EngineError(f"the pass failed on the device: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"the pass failed on the device: {first_line(error)}") from error
         self._operations += flying.unit.operations
         if flying.unit.tokens >= _LEAST_PASS_TOKENS:
             self._tokens_per_second = flying.tokens_per_second()
@@ -432,9 +432,9 @@ class TorchEngine:
             return InFlight(unit, host, began, landed)
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
-                raise EngineError(f"the forward pass failed: {str(error).splitlines()[0]}") from error
+                raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these for images
-            raise EngineError(f"the forward pass failed: {(str(error).splitlines() or [repr(error)])[0]}") from error
+            raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         self._features.clear()
         # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from reflogp.scoring.torch_engine.memory import is_out_of_memory, is_quantized, 
 from reflogp.store import ReflogpError
 from reflogp.store.checkpoint import Adapter, Checkpoint, read_checkpoint, resolve_model
 from reflogp.store.reference import autocast_dtype, resolve_dtype
+from reflogp.store.texts import first_line
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def choose_device(device: str) -> torch.device:
             raise EngineError(f"device {device!r}: this engine runs on cpu and cuda")
         return chosen
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         raise EngineError(f"device {device!r} cannot be used ({why}): use auto, cpu, cuda or cuda:NUMBER") from error
 
 
@@ -99,7 +100,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     except EngineError:
         raise
     except Exception as error:  # adapters of other shapes, unknown methods, …
-        raise EngineError(f"{adapter.folder}: the adapter does not fit: {str(error).splitlines()[0]}") from error
+        raise EngineError(f"{adapter.folder}: the adapter does not fit: {first_line(error)}") from error
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
     return wrapped.get_base_model()
@@ -212,7 +213,7 @@ def _unloadable(folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = first_line(error)
         raise EngineError(f"{folder}: the model cannot be loaded: {first}") from error
 
 

@@ -20,6 +20,7 @@ import torch
 from reflogp.scoring.errors import OutOfMemoryError
 from reflogp.scoring.machine.memory import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
+from reflogp.store.texts import first_line
 
 #: A pass with more tokens than this is not faster: the matrix products are large enough. On a CPU the number is per core,
 #: because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048 tokens are a
@@ -234,5 +235,5 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # variables of the frames hold the tensors that filled the memory
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = first_line(error)
         raise OutOfMemoryError(f"the memory of {device} ran out while {doing}: {first}") from error

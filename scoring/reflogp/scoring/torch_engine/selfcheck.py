@@ -21,6 +21,7 @@ from reflogp.scoring.torch_engine.load import LoadedModel
 from reflogp.scoring.torch_engine.memory import is_out_of_memory
 from reflogp.scoring.torch_engine.packing import packs
 from reflogp.scoring.torch_engine.sequences import Sequence
+from reflogp.store.texts import first_line
 
 #: Largest root mean square difference from a plain, unpadded pass of the same model in the same dtype, nats per token.
 #: Kernels differ by rounding: 1e-6 in float32; 0.002 to 0.03 in bfloat16, more in deeper models. A token that sees another
@@ -127,7 +128,7 @@ def check_images(
     except Exception as error:  # models fail in many ways; any error means that the path does not work
         if is_out_of_memory(error):
             raise
-        problem = _first_line(error)
+        problem = first_line(error)
     if problem is not None:
         return _padded_images(problem, difference)
     return ImageCheck("packed", difference, "", both_ways, tuple(refused))
@@ -186,7 +187,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
         except Exception as error:  # models fail in many ways; any error means that the path does not work
             if is_out_of_memory(error):
                 raise
-            rejected["packed"] = _first_line(error)
+            rejected["packed"] = first_line(error)
         else:
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
@@ -207,7 +208,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            difference, problem = float("nan"), _first_line(error)
+            difference, problem = float("nan"), first_line(error)
         if problem is None:
             found = ("padded", difference)
         else:
@@ -235,10 +236,6 @@ def _compare(values: Any, plain: Any, tolerance: float) -> tuple[float, str | No
     if difference <= tolerance:
         return difference, None
     return difference, f"differs from a plain pass by {difference:.3g} nats per token (root mean square)"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def tolerance_of(dtype: torch.dtype, logps: Any) -> float:

@@ -80,10 +80,10 @@ class VllmProcess:
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
         """Return why vLLM cannot score a sequence with these images; see Transport.problem_of_images."""
-        if self._loading.no_images is not None or self._about["no_images"] is not None:
-            return f"{self._loading.no_images or self._about['no_images']}"
+        if self._about["no_images"] is not None:
+            return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "the image processor that vLLM loads has other settings than the one that made its tokens"
+            return "vLLM loads the image processor with other settings than those that made its tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (

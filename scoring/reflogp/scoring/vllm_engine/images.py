@@ -16,6 +16,7 @@ import numpy.typing as npt
 from reflogp.scoring.data.image_decoder import decoded
 from reflogp.scoring.vllm_engine.answers import Request
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
+from reflogp.store.texts import first_line
 
 #: Maximum bytes of processed images that are kept for later sequences.
 _KEPT_BYTES = 1 << 30
@@ -69,7 +70,7 @@ class ImagePrompts:
             self.settings, self.library = settings_digest(image_processor).hex(), library_of(image_processor)
             self._placeholder = str(self._processor.dummy_inputs.get_dummy_text({"image": 1}))
         except Exception as error:  # whatever another version of vLLM raises
-            raise ImageRefusedError(f"vLLM has no image processor for it ({first_line(error)})") from error
+            raise ImageRefusedError(f"vLLM has no image processor for it ({first_line(error)[:200]})") from error
         self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
         self._kept_bytes = 0
 
@@ -122,7 +123,7 @@ class ImagePrompts:
         try:
             image = decoded(file)
         except ValueError as error:
-            raise ImageRefusedError(f"vLLM's environment cannot decode an image of it: {first_line(error)}") from error
+            raise ImageRefusedError(f"vLLM's environment cannot decode an image of it: {first_line(error)[:200]}") from error
         if pixel_digest(image) != digest:
             raise ImageRefusedError("vLLM's environment decodes an image of it to other pixels")
         try:
@@ -130,7 +131,7 @@ class ImagePrompts:
             found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
             [item], [place] = found["mm_kwargs"]["image"], found["mm_placeholders"]["image"]
         except Exception as error:  # processors raise whatever they like
-            raise ImageRefusedError(f"vLLM's processor refuses an image of it: {first_line(error)}") from error
+            raise ImageRefusedError(f"vLLM's processor refuses an image of it: {first_line(error)[:200]}") from error
         ids = np.array(found["prompt_token_ids"][place.offset : place.offset + place.length], np.int64)
         is_image = np.ones(len(ids), bool) if place.is_embed is None else place.is_embed.numpy().astype(bool)
         first, last = np.flatnonzero(is_image)[[0, -1]]
@@ -162,8 +163,3 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
             f"vLLM makes other tokens of an image of it: {int(image.is_image.sum())} image tokens where it has {len(places)}"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, shortened."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

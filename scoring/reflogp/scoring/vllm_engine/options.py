@@ -9,12 +9,14 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from reflogp.scoring.data.images import MAX_IMAGES
 from reflogp.scoring.errors import EngineError
 from reflogp.store import Reference, UsageError, read_checkpoint
 from reflogp.store.checkpoint import Adapter, Checkpoint
+from reflogp.store.images import image_token
 
 #: Arguments that a user may set: they change how vLLM uses the machine. Other arguments could change the values.
 ALLOWED = frozenset(
@@ -139,7 +141,7 @@ def vllm_options(
 
 
 def _is_vision(checkpoint: Checkpoint) -> bool:
-    return any(isinstance(checkpoint.config.get(name), int) for name in ("image_token_id", "image_token_index"))
+    return image_token(SimpleNamespace(**checkpoint.config)) is not None
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:

@@ -21,9 +21,10 @@ import numpy as np
 
 from reflogp.scoring.frames import Frame, encode, read_frame
 from reflogp.scoring.vllm_engine.answers import Answer, Request, RequestImages, answers_table, requests_of
-from reflogp.scoring.vllm_engine.images import ImagePrompts, ImageRefusedError, first_line
+from reflogp.scoring.vllm_engine.images import ImagePrompts, ImageRefusedError
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
+from reflogp.store.texts import first_line
 
 #: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
 _WAITING = 2
@@ -141,7 +142,7 @@ class Scorer:
                 ValueError,
                 self._client_error,
             ) as error:  # such as too large an image
-                raise ImageRefusedError(f"vLLM refuses it: {first_line(error)}") from error
+                raise ImageRefusedError(f"vLLM refuses it: {first_line(error)[:200]}") from error
         self._flying[str(number)] = request
         self._blocks += self._blocks_of(len(ids))
 
@@ -235,7 +236,7 @@ class Scorer:
         except ImageRefusedError:
             raise
         except Exception as error:
-            raise ImageRefusedError(f"vLLM fails with a first image: {first_line(error)}") from error
+            raise ImageRefusedError(f"vLLM fails with a first image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
             raise ImageRefusedError("vLLM's values do not depend on the image")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):

@@ -106,9 +106,11 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
         missing = _missing_of(values, asked)
     if missing.any() or values is None:
         command = _written(sequences, missing, source, values, output_dir)
-        hint = (
-            f" ({never_scored}). " if never_scored else f". {NONE_FOUND}" if np.array_equal(missing, _needed(asked)) else ". "
-        )
+        hint = ". "
+        if never_scored:
+            hint = f" ({never_scored}). "
+        elif np.array_equal(missing, _needed(asked)):
+            hint = f". {NONE_FOUND}"
         raise _missing_error(sequences.rows(missing), sequences, source, hint, command)
     return Answered(values.where, {name: len(rows) for name, rows in sequences.rows(at_first).items()})
 
