@@ -124,7 +124,7 @@ def test_names_of_fields_do_not_decide_how_batches_are_sent(tmp_path):
     assert [row.columns["n"] for row in rows] == list(range(200)) and rows[0].problem is None
 
 
-def test_ctrl_c_during_forks_leaves_no_child_and_no_lock(parquet, monkeypatch):
+def test_ctrl_c_during_forks_leaves_no_child_and_no_lock(parquet, monkeypatch, request):
     fork, parent, draw, late = os.fork, os.getpid(), random.Random(1), []
     others = {child.pid for child in psutil.Process().children()}
 
@@ -142,6 +142,8 @@ def test_ctrl_c_during_forks_leaves_no_child_and_no_lock(parquet, monkeypatch):
 
     monkeypatch.setattr(os, "fork", interrupted)
     dropped = 0
+    gc.freeze()  # `left` does not search through what earlier tests imported
+    request.addfinalizer(gc.unfreeze)
     for _ in range(100):
         with suppress(KeyboardInterrupt):
             list(RowSource(str(parquet), bounds=BOUNDS))
