@@ -1,6 +1,6 @@
-"""Share one reference's log-probs as a dataset repository of the Hugging Face Hub: push them there, and pull them into a store.
+"""Read files of the Hugging Face Hub's dataset repositories, and share one reference's log-probs as such a repository.
 
-A repository has the files of an export (exchange.py). Uploads and downloads are huggingface_hub's, which must be installed.
+A shared repository has the files of an export (exchange.py). huggingface_hub, which must be installed, sends all requests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +24,16 @@ from reflogp.store.storage import sentence, split_table_uri
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+#: Start of the URI of every file.
+SCHEME = "hf://"
 _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
+# The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet, the one revision with slashes that is supported.
+_FILE = re.compile(
+    r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
+)
 _CHANGED = 412  # status of a commit whose parent is no longer the newest
 _ROWS_AT_ONCE = 65_536
 
@@ -50,6 +60,86 @@ class HubPlace:
 
     def __str__(self) -> str:
         return f"hf://datasets/{self.repository}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a dataset repository.
+
+    Attributes:
+        place: repository and revision.
+        path: path in the repository.
+    """
+
+    place: HubPlace
+    path: str
+
+    @classmethod
+    def parse(cls, uri: str) -> HubFile:
+        """Return the file that hf://datasets/ORGANISATION/NAME[@REVISION]/PATH names. Raises UsageError for any other URI."""
+        found = _FILE.fullmatch(uri)
+        if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
+            raise UsageError(f"{uri} is not a file of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
+        return cls(HubPlace(found["repository"], found["revision"]), found["path"])
+
+    def without_revision(self) -> str:
+        """Return the URI of this file on the main branch."""
+        return f"{HubPlace(self.place.repository)}/{self.path}"
+
+    def download(self) -> Path:
+        """Return the file in huggingface_hub's cache, where an interrupted download goes on.
+
+        Raises:
+            UsageError: there is no such file, or the token may not read it.
+            StoreUnavailableError: the Hub cannot be reached.
+        """
+        api = _api()
+        commit, _ = self._found(api)
+        with told(self.place):
+            return Path(api.hf_hub_download(self.place.repository, self.path, repo_type="dataset", revision=commit))
+
+    def read(self, chunk: int) -> tuple[int, Iterator[bytes]]:
+        """Return the file's bytes and an iterator over its content, in pieces of at most `chunk` bytes.
+
+        Each piece is a request of its own. Nothing is cached. Raises what `download` raises, also while iterating.
+        """
+        from huggingface_hub import HfFileSystem
+
+        api = _api()
+        commit, size = self._found(api)
+        # The path may contain an `@`: huggingface_hub takes the first `@` as the start of the commit.
+        name = f"datasets/{self.place.repository}@{commit}/{self.path}"
+
+        def pieces() -> Iterator[bytes]:
+            files = HfFileSystem(endpoint=api.endpoint, use_listings_cache=False, skip_instance_cache=True)
+            with told(self.place), files.open(name, "rb", block_size=chunk, cache_type="none", size=size) as source:
+                for start in range(0, size, chunk):
+                    piece = source.read(min(chunk, size - start))
+                    if len(piece) != min(chunk, size - start):
+                        asked = min(chunk, size - start)
+                        raise StoreUnavailableError(
+                            f"{self.place}: the Hub sent only {len(piece):,} of the {asked:,} bytes requested"
+                        )
+                    yield piece
+
+        return size, pieces()
+
+    def _found(self, api: HfApi) -> tuple[str, int]:
+        """Return the commit that the revision names now, and the file's bytes."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError
+
+        url = hf_hub_url(
+            self.place.repository, self.path, repo_type="dataset", revision=self.place.revision, endpoint=api.endpoint
+        )
+        with told(self.place):
+            try:
+                about = api.get_hf_file_metadata(url=url)
+            except EntryNotFoundError as error:
+                raise UsageError(f"{self.place} has no file {self.path}") from error
+        if about.commit_hash is None or about.size is None:
+            raise StoreUnavailableError(f"{self.place}: the Hub does not report the commit and the size of {self.path}")
+        return about.commit_hash, about.size
 
 
 @dataclass(frozen=True)
@@ -155,13 +245,9 @@ class _Repository:
     """
 
     def __init__(self, place: HubPlace) -> None:
-        try:
-            from huggingface_hub import HfApi
-        except ImportError as error:
-            raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+        self._api = _api()
         self.place = place
         self.commit = ""
-        self._api = HfApi(library_name="reflogp")
         self._sha256: dict[str, str | None] = {}  # path -> sha256 of a large file, None for others
 
     def exists(self) -> bool:
@@ -274,6 +360,14 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
             f"{repository.place} has {lacking:,} sequences that this snapshot lacks: run `reflogp store pull {store} "
             f"{repository.place}` first, which adds them to the store, or give --replace"
         )
+
+
+def _api() -> HfApi:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+    return HfApi(library_name="reflogp")
 
 
 @contextmanager
