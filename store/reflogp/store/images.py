@@ -1,4 +1,8 @@
-"""Identify images inside token sequences, and make a processor's tokens without its pixels.
+"""Find images and other media in rows, and identify images inside token sequences.
+
+A reference model's log-probs depend on all media of a row. So a reader that scores or joins tokens alone must refuse a row with
+media (`media_of`), as a column or as a part of a message's content. The names of columns and parts are those of TRL (`image`,
+`images`), of transformers' chat templates and processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
 
 A processor writes many copies of one placeholder token for an image. Two rows that differ only in their images would then have
 the same token ids, and the same key. So image ids take the place of these copies: numbers from FIRST_IMAGE_ID on, which no
@@ -12,15 +16,37 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from reflogp.store.errors import UsageError
+
+#: Columns from which TRL concludes that a dataset holds images; an `image` is one image, `images` are a list.
+IMAGE_COLUMNS = ("image", "images")
+#: Columns that hold media.
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, "video", "videos", "audio", "audios")
+#: Columns that a processor makes from media, in rows with token ids.
+PROCESSED_COLUMNS = (
+    "pixel_values",
+    "pixel_values_images",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_sizes",
+    "input_features",
+    "audio_input_values",
+)
+#: Columns that hold messages.
+MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
+#: A content part whose type contains one of these words is not text. A part without a type is not text if it has a media key.
+_MEDIA_WORDS = ("image", "video", "audio", "file")
+_PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
 
 #: Image ids are at least this; token ids are smaller.
 FIRST_IMAGE_ID = 1 << 31
@@ -38,6 +64,51 @@ _REMEMBERED = 4096
 #: (width and height in pixels, PIL's mode): everything about an image that its number of tokens may depend on.
 Kind = tuple[tuple[int, int], str]
 Int64s = npt.NDArray[np.int64]
+
+
+def media_of(columns: Mapping[str, Any]) -> str | None:
+    """Return a description of the media in a row; None for a row of text or of token ids."""
+    for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
+        if name in columns and _is_present(columns[name]):
+            return f"column {name}"
+    for name in MESSAGE_COLUMNS:
+        for found in _media_types(columns.get(name)):
+            return f"a content part of type {found[:40]} in {name}"
+    return None
+
+
+def _media_types(messages: Any) -> Iterator[str]:
+    """Yield the types of the content parts that are not text."""
+    if not isinstance(messages, list | tuple):
+        return
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else [content]:
+            if isinstance(part, Mapping):
+                found = _media_type(part)
+                if found is not None:
+                    yield found
+
+
+def _media_type(part: Mapping[str, Any]) -> str | None:
+    """Return the type of a content part that is not text, else the first media key that the part holds, else None."""
+    found = part.get("type")
+    if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
+        return found
+    return next((key for key in _PART_KEYS if key in part and _is_present(part[key])), None)
+
+
+def _is_present(value: Any) -> bool:
+    """Return False for null, for NaN (pandas' null), and for a value that is empty or holds only nulls."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return False
+    if isinstance(value, str | bytes):
+        return bool(value)
+    if isinstance(value, Mapping):  # an Arrow struct, such as {"bytes": None, "path": None}
+        return any(_is_present(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_present(entry) for entry in value)
+    return True
 
 
 def pixel_digest(image: Any) -> bytes:
