@@ -51,7 +51,8 @@ class Compacted:
         shards_before, shards_after: number of shards of the table.
         rows: rows rewritten; 0 if there was nothing to do.
         duplicates: rows left out because a longer row has the same key.
-        won: False if another process compacted the same shards first; this process's last merge was then discarded.
+        won: whether all merges were committed. If not, another process compacted the same shards first, and the last merge was
+            discarded.
         snapshot: number of the latest snapshot afterwards.
     """
 
@@ -80,7 +81,7 @@ def compact(
 
     Raises:
         DamagedStoreError: a shard or the log is damaged.
-        StoreUnavailableError: the store cannot be read or written. No rows are lost.
+        StoreUnavailableError: the store cannot be read or written; no rows are lost.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, compact
@@ -205,7 +206,7 @@ def vacuum(
         retention_hours: minimum age of deleted files. The age must exceed the time for which a reader uses an old snapshot or a
             writer prepares a commit.
         dry_run: delete nothing, only return what would be deleted.
-        alone: True if no other process uses the store now; a retention of 0 is then allowed.
+        alone: whether the caller knows that no other process uses the store now. If so, a retention of 0 is allowed.
 
     Returns:
         The deleted files.
@@ -252,7 +253,9 @@ def _require_every_file(table: LogprobTable) -> None:
     problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
-        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted until it is repaired: {repair_command(table.uri)}")
+        raise DamagedStoreError(
+            f"{file}: {problem}; nothing is deleted until the damage is repaired: {repair_command(table.uri)}"
+        )
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:

@@ -58,7 +58,7 @@ class SnapshotNotFoundError(StoreError):
 
 
 class CheckpointError(StoreError):
-    """A model folder's weight files are missing, truncated or of a refused kind."""
+    """A model folder's weight files are missing or truncated, or have a format that is refused."""
 
 
 class FileChangedError(StoreError):

@@ -106,7 +106,7 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Write a snapshot's rows to `folder`/data/*.parquet, one per key and sorted by key, with README.md and two JSON files.
+    """Write a snapshot's rows to `folder`/data/*.parquet, one row per key and sorted by key, with README.md and two JSON files.
 
     reference.json describes the reference model; contents.json has the files' digests.
 

@@ -387,7 +387,7 @@ def told(place: HubPlace) -> Iterator[None]:
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UsageError(f"{place} is gone, or the token may not read it ({_LOG_IN})") from error
+        raise UsageError(f"{place} does not exist any more, or the token may not read it ({_LOG_IN})") from error
     except HFValidationError as error:
         raise UsageError(f"{place}: {sentence(error)}") from error
     except HfHubHTTPError as error:

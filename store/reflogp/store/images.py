@@ -154,8 +154,8 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
     """Return the image ids that take the place of an image's tokens, int64 (count,), each in [2**31, 2**32).
 
     Args:
-        image: `pixel_digest` of the image.
-        settings: `settings_digest` of the image processor.
+        image: the image's `pixel_digest`.
+        settings: the image processor's `settings_digest`.
         count: number of tokens of the image.
 
     Examples:
@@ -190,7 +190,7 @@ class ImageTokens:
 
     Attributes:
         processor: a copy of the processor that processes blank images only.
-        settings: `settings_digest` of the image processor.
+        settings: the image processor's `settings_digest`.
     """
 
     def __init__(self, processor: Any, image_token_id: int) -> None:
@@ -244,9 +244,11 @@ class ImageTokens:
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
-            raise UsageError(f"it has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
+            raise UsageError(f"the row has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
         if counts and min(counts) < FEWEST_TOKENS:
-            raise UsageError(f"one of its images has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
+            raise UsageError(
+                f"an image has {min(counts)} tokens; at least {FEWEST_TOKENS} tokens are needed to identify an image"
+            )
         at = 0
         for (digest, _), count in zip(images, counts, strict=True):
             found[places[at : at + count]] = image_ids(digest, self.settings, count)

@@ -38,7 +38,7 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return the places of n keys before the first search, in which no key is found."""
+        """Return the places of n keys of which none has been found yet."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 

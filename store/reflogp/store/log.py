@@ -182,7 +182,7 @@ def replay(
     """Replay the entries of the log, and skip unreadable parts.
 
     Args:
-        filesystem: rooted at the table's folder.
+        filesystem: a filesystem whose root is the table's folder.
         last: number of the last entry to replay, or None for all entries.
         progress: called with (entries read, total entries).
     """
@@ -213,7 +213,7 @@ def checked(
 
     Args:
         filesystem, last, progress: as in `replay`.
-        shards: path -> bytes, as delta-rs reads them, starting from checkpoints.
+        shards: size in bytes of each shard by path, as delta-rs reads them, starting from checkpoints.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:

@@ -1,4 +1,4 @@
-"""Compute the reference id: a digest of a reference model's content and numerics, never of its name or location.
+"""Compute the reference id: a digest of a reference model's content and dtypes, but not of its name or location.
 
 This module decides which parts of a checkpoint can change a log-prob and so belong to the id. It loads no tensor.
 """

@@ -1,11 +1,12 @@
-"""Look keys up in a snapshot: one numbered, immutable state of one reference model's table.
+"""Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-There are two ways to look keys up, chosen by the number of rows. Up to INDEX_ROWS rows, the index of every key is kept in
-memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that can hold the
-keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. In both cases,
-token values are read only for rows whose result needs them. A snapshot never writes.
+There are two ways to look up keys, and the number of rows decides which one is used. Up to INDEX_ROWS rows, the index of every
+key is kept in memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that
+can hold the keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. In
+both cases, token values are read only for rows whose result needs them. A snapshot never writes.
 
-A lookup over HTTP returns its result as one Arrow table. Its columns are defined here, for the service and the client.
+A lookup over HTTP returns its result as one Arrow table. The columns of this table are defined here, for the service and the
+client.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Snapshot:
     Args:
         number: number of the snapshot.
         reference: reference model of the table.
-        filesystem: rooted at the table's folder.
+        filesystem: a filesystem whose root is the table's folder.
         rows_of: number of rows of every shard of this state.
         index_rows: maximum number of rows for which the index is kept in memory.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
@@ -400,7 +401,7 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
     Args:
         snapshot: the snapshot in which the keys were looked up.
         found: the result of the lookup.
-        values: True to include token_logps.
+        values: whether to include token_logps.
     """
     missing = found.lengths == MISS
     columns = [
@@ -417,7 +418,7 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
     Args:
         found: the result of the lookup.
-        values: True if the response includes token_logps.
+        values: whether the response includes token_logps.
         most_bytes: maximum bytes of token values in a batch; the values of one key are never divided.
     """
     count = len(found.lengths)
@@ -434,7 +435,7 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
 
 def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[tuple[int, int]]) -> Iterator[pa.Buffer]:
-    """Yield a response as the messages of an Arrow IPC stream, each made only when it is needed.
+    """Yield a response as the messages of an Arrow IPC stream. Each message is made only when it is needed.
 
     Args:
         snapshot, found, values: as for `answer_table`.

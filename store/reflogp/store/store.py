@@ -148,7 +148,7 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
-        """Return the table of `reference` after checking that it can be written. Creates the table if the store has none.
+        """Return the table of `reference` after checking that it can be written. The table is created if it does not exist.
 
         Args:
             reference: from `describe_reference`.

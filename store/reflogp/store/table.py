@@ -1,9 +1,9 @@
 """Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
 
 reflogp writes the table's data files itself, so that pages carry checksums and log-probs get a suitable encoding, and commits
-them through delta-rs. A commit names the version that it is based on. It fails if another writer has committed since then; the
-rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key, and the
-value of a key never changes. Compaction and repair, which use `LogprobTable.replace`, have their own modules.
+them through delta-rs. A commit names the version that it is based on. A commit fails if another writer has committed since
+then; the rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key,
+and the value of a key never changes. Compaction and repair, which use `LogprobTable.replace`, have their own modules.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class LogprobTable:
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. Either all rows become visible at once, or none.
 
-        A row is left out if the table already has at least as many values for its key. If the table has fewer, the row is
-        written with the stored values first and the new values after them, so that a value that was read once never changes.
+        A row is left out if the table already has at least as many values for its key. If the table has fewer values, the row
+        is written with the stored values first and the new values after them, so that a value that was read once never changes.
 
         Args:
             rows: a table that schema.shard_table made, with keys in any order.
@@ -469,7 +469,7 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if a log entry after version `before` adds the shard, although our commit on top of `before` failed.
+        """Return True if a log entry after version `before` adds the shard, although the commit on top of `before` failed.
 
         The log is searched, not the newest state: another process may have compacted the shard already.
 

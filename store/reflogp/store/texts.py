@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import cache
 from types import TracebackType
 
-#: Characters to which an error text is shortened.
+#: Maximum number of characters of an error text.
 MOST_CHARACTERS = 500
 _BETWEEN = " … "
 

@@ -29,8 +29,8 @@ class TrainerSettings:
     Attributes:
         max_length: maximum tokens of prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion; None gives all tokens the same
-            weight.
+        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, or None to give all tokens the
+            same weight.
     """
 
     max_length: int | None = None
