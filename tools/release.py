@@ -27,7 +27,7 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
         ["torch", "transformers", "fastapi", "trl", "ray", "vllm"],
     ),
     "hub": (
-        ["from huggingface_hub import HfApi; import reflogp.store.hub, reflogp.store.hub_file"],
+        ["from huggingface_hub import HfApi; import reflogp.store.hub"],
         ["torch", "transformers", "datasets", "fastapi"],
     ),
     "service": (

@@ -355,7 +355,7 @@ def test_the_dtype_of_the_store_is_used_and_named(reflogp, reference_folder, pai
         assert code == USAGE and "Score the data: reflogp score" in one_sentence(err)
         assert "--dtype" not in one_sentence(err)
     code, _, err = reflogp("score", *given, "--device", "cpu")
-    assert code == 0 and "dtype float32: " in err and "holds nothing of this model yet" in err
+    assert code == 0 and "dtype float32: " in err and "has no values of this model yet" in err
     for command, output in read.items():
         code, _, err = reflogp(command, *given, *output)
         assert code == 0 and "dtype float32: the dtype in which" in err

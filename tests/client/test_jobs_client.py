@@ -1,4 +1,4 @@
-"""Jobs, uploads and online scoring through both clients, against a service as it runs."""
+"""Test jobs, uploads and online scoring with both clients, against a running service."""
 
 import asyncio
 import hashlib
@@ -72,7 +72,7 @@ def long_file(tmp_path) -> Path:
     return write_rows(tmp_path / "long.jsonl", made_up_rows(time.time_ns(), 4000, 500))
 
 
-# --- what can be known without a service ---
+# --- tests that need no service ---
 
 STREAM = (
     b': hello\n\nevent: job\ndata: {"a": 1}\n\n'
@@ -296,7 +296,7 @@ def test_the_same_file_and_settings_are_one_job_and_one_upload(client, tmp_path,
     assert sent == [(file.stat().st_size,) * 2]
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert (first.name, first.sha256) == (f"{digest[:12]}-same-pairs-.jsonl", digest)
-    assert client.upload(file) == first  # uploaded_at is the first one's: nothing was sent
+    assert client.upload(file) == first  # uploaded_at is the time of the first upload, so nothing was sent
     ids = {client.submit(file, "sft", max_length=200).id for _ in range(2)}
     ids.add(client.submit(Uploaded(first.name), "sft", max_length=200, idempotency_key=None).id)
     assert len(ids) == 1
@@ -310,7 +310,7 @@ def test_another_file_of_the_same_name_does_not_replace_it(client, tmp_path, pai
     two = client.upload(write_rows(tmp_path / "b" / "pairs.jsonl", pair_rows[2:4]))
     assert one.name != two.name
     assert client.upload(tmp_path / "a" / "pairs.jsonl", "mine.jsonl").name == "mine.jsonl"
-    assert client.upload(tmp_path / "b" / "pairs.jsonl", "mine.jsonl").sha256 == two.sha256  # a name of one's own is replaced
+    assert client.upload(tmp_path / "b" / "pairs.jsonl", "mine.jsonl").sha256 == two.sha256  # the file is replaced
 
 
 def test_an_idempotency_key_comes_with_one_content(client, tmp_path, pair_rows):
@@ -473,7 +473,7 @@ def test_a_job_is_cancelled_and_retried(client, tmp_path, long_file):
     assert time.monotonic() - begin < 5
     client.cancel(job.id)
     assert client.watch(job.id, timeout=120).state == "cancelled"
-    assert client.cancel(job.id).state == "cancelled"  # what was asked for already is so
+    assert client.cancel(job.id).state == "cancelled"  # the job is already in the requested state
     with pytest.raises(JobFailedError, match="was cancelled") as failed:
         client.watch(job.id, check=True)
     assert failed.value.job.id == job.id
@@ -588,7 +588,10 @@ def test_the_token_of_the_environment_is_used(monkeypatch):
 
 
 def scored(call: protocol.Call) -> httpx.Response:
-    """A service's answer to a score request: values are the completion's own ids; one that begins with 99 is refused."""
+    """Return a service's answer to a score request.
+
+    Values are the ids of the completion; one that begins with 99 is refused.
+    """
     completions = question(call)["completion_ids"]
     bad = [ids[0] == 99 for ids in completions]
     columns = {
@@ -602,7 +605,7 @@ def scored(call: protocol.Call) -> httpx.Response:
 
 
 def driven(plan, most: int) -> tuple[object, list[int]]:
-    """(what a plan returns, sizes of its requests) where a service takes `most` sequences or keys at a time."""
+    """Return (result of a plan, sizes of its requests) for a service that accepts `most` sequences or keys in a request."""
     sizes, call = [], next(plan)
     while True:
         asked = question(call)

@@ -1,4 +1,4 @@
-"""What a notebook shows of a service's answers: a few readable lines."""
+"""Test the reprs of a service's answers: a few readable lines."""
 
 from dataclasses import replace
 from datetime import UTC, datetime

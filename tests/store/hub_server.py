@@ -1,7 +1,7 @@
-"""The part of the Hugging Face Hub's HTTP API that huggingface_hub uses for datasets, on a port of this machine, for tests.
+"""Serve the part of the Hugging Face Hub's HTTP API that huggingface_hub uses for datasets, on a port of this machine.
 
 Repositories are in memory. The server checks what the Hub checks: the token, a commit's parent, an upload's sha256, and that a
-commit's large files were uploaded. Its faults are for tests: see `HubFaults`.
+commit's large files were uploaded. Tests can let the server fail: see `HubFaults`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LARGE = (".parquet",)
 
 @dataclass
 class HubFaults:
-    """What goes wrong.
+    """The failures of the server.
 
     Attributes:
-        uploads_left: uploads that work before every other one breaks off; None for all.
-        downloads_left: downloads that work before every other one breaks off; None for all.
-        most_bytes: a longer answer to a download is cut there; None for no cut.
-        damaged: path of a file whose first bytes are changed on the way out.
-        commits_between: another commit arrives just before a client's own.
+        uploads_left: number of uploads that succeed before every later upload is cut off, or None if all succeed.
+        downloads_left: number of downloads that succeed before every later download is cut off, or None if all succeed.
+        most_bytes: number of bytes after which a response to a download is cut off, or None for no limit.
+        damaged: path of a file whose first byte the server changes in its responses.
+        commits_between: whether another commit arrives just before a client's commit.
         appears: files of a repository that somebody else creates just before a client does.
-        status: answer of every request, where it is not 0.
+        status: HTTP status of every response, or 0 for normal responses.
     """
 
     uploads_left: int | None = None
@@ -70,9 +70,9 @@ class Hub:
     """A running server.
 
     Attributes:
-        url: for HF_ENDPOINT.
-        repositories: id -> repository.
-        uploaded, downloaded: paths of requests that ended well, in order.
+        url: URL of the server, for HF_ENDPOINT.
+        repositories: repositories by id.
+        uploaded, downloaded: sha256 of each uploaded file, and path of each downloaded file, in order.
         faults: see HubFaults.
     """
 
@@ -87,7 +87,7 @@ class Hub:
         self._routes()
 
     def make(self, repository: str, files: dict[str, bytes]) -> str:
-        """Commit files to a repository, which is made if it is not there; return the commit."""
+        """Commit files to a repository, which is created if it does not exist; return the commit."""
         return self.repositories.setdefault(repository, _Repository(True)).commit(files)
 
     def files(self, repository: str) -> dict[str, bytes]:
@@ -245,7 +245,7 @@ class Hub:
 
 
 def _listed(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[str, Any]]:
-    """The files and folders in a folder, as the API lists them."""
+    """Return the files and folders in a folder, as the API lists them."""
     inside = {path: data for path, data in files.items() if path.startswith(folder)}
     cuts = [(path, at) for path in inside for at in range(len(folder), len(path)) if path[at] == "/"]
     folders = dict.fromkeys(path[:at] for path, at in cuts if recursive or "/" not in path[len(folder) : at])
@@ -254,13 +254,13 @@ def _listed(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict[
 
 
 def _described(path: str, data: bytes) -> dict[str, Any]:
-    """A file as the API lists a folder."""
+    """Return a file as the API describes it when it lists a folder."""
     about = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
     return about | ({"lfs": {"oid": _lfs(data)["sha256"], **_lfs(data)}} if _is_large(path) else {})
 
 
 def _sibling(path: str, data: bytes) -> dict[str, Any]:
-    """A file as the API describes a repository, with blobs=true."""
+    """Return a file as the API describes it when it describes a repository with blobs=true."""
     about = {"rfilename": path, "size": len(data), "blobId": hashlib.sha1(data).hexdigest()}
     return about | ({"lfs": _lfs(data)} if _is_large(path) else {})
 

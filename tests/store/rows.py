@@ -1,4 +1,4 @@
-"""Rows of made-up sequences, for tables without a model."""
+"""Make rows of invented sequences, for tables without a model."""
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +10,7 @@ REFERENCE = Reference("ab" * 16, "model", "float32", "float32", ("00" * 32,), {"
 
 
 def some_rows(first: int, count: int, values: int = 5, seed: int = 0, completion: int = 10):
-    """(keys, shard rows) of `count` sequences numbered from `first`, each with so many of `completion` values."""
+    """Return (keys, shard rows) of `count` sequences from number `first` on, with `values` values for `completion` tokens."""
     prompts = [[i, 1, 2] for i in range(first, first + count)]
     completions = [[i + t for t in range(completion)] for i in range(first, first + count)]
     keys = sequence_keys(prompts, completions)
@@ -21,7 +21,7 @@ def some_rows(first: int, count: int, values: int = 5, seed: int = 0, completion
 
 
 def pairs_of(count: int, completion: int = 10) -> tuple[pa.Table, pa.Table]:
-    """(tokenised pairs, the shard rows of their sequences, every value different)."""
+    """Return (tokenised pairs, the shard rows of their sequences); all values differ."""
     prompts = [[i, 1, 2] for i in range(count)]
     sides = {
         side: [[i + t + start for t in range(completion)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""A real S3 server on a port of this machine (moto's) for the time of a `with` block, and the environment that reaches it."""
+"""Run moto's S3 server on a port of this machine during a `with` block, and set the environment variables that reach it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# moto asks whether an object is there, and then writes it: of two writers at once both may be told that they were first,
-# which S3 promises never to do. So those that ask to be first take turns.
+# moto checks whether an object exists, and then writes it. So two writers at once may both be told that they were first, which
+# S3 never does. Therefore conditional writes are made one after the other.
 _SERVE = """
 import logging, sys, threading
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -33,7 +33,7 @@ sys.stdin.read()
 
 @contextmanager
 def s3_server(bucket: str = "logps") -> Iterator[dict[str, str]]:
-    """Start a server with one bucket; gives the environment variables that reach it."""
+    """Start a server with one bucket, and yield the environment variables that reach it."""
     command = [sys.executable, "-c", _SERVE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -54,7 +54,7 @@ def s3_server(bucket: str = "logps") -> Iterator[dict[str, str]]:
 
 @contextmanager
 def environment_of(variables: dict[str, str]) -> Iterator[None]:
-    """This process's environment with those variables, for the time of a block."""
+    """Set variables in the environment of this process during a block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -96,7 +96,10 @@ for line in sys.stdin:
 
 
 class Relay:
-    """Passes connections on to a port until it is told to cut them. A process: delta-rs holds Python's lock while it writes."""
+    """A process that forwards connections to a port until it is told to cut them.
+
+    It is a process of its own, because delta-rs holds Python's lock while it writes.
+    """
 
     def __init__(self, to: int) -> None:
         self._process = subprocess.Popen(
@@ -105,7 +108,7 @@ class Relay:
         self.port = int(self._process.stdout.readline())
 
     def say(self, word: str) -> None:
-        """Tell it to `cut` or to `mend`."""
+        """Tell the process to `cut` connections or to `mend` them."""
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
         self._process.stdout.readline()

@@ -1,4 +1,4 @@
-"""`dtype="auto"`: the one dtype in which a store holds a model, whatever else it holds."""
+"""Test `dtype="auto"`, which chooses the only dtype in which a store holds a model, whatever other models it holds."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ def store(tmp_path):
 
 def test_all_numerics_are_what_each_description_says(model):
     found = describe_all_numerics(model)
-    assert len(found) == len({reference.reference_id for reference in found}) == 9  # float32 with a float32 head is one
+    assert len(found) == len({reference.reference_id for reference in found}) == 9  # float32 with a float32 head counts once
     for reference in found:
         head = None if reference.lm_head_dtype == reference.dtype else reference.lm_head_dtype
         assert reference == describe_reference(model, reference.dtype, lm_head_dtype=head)
@@ -33,7 +33,7 @@ def test_all_numerics_are_what_each_description_says(model):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_store_holds_decides(model, store, reference_folder, tmp_path, seed):
-    """Stores with random tables of this model and of another one with the same weights."""
+    """Test stores with random tables of this model and of another model with the same weights."""
     other = copied(reference_folder, tmp_path / "other")
     edit_config(other, rms_norm_eps=1e-3)
     chance = random.Random(seed)
@@ -52,7 +52,7 @@ def test_what_a_store_holds_decides(model, store, reference_folder, tmp_path, se
     if not held:
         with pytest.raises((StoreNotFoundError, ReferenceNotFoundError)):
             choose_reference(store, model)
-    for reference in held:  # a dtype that is given is taken as it is
+    for reference in held:  # a given dtype is used unchanged
         if reference.lm_head_dtype == reference.dtype:
             assert choose_reference(store, model, reference.dtype) == (reference, "")
 
@@ -67,7 +67,7 @@ def test_a_head_that_is_given_leaves_other_heads_out(model, store):
 
 
 def test_a_folder_without_a_reference_is_no_table(model, store):
-    """What is left where a process was killed while it made a table."""
+    """Test the files that a process leaves when it is killed while it creates a table."""
     store.create_table(REFERENCE)
     left = describe_reference(model, "float16")
     folder = store.create_table(left).uri.removesuffix("/logprobs")

@@ -1,4 +1,7 @@
-"""What breaks: disks that fill, bytes that rot, files that vanish. Whole rows are served, writers wait, a repair mends."""
+"""Test damage: full disks, changed bytes, missing files.
+
+Undamaged rows can still be read, writes are refused until a repair.
+"""
 
 import json
 import os
@@ -37,7 +40,7 @@ def three_shards(table):
 
 
 def commit(table, first):
-    """Append 1,000 rows; gives (keys, shard)."""
+    """Append 1,000 rows, and return (keys, shard)."""
     before = set(table.shards())
     keys, rows = some_rows(first, 1000, values=10)
     table.append(rows)
@@ -96,7 +99,7 @@ def test_a_damaged_shard_is_named_the_rest_is_served_and_a_repair_drops_only_it(
 
 
 def test_verify_notices_any_byte(table):
-    """Also ones that no page checksum covers: page headers, the writer's name in the footer."""
+    """The test also changes bytes that no page checksum covers: page headers, and the writer's name in the footer."""
     table.append(some_rows(0, 20)[1])
     [path] = table.shards()
     file = Path(table.uri) / path
@@ -109,7 +112,7 @@ def test_verify_notices_any_byte(table):
 
 
 def test_damage_in_token_values_alone_spares_the_sums(table):
-    """A plain join reads sums; the damage is met where values are needed, and by verify."""
+    """A join without truncation reads sums only. The damage is detected when values are needed, and by verify."""
     from reflogp.store import join_logps
 
     dataset, rows = pairs_of(3000)
@@ -140,7 +143,7 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
     text = file.read_text()
     if where == "gone":
         if version == 3:
-            return  # the newest entry's loss leaves a shorter log, which is a whole one
+            return  # without its newest entry, the log is shorter but complete
         file.unlink()
     elif where == "cut":
         file.write_text(text[: len(text) // 3])
@@ -168,7 +171,7 @@ def test_a_damaged_log_entry_is_named_its_neighbours_served_and_mended(three_sha
 
 
 def test_a_path_that_changed_in_the_log_is_noticed_and_put_right(three_shards):
-    """JSON that still parses: delta-rs serves it, and looks for a shard that never was."""
+    """The changed JSON can still be parsed: delta-rs accepts it, and looks for a shard that never existed."""
     table, commits = three_shards
     file = entry(table, 2)
     add = next(line for line in file.read_text().splitlines() if line.startswith('{"add"'))
@@ -228,7 +231,7 @@ def test_a_damaged_checkpoint_is_served_from_the_entries_and_deleted_by_a_repair
 
 
 def test_a_checkpoint_that_lacks_a_shard_is_noticed_before_anything_is_deleted(with_checkpoint):
-    """It reads well and says something else than the entries: delta-rs believes it."""
+    """The checkpoint can be read, but differs from the entries of the log; delta-rs uses the checkpoint."""
     table, checkpoint = with_checkpoint
     actions = pq.read_table(checkpoint)
     added = [i for i, action in enumerate(actions["add"].to_pylist()) if action]
@@ -245,7 +248,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_noticed_before_anything_is_deleted(w
 
 
 def test_vacuum_spares_what_a_repair_can_bring_back(three_shards):
-    """A path that changed in the log makes a good shard look like one that nobody needs."""
+    """If a path in the log is changed, an undamaged shard looks unused."""
     table, commits = three_shards
     file = entry(table, 2)
     add = next(line for line in file.read_text().splitlines() if line.startswith('{"add"'))
@@ -270,7 +273,7 @@ def test_maintenance_on_a_damaged_log_is_refused_before_anything_is_written(thre
 
 
 def test_a_repair_does_not_bless_a_shard_that_was_altered(three_shards):
-    """Both the log entry and one byte of its shard that no page checksum covers."""
+    """The test changes both the log entry and one byte of its shard that no page checksum covers."""
     table, commits = three_shards
     _, shard = commits[1]
     footer = shard.read_bytes().rindex(b"parquet-cpp")
@@ -337,7 +340,7 @@ def test_what_is_no_store(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may write anywhere")
 def test_no_permission(three_shards, tmp_path):
-    """As a user who may read and not write: joins work, writing is one sentence."""
+    """A user who may read but not write can join; the error of a write is one sentence."""
     program = f"""
         from reflogp.store import Store, StoreError
         from tests.store.rows import REFERENCE, some_rows
@@ -369,8 +372,10 @@ def test_no_permission(three_shards, tmp_path):
 
 
 def test_a_disk_that_fills(tmp_path):
-    """A real file system of 3 MB: the append that does not fit fails in one sentence, what was committed stays, and with room
-    again writing goes on."""
+    """On a real file system of 3 MB, the append that does not fit fails with one sentence.
+
+    Committed rows stay, and with more space, writes succeed again.
+    """
     program = f"""
         import json, shutil, subprocess
         from pathlib import Path
@@ -399,7 +404,7 @@ def test_a_disk_that_fills(tmp_path):
     """
     enter = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*enter, "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a file system")
+        pytest.skip("this machine does not allow mounting a file system")
     command = [*enter, sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

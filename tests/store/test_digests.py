@@ -1,4 +1,4 @@
-"""Digests of files: right after every kind of change, and remembered only where nobody else can write them."""
+"""Test digests of files: they are correct after every kind of change, and kept only where no other user can write them."""
 
 import hashlib
 import mmap
@@ -25,7 +25,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def in_place(file, content: bytes) -> None:
-    """Write other content of the same size into the same inode, and give the file its old times again."""
+    """Write other content of the same size into the same inode, and restore the old times of the file."""
     about = file.stat()
     with file.open("r+b") as opened:
         opened.write(content)
@@ -65,7 +65,7 @@ def test_a_changed_file_has_its_own_digest(tmp_path, cache, change):
     file = tmp_path / "weights"
     file.write_bytes(b"some weights" * 100)
     first, content = file.read_bytes(), b"some weights" * 100
-    for turn in range(20):  # at once one after the other: times have steps, and a change within a step must be seen
+    for turn in range(20):  # the changes follow at once: file times have steps, and a change within one step must be detected
         assert digest(file) == truth(file), turn
         content = flipped(content)
         change(file, content)
@@ -96,7 +96,7 @@ def everything_writable(folder) -> None:
 
 
 def tamper(folder) -> None:
-    """Exchange every sha256 in a folder's files for another one, as a user could who may write them."""
+    """Replace every sha256 in a folder's files by another one, as a user with write permission could."""
     for file in folder.rglob("*"):
         if file.is_file():
             file.write_bytes(re.sub(rb"[0-9a-f]{64}", b"ab" * 32, file.read_bytes()))
@@ -165,7 +165,7 @@ def test_what_is_remembered_is_its_users_alone_in_a_folder_that_all_may_write(tm
 
 @pytest.fixture
 def hub(reference_folder, tmp_path, cache):
-    """A model as the hub's client keeps it: a blob that is named by its sha256, and a snapshot that links to it."""
+    """Make a cache folder as the hub's client does: a blob that is named by its sha256, and a snapshot that links to it."""
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "one"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -179,7 +179,7 @@ def hub(reference_folder, tmp_path, cache):
 
 
 def hashed(folder):
-    """(digests of a model's weights, whether a file was read for them)"""
+    """Return (digests of a model's weights, whether a file was read to compute them)."""
     reads = []
     weights = describe_reference(str(folder), "float32", progress=lambda done, total: reads.append(done)).weights
     return weights, bool(reads)
@@ -194,7 +194,7 @@ def test_a_blobs_name_is_believed_where_only_the_hubs_client_wrote_it(hub):
 def test_a_blobs_name_is_not_believed_where_others_may_write(hub, where):
     blob = (hub / "model.safetensors").resolve()
     {"blob": blob, "blobs": blob.parent, "snapshot": hub}[where].chmod(0o777)
-    if where == "blob":  # its change time is newer than the link as well; make a newer link
+    if where == "blob":  # the change time of the blob is now newer than the link, so make a newer link
         (hub / "model.safetensors").unlink()
         (hub / "model.safetensors").symlink_to(blob)
     assert hashed(hub) == ((truth(blob),), True)

@@ -1,4 +1,4 @@
-"""The promise of docs/store-format.md: old stores are read, newer ones refused, and other tools read the table as it is."""
+"""Test docs/store-format.md: old stores are read, newer stores are refused, and other tools can read the table."""
 
 import json
 import re
@@ -22,7 +22,10 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "store-format.md"
 
 @pytest.fixture
 def first_version(tmp_path):
-    """A store as reflogp 0.1.0 wrote it: appends, a longer row, a compaction, another append. Never to be made again."""
+    """Copy a store that reflogp 0.1.0 wrote: appends, a longer row, a compaction, another append.
+
+    The store must never be made anew.
+    """
     shutil.copytree(FIXTURE / "store", tmp_path / "store")
     return Store(tmp_path / "store")
 

@@ -1,4 +1,4 @@
-"""`reflogp store push` and `pull` with the real huggingface_hub, against a server that speaks the Hub's API."""
+"""Test `reflogp store push` and `pull` with the real huggingface_hub, against a server with the Hub's API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def server():
 
 @pytest.fixture
 def run(server, tmp_path):
-    """run(words, …) -> (exit code, what was printed); each is a process, since huggingface_hub reads its settings once."""
+    """Return run(words, …) -> (exit code, output).
+
+    Each call is a process, since huggingface_hub reads its settings only once.
+    """
     program = "import reflogp.store.compaction as c, reflogp.store.exchange as e; e.SHARD_BYTES = 20_000\n"  # several files
     program += "from reflogp.cli import main; main()"
 
@@ -95,7 +98,7 @@ def test_an_interrupted_push_goes_on(run, server, store):
     code, said = run("push", store.uri, PLACE)
     assert code == 1
     assert PLACE in said
-    assert not any(name.startswith("data/") for name in server.files(NAME)), "nothing is half there"
+    assert not any(name.startswith("data/") for name in server.files(NAME)), "an interrupted push commits no file"
     first = list(server.uploaded)
     assert first
     server.faults = HubFaults()
@@ -130,13 +133,13 @@ def test_a_damaged_file_is_refused(file, run, server, store, tmp_path):
     assert "is damaged" in said or "cannot be read" in said, said
     assert not (tmp_path / "other").exists()
     server.faults = HubFaults()
-    assert run("pull", str(tmp_path / "other"), PLACE)[0] == 0, "it was damaged on the way, and not in the repository"
+    assert run("pull", str(tmp_path / "other"), PLACE)[0] == 0, "the repository is not damaged"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [100, ROWS, ROWS + 500])
 def test_rows_of_others_are_not_lost(rows, run, server, store, tmp_path):
-    """However many rows there are: what the repository has and the store lacks is named, pulled, and then pushed together."""
+    """The error counts the rows that the repository has and the store lacks. After a pull, a push sends all rows together."""
     run("push", store.uri, PLACE)
     others = Store(tmp_path / "others")
     others.create_table(REFERENCE).append(some_rows(ROWS, rows)[1])

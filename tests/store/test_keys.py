@@ -18,7 +18,7 @@ def key_by_hand(prompt: list[int], completion: list[int]) -> bytes:
 
 
 def test_golden_vector():
-    """Every store in the world depends on these bytes."""
+    """All existing stores depend on these bytes."""
     keys = sequence_keys([[1, 2, 3], [], [0]], [[4, 5], [4294967295], []])
     assert [key.as_py().hex() for key in keys] == [
         "bc59aa1aa413454b7a0896013712a61f",

@@ -1,4 +1,4 @@
-"""A table that another process makes while a store is being read: found, or named as missing, never both."""
+"""Test a table that another process creates while a store is read: the table is found or reported as missing, never both."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from reflogp.store.reference import describe_all_numerics
 from reflogp.store.store import choose_reference
 from tests.store.test_reference import copied, edit_config
 
-READS = 12  # more than a lookup in a store of two references makes
+READS = 12  # more reads than a lookup in a store of two references needs
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +19,14 @@ def described(reference_folder):
 
 @pytest.fixture(scope="module")
 def another(reference_folder, tmp_path_factory):
-    """The same weights with another configuration."""
+    """Return the reference of a model with the same weights and another configuration."""
     folder = copied(reference_folder, tmp_path_factory.mktemp("models") / "other")
     edit_config(folder, rms_norm_eps=1e-3)
     return describe_all_numerics(str(folder))[0]
 
 
 def make_before_read(monkeypatch, number, make):
-    """Call `make` before the read with that number, counted from 0, of a file or a folder of the store."""
+    """Call `make` before read number `number`, counted from 0, of a file or a folder of the store."""
     reads = iter(range(1_000))
     inside = []
 
@@ -75,10 +75,10 @@ def test_it_is_found_or_named_as_missing(way, there, described, another, referen
             try:
                 found = WAYS[way](store, wanted, str(reference_folder))
             except (ReferenceNotFoundError, StoreNotFoundError, UsageError) as error:
-                assert f"{wanted.reference_id} (" not in str(error), "named as missing and as there"
+                assert f"{wanted.reference_id} (" not in str(error), "the error reports the reference as missing and as present"
                 answers.append("missing")
             else:
-                # Where the store has another dtype of the model, that one may be chosen.
+                # If the store has another dtype of the model, that dtype may be chosen.
                 allowed = (
                     [wanted.reference_id, other.reference_id] if way == "choose_reference" else [wanted.reference_id, None]
                 )
@@ -86,7 +86,7 @@ def test_it_is_found_or_named_as_missing(way, there, described, another, referen
                 answers.append("missing" if found is None else "found")
         if made and not (
             way == "choose_reference" and there == "another dtype's"
-        ):  # where two dtypes are there, one has to be given
+        ):  # if the store has two dtypes, the caller has to give one
             assert WAYS[way](store, wanted, str(reference_folder)) == wanted.reference_id
     assert "missing" in answers
     assert "found" in answers

@@ -1,4 +1,4 @@
-"""Compaction, vacuum, export and import; and lookups that keep no index."""
+"""Test compaction, vacuum, export and import, and lookups without an index."""
 
 import os
 import time
@@ -36,7 +36,7 @@ def values_of(snapshot, keys):
 
 
 def age(table, hours: float) -> None:
-    """Make every file of the table's folder that old, for vacuum; the log's own time stamps stay."""
+    """Set the age of every file in the table's folder, for vacuum. The time stamps in the log stay unchanged."""
     then = time.time() - hours * 3600
     for file in Path(table.uri).glob("*.parquet*"):
         os.utime(file, (then, then))
@@ -54,7 +54,7 @@ def test_compaction_keeps_every_value_and_each_key_once(table):
     assert values_of(table.snapshot(), many) == before
     assert len(table.snapshot()) == 400
     assert not verify(table)
-    assert compact(table).rows == 0, "what is in order is left alone"
+    assert compact(table).rows == 0, "shards that are in order are not rewritten"
 
 
 def test_compacted_shards_lie_one_behind_the_other(table):
@@ -129,7 +129,7 @@ def test_another_compaction_that_came_first_wins(table, tmp_path, monkeypatch):
     monkeypatch.setattr(table, "replace", late)
     done = compact(table)
     assert not done.won
-    assert len(list(Path(table.uri).glob("shard-*"))) == 5, "the loser's shard is deleted, the four replaced ones stay"
+    assert len(list(Path(table.uri).glob("shard-*"))) == 5, "the loser's shard is deleted, the four replaced shards stay"
     assert table.totals()[:2] == (1, 40)
 
 
@@ -166,7 +166,7 @@ def test_vacuum_removes_what_a_killed_writer_left_and_spares_what_is_young(table
 
 def test_vacuum_refuses_what_could_hurt_others_and_a_clock_that_went_back(table, monkeypatch):
     table.append(some_rows(0, 10)[1])
-    with pytest.raises(UsageError, match="below 1 hour"):
+    with pytest.raises(UsageError, match="less than 1 hour"):
         vacuum(table, 0)
     monkeypatch.setattr(compaction_module.time, "time", lambda: 1.7e9)
     with pytest.raises(StoreUnavailableError, match="ahead of this machine's clock"):
@@ -187,7 +187,7 @@ def test_writing_does_not_depend_on_the_clock(table, monkeypatch):
 
 
 def test_lookups_without_an_index_give_the_same(table):
-    """Beyond INDEX_ROWS nothing is kept in memory; here beyond none."""
+    """With more than INDEX_ROWS rows, no index is kept in memory; in this test, with any rows at all."""
     for i in range(5):
         table.append(some_rows(3000 * i, 5000, values=6 + i, seed=i)[1])
     scanning = LogprobTable(table.uri, REFERENCE, index_rows=0)
@@ -255,7 +255,7 @@ def test_bad_exports_and_imports_change_nothing(table, tmp_path):
     pq.write_table(rows.set_column(5, "logp_sum", pa.array(np.zeros(10))), part)
     with pytest.raises(UsageError, match=r"data/part-00000\.parquet is damaged: contents\.json names another sha256"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
-    (tmp_path / "shared" / "contents.json").unlink()  # as in an older export
+    (tmp_path / "shared" / "contents.json").unlink()  # exports of older versions had no such file
     with pytest.raises(UsageError, match="logp_sum is not the sum"):
         import_folder(Store(tmp_path / "new"), str(tmp_path / "shared"))
     part.write_bytes(b"PAR1 nothing PAR1")
@@ -295,7 +295,7 @@ def test_many_shards_are_merged_in_stages(table, monkeypatch):
     monkeypatch.setattr(compaction_module, "_MERGED_AT_ONCE", 3)
     expected = []
     for i in range(20):
-        keys, rows = some_rows(50 * i, 70, values=5, seed=0)  # neighbours overlap by 20
+        keys, rows = some_rows(50 * i, 70, values=5, seed=0)  # consecutive batches overlap by 20 rows
         table.append(rows)
         expected.append(keys)
     before = [values_of(table.snapshot(), keys) for keys in expected]
@@ -306,7 +306,7 @@ def test_many_shards_are_merged_in_stages(table, monkeypatch):
 
 
 def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(table, tmp_path, monkeypatch):
-    """The answer to our commit is lost, and before we look another process merges what we wrote."""
+    """The response to a commit is lost, and another process merges the committed shards before the writer looks."""
     keys, rows = some_rows(0, 60)
     for start in range(0, 60, 20):
         table.append(rows.slice(start, 20))
@@ -330,7 +330,7 @@ def test_a_compaction_that_arrived_and_was_compacted_again_keeps_every_shard(tab
 
 
 def test_a_shard_that_vanished_before_its_commit_is_not_committed(table, tmp_path, monkeypatch):
-    """A vacuum with too short a retention took it while its writer lost a race, or while a compaction was being written."""
+    """A vacuum with too short a retention deletes a shard while its writer retries, or while a compaction is being written."""
     winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
     original = table._commit
 
@@ -377,7 +377,7 @@ def test_an_export_from_a_stranger_harms_nothing(table, tmp_path, what, says):
     shared = tmp_path / "shared"
     export_table(table, str(shared))
     reference, part = shared / "reference.json", shared / "data" / "part-00000.parquet"
-    (shared / "contents.json").unlink()  # its digests would name the change
+    (shared / "contents.json").unlink()  # contents.json would reveal the change by its digests
     rows = pq.read_table(part)
     if what == "outside":
         reference.write_text(reference.read_text().replace(REFERENCE.reference_id, "../outside"))

@@ -1,4 +1,4 @@
-"""The names of the package, some of which are imported when they are asked for."""
+"""Test the names of the package, some of which are imported only when they are used."""
 
 import importlib
 import subprocess
@@ -9,7 +9,7 @@ from tests.conftest import REPOSITORY
 
 
 def test_every_public_name_is_what_its_module_defines():
-    for name in reversed(reflogp.store.__all__):  # `verify` is asked for before `repair`, which is of the same module
+    for name in reversed(reflogp.store.__all__):  # `verify` is used before `repair`, which is in the same module
         found = getattr(reflogp.store, name)
         assert getattr(importlib.import_module(found.__module__), name) is found
 

@@ -49,7 +49,7 @@ def test_a_hub_caches_blob_names_are_used_and_nothing_is_hashed(reference_folder
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "rev"
     blobs.mkdir()
     folder.mkdir(parents=True)
-    claimed = "ab" * 32  # not the file's sha256: only a reader of names can find it
+    claimed = "ab" * 32  # not the file's sha256, so only code that trusts the name returns it
     shutil.copy(reference_folder / "model.safetensors", blobs / claimed)
     (folder / "model.safetensors").symlink_to(blobs / claimed)
     shutil.copy(reference_folder / "config.json", folder / "config.json")

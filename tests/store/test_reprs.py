@@ -1,4 +1,4 @@
-"""What a notebook shows of the store's objects: a line or a few, which no name from outside can break."""
+"""Test the reprs of the store's objects: one line or a few lines, which no name in the data can break."""
 
 import numpy as np
 

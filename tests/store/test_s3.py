@@ -1,4 +1,4 @@
-"""A store on a real S3 server: credentials, conditional commits, maintenance, and what goes wrong with object stores."""
+"""Test a store on a real S3 server: credentials, conditional commits, maintenance, and failures of object stores."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def test_append_compact_vacuum_and_old_snapshots(uri):
 
 
 def test_two_writers_and_a_lost_race(uri, monkeypatch):
-    """The server refuses the second of two commits of one number: a conditional put, not a lock."""
+    """The server refuses the second of two commits with the same number, by a conditional put instead of a lock."""
     first, second = Store(uri).create_table(REFERENCE), Store(uri).create_table(REFERENCE)
     keys, mine = some_rows(0, 10, seed=1)
     _, theirs = some_rows(0, 20, seed=2)
@@ -102,7 +102,7 @@ def test_export_and_import(uri, tmp_path):
 
 
 def test_credentials_from_a_profile(server, tmp_path):
-    """No key in the environment, only the files that every S3 tool reads."""
+    """The environment holds no key; the key is only in the files that every S3 tool reads."""
     (tmp_path / "credentials").write_text("[team]\naws_access_key_id = someone\naws_secret_access_key = not-a-secret\n")
     (tmp_path / "config").write_text("[profile team]\nregion = us-east-1\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -140,7 +140,7 @@ def test_no_store_there_and_a_single_slash(uri):
 
 
 def test_a_connection_that_is_lost_and_comes_back(uri, server, monkeypatch, stack):
-    """In the middle of an append: nothing of it is visible, what was committed stays, and the same call succeeds later."""
+    """The connection is lost during an append: no new row is visible, committed rows stay, and a repeated call succeeds."""
     relay = stack.enter_context(Relay(urlsplit(server["AWS_ENDPOINT_URL"]).port))
     with environment_of({"AWS_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}"}):
         table = Store(uri).create_table(REFERENCE)

@@ -1,4 +1,4 @@
-"""What data cannot do to a terminal, a log or a page: every control and invisible character, through each outlet of text."""
+"""Test that control and invisible characters in data have no effect in a terminal, a log or a page."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Real processes, killed at random, on a folder and on S3; `python -m tools.stress_store` is the full size."""
+"""Test real processes that are killed at random, on a folder and on S3. `python -m tools.stress_store` is the long version."""
 
 import json
 import os

@@ -49,7 +49,7 @@ def test_one_bad_value_spoils_only_its_own_row(table):
     rows = shard_table(keys, np.full(3, 3, np.int32), np.full(3, 10, np.int32), lists, {})
     with pytest.raises(UsageError, match="not finite"):
         table.append(rows)
-    table.replace([], [table.write(rows)])  # as another writer could
+    table.replace([], [table.write(rows)])  # as another writer could do
 
     assert np.isfinite(table.snapshot().prefix_sums(keys, np.full(3, 4))).all()
     assert np.isnan(table.snapshot().prefix_sums(keys, np.full(3, 5))).tolist() == [False, True, False]
@@ -98,7 +98,7 @@ def test_a_key_twice_in_one_append_is_written_once(table):
 
 
 def test_many_appends_stay_findable(table):
-    """More commits than the index has layers."""
+    """The test makes more commits than the index has layers."""
     batches = [some_rows(100 * i, 7, seed=i) for i in range(25)]
     for _, rows in batches:
         table.append(rows)
@@ -108,7 +108,7 @@ def test_many_appends_stay_findable(table):
 
 
 def commit_in_between(table, monkeypatch, other):
-    """Make `other()` happen right before the table's next commit."""
+    """Call `other()` right before the table's next commit."""
     original = table._commit
 
     def late(*arguments):
@@ -120,7 +120,7 @@ def commit_in_between(table, monkeypatch, other):
 
 
 def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_path, monkeypatch):
-    """The winner's commit falls between our shard's writing and our commit, and holds fewer values of the same keys."""
+    """The other writer commits fewer values of the same keys after this writer's shard is written and before its commit."""
     keys, short = some_rows(0, 10, values=4, seed=1)
     _, long = some_rows(0, 10, values=9, seed=2)
     winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
@@ -132,7 +132,7 @@ def test_a_writer_that_loses_the_race_still_keeps_the_first_values(table, tmp_pa
 
 
 def test_a_lost_race_does_not_write_the_shard_again(table, tmp_path, monkeypatch):
-    """What was written stays right when the winner's rows are others, also where it goes on from stored values."""
+    """The written shard stays valid if the other writer commits other rows, even if the shard extends stored values."""
     table.append(some_rows(0, 10, values=4, seed=1)[1])
     winner = Store(tmp_path / "store").table(REFERENCE.reference_id)
     written = []
@@ -161,7 +161,7 @@ def test_a_commit_whose_answer_is_lost_is_found_and_its_shard_kept(table, monkey
 
 
 def test_a_commit_that_arrived_though_an_error_came_back_keeps_its_shard(table, monkeypatch):
-    """A lost connection after the commit: the caller is told of a failure, the rows are there, and the same call says so."""
+    """The connection is lost after the commit: the caller gets an error, the rows are stored, and a second call writes none."""
     keys, rows = some_rows(0, 10)
     original = table._commit
 

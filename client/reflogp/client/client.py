@@ -1,6 +1,6 @@
-"""Call a scoring service over HTTP: `Client`, and `AsyncClient` with the same methods.
+"""Call a scoring service over HTTP with `Client`, or with `AsyncClient`, which has the same methods.
 
-Needs httpx, no torch.
+Both need httpx, not torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Client:
 
     Args:
         url: URL of the service, as `reflogp serve` prints it.
-        token: bearer token; $REFLOGP_TOKEN if None. Not needed on loopback if the service has no token.
-        timeout: seconds to wait for the next bytes of a response; None for 60. Connecting may take at most 5 seconds.
+        token: bearer token, or None to use $REFLOGP_TOKEN. No token is needed on loopback if the service has no token.
+        timeout: seconds to wait for the next bytes of a response, or None for 60 seconds. Connecting may take at most 5
+            seconds.
 
     Methods raise ServiceError and its subclasses (reflogp.client.errors). When the connection fails or the service is busy, a
     request that is safe to repeat is retried, with growing pauses.
@@ -69,20 +70,20 @@ class Client:
     def lookup(
         self, reference: str, keys: pa.Array | Sequence[bytes], *, values: bool = False, snapshot: int | None = None
     ) -> protocol.Lookup:
-        """Look keys up in the service's store. Many keys are sent in several requests, all at the same snapshot.
+        """Look up keys in the service's store. Many keys are sent in several requests, all for the same snapshot.
 
         Args:
-            reference: name or id.
+            reference: name or id of the reference.
             keys: n keys of 16 bytes, as `reflogp.store.sequence_keys` makes them.
-            values: return token_logps too.
-            snapshot: number of the snapshot; None for the latest.
+            values: True to return token_logps too.
+            snapshot: number of the snapshot, or None for the latest.
 
         Returns:
-            A Lookup: lengths, sums and, if requested, values, in the order of the keys.
+            A Lookup with lengths, sums and, if requested, values, in the order of the keys.
 
         Raises:
             UsageError: `keys` holds something that is not a key.
-            RequestRefusedError: no such reference or snapshot.
+            RequestRefusedError: the service has no such reference or snapshot.
         """
         return self._run(protocol.lookup_plan(reference, keys, values, snapshot))
 
@@ -98,28 +99,29 @@ class Client:
         deadline: float | None = None,
         attention_masks: TokenIds | None = None,
     ) -> Scores:
-        """Return the log-probs of n sequences, computed now. Many sequences are sent in several requests, one after the other.
+        """Score n sequences now and return their log-probs. Many sequences are sent in several requests, one after the other.
 
         Args:
-            reference: name or id.
+            reference: name or id of the reference.
             prompts: n lists of token ids: Python lists, numpy arrays or an Arrow list array.
             completions: n lists of token ids.
-            temperature: divides the logits. Only values at temperature 1 are read from the store and written to it.
-            cache_read: read values from the store where it has them, and compute only the others.
-            cache_write: write the computed values to the store.
+            temperature: number by which the logits are divided. Only values at temperature 1 are read from the store and
+                written to it.
+            cache_read: use the values that the store has, and compute only the missing values.
+            cache_write: True to write the computed values to the store.
             deadline: seconds for the whole call: waiting in the service's queue, computing, retries and the pauses between
-                them. A slow connection may add its own time. None waits up to 10 minutes for each response (or for the
-                client's own `timeout`).
+                them. A slow connection may add to this time. None waits up to 10 minutes for each response (or for the client's
+                own `timeout`).
             attention_masks: n lists of 0 and 1 over prompt and completion together, for rows of padded batches: 0 where a token
                 is padding. Such sequences are scored with their padding, so padded completion tokens have values too.
                 Their values are never looked up in the store or written to it.
 
         Returns:
-            Scores: one float32 array for each sequence, nats, in their order.
+            A Scores with one float32 array of log-probs in nats for each sequence, in the order of the sequences.
 
         Raises:
             SequencesRefusedError: some sequences could not be scored; the error holds the values of the others.
-            DeadlineExceededError: not done before the deadline.
+            DeadlineExceededError: the sequences were not scored before the deadline.
             ServiceBusyError: the queue was full at every attempt.
             UsageError: prompts and completions are not lists of token ids, or differ in number.
         """
@@ -132,15 +134,15 @@ class Client:
 
         Args:
             path: a file whose suffix gives its format: .jsonl .json .csv (also as .gz .bz2 .zst .lz4), .parquet .arrow.
-            name: name on the service, with such a suffix. Default: the file's own name after the first characters of its
+            name: name on the service, with such a suffix. By default, the file's own name follows the first characters of its
                 digest, so that different files of the same name do not replace each other.
             progress: called with (bytes sent, total bytes).
 
         Returns:
-            The file as the service keeps it: name, bytes, sha256 and time.
+            An UploadInfo with the name, size, sha256 and time of the file on the service.
 
         Raises:
-            UsageError: no such file, a folder, an unknown suffix, or a file that changes while it is sent.
+            UsageError: the file does not exist, is a folder, has an unknown suffix, or changes while it is sent.
         """
         return self._run(jobs.upload_plan(files.local_file(path, name, progress)))
 
@@ -158,17 +160,17 @@ class Client:
         Args:
             dataset: a file on this machine, which is uploaded first; "ORGANISATION/NAME" of a dataset of the Hugging Face Hub,
                 which the service downloads if its settings allow it; or ServicePath, ServiceUri or Uploaded.
-            reference: name or id.
+            reference: name or id of the reference.
             split: split of a saved DatasetDict or of a dataset of the Hub.
-            idempotency_key: names the job; the same key with other content is refused.
+            idempotency_key: a key that identifies the job. The service refuses the same key for another job.
             settings: format, max_length, truncation_mode, ld_alpha, priority, title; see JobSettings.
 
         Returns:
-            The job, as it is now.
+            The job in its current state.
 
         Raises:
             UsageError: the file does not exist, or is a folder.
-            TypeError: a setting that jobs do not have.
+            TypeError: `settings` has a name that is not a setting of jobs.
         """
         jobs.check_settings(settings)
         if isinstance(dataset, str | Path):
@@ -177,13 +179,13 @@ class Client:
         return jobs.job_of(self._send(call))
 
     def job(self, job: str) -> Job:
-        """Return a job as it is now.
+        """Return a job in its current state.
 
         Args:
             job: id.
 
         Raises:
-            RequestRefusedError: 404, no such job.
+            RequestRefusedError: there is no such job (status 404).
         """
         return jobs.job_of(self._send(jobs.job_call(job)))
 
@@ -206,7 +208,7 @@ class Client:
             job: id.
 
         Raises:
-            RequestRefusedError: 409, the job is done or failed.
+            RequestRefusedError: the job is done or failed (status 409).
         """
         return self._run(jobs.cancel_plan(job))
 
@@ -217,7 +219,7 @@ class Client:
             job: id.
 
         Raises:
-            RequestRefusedError: 409, the job is in another state.
+            RequestRefusedError: the job is in another state (status 409).
         """
         return jobs.job_of(self._send(jobs.retry_call(job)))
 
@@ -228,7 +230,7 @@ class Client:
             job: id.
 
         Raises:
-            RequestRefusedError: 409, the job is not done.
+            RequestRefusedError: the job is not done (status 409).
         """
         return jobs.report_of(self._send(jobs.report_call(job)))
 
@@ -243,7 +245,7 @@ class Client:
             The file.
 
         Raises:
-            RequestRefusedError: 409, the job is not done.
+            RequestRefusedError: the job is not done (status 409).
             UsageError: the file cannot be written.
         """
         output = files.check_output(output_path)
@@ -252,13 +254,13 @@ class Client:
         return output
 
     def events(self, job: str, *, timeout: float | None = None) -> Generator[Job, None, None]:
-        """Yield the job as it is now, then at every change, until it is done, failed or cancelled.
+        """Yield the job in its current state, then after every change, until the job is done, failed or cancelled.
 
         Timeouts, reconnects and errors are those of `watch`.
 
         Args:
             job: id.
-            timeout: see watch.
+            timeout: as in `watch`.
         """
         following = Following(job, self.url, timeout)
         while not following.ended:
@@ -285,17 +287,20 @@ class Client:
         timeout: float | None = None,
         check: bool = False,
     ) -> Job:
-        """Wait until a job is done, failed or cancelled, and return it. Survives lost connections and restarts of the service.
+        """Wait until a job is done, failed or cancelled, and return it.
+
+        The wait continues after lost connections and restarts of the service.
 
         Args:
             job: id.
-            on_change: called with the job at once and at every change.
+            on_change: a function that is called with the job at the start and after every change.
             timeout: seconds to wait. None waits until the job ends, or until the service does not respond for 10 minutes.
-            check: raise JobFailedError if the job ends without being done.
+            check: True to raise JobFailedError if the job fails or is cancelled.
 
         Raises:
             DeadlineExceededError: the job has not ended within the timeout; it continues on the service.
-            ServiceUnreachableError: no response when the timeout ends, for 10 minutes, or in the first 5 attempts.
+            ServiceUnreachableError: the service did not respond when the timeout ended, for 10 minutes, or in the first 5
+                attempts.
             JobFailedError: with `check`, the job failed or was cancelled.
         """
         for found in self.events(job, timeout=timeout):
@@ -356,9 +361,9 @@ class AsyncClient:
     """The asyncio version of `Client`: use it in `async with`, await its methods, and read `events` with `async for`.
 
     Args:
-        url: see Client.
-        token: see Client.
-        timeout: see Client.
+        url: as in `Client`.
+        token: as in `Client`.
+        timeout: as in `Client`.
 
     Examples:
         >>> import asyncio
@@ -540,13 +545,13 @@ class AsyncClient:
 
 
 def _options(url: str, token: str | None, timeout: float | None) -> dict[str, Any]:
-    """Return the keyword arguments for either httpx client. Raises UsageError for an unusable URL or token."""
+    """Return the keyword arguments of httpx.Client and httpx.AsyncClient. Raises UsageError for an unusable URL or token."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"service {url!r}: a URL begins with http:// or https://")
     headers = {"user-agent": f"reflogp/{version('reflogp')}"}
     token = (os.environ.get("REFLOGP_TOKEN", "") if token is None else token).strip()
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UsageError("the token holds characters that no token has; give it as `reflogp token` printed it")
+        raise UsageError("the token holds characters that a token cannot have; give it as `reflogp token` printed it")
     if token:
         headers["authorization"] = f"Bearer {token}"
     seconds = protocol.ANSWER_SECONDS if timeout is None else timeout

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from reflogp.client.models import Job
 
-#: Sequences whose problem an error message quotes; the others are counted.
+#: Maximum number of sequences whose problem an error message quotes. The message only counts the others.
 _TOLD = 3
-#: Rows that an error message names; the others are counted.
+#: Maximum number of rows that an error message names. The message only counts the others.
 _NAMED = 10
 
 
@@ -36,7 +36,7 @@ class RowsWithoutValuesError(ReflogpError):
     """Rows of a dataset have no values, but the export format needs a value for every row.
 
     Attributes:
-        reasons: row number -> why the row has no value, in order; "" if the file gives no reason.
+        reasons: the reason why each row has no value, by row number and in order; "" if the file gives no reason.
         rows: number of rows of the dataset.
     """
 
@@ -61,7 +61,7 @@ class ServiceError(ReflogpError):
     """A service could not do what was requested.
 
     Attributes:
-        status: HTTP status; None if there was no response.
+        status: HTTP status, or None if there was no response.
         next_step: what the user can do, in the service's words.
     """
 
@@ -72,35 +72,35 @@ class ServiceError(ReflogpError):
 
 
 class ServiceUnreachableError(ServiceError):
-    """No connection, or no response in time."""
+    """There was no connection to the service, or no response in time."""
 
 
 class DeadlineExceededError(ServiceError):
-    """Not done within the caller's `deadline` or `timeout` (504 if the service reports it)."""
+    """The request was not done within the caller's `deadline` or `timeout` (status 504 if the service reports it)."""
 
 
 class ServiceBusyError(ServiceError):
-    """The service is too busy to answer (429, 503), even after the retries."""
+    """The service is too busy to answer, even after the retries (status 429 or 503)."""
 
 
 class NotAllowedError(ServiceError):
-    """No valid token, or a token without the required scope (401, 403)."""
+    """The token is missing, is not valid, or does not have the required scope (status 401 or 403)."""
 
 
 class RequestRefusedError(ServiceError):
-    """The request is wrong (another 4xx)."""
+    """The request is wrong (another status 4xx)."""
 
 
 class ServiceFailedError(ServiceError):
-    """The service failed (another 5xx), or its response cannot be read."""
+    """The service failed (another status 5xx), or its response cannot be read."""
 
 
 class SequencesRefusedError(ServiceError):
     """Some sequences could not be scored; the others were scored.
 
     Attributes:
-        problems: position of a sequence -> why it has no values.
-        results: float32 arrays in the order of the request; None for a sequence with a problem.
+        problems: the reason why a sequence has no values, by position of the sequence.
+        results: float32 arrays in the order of the request, with None for a sequence with a problem.
     """
 
     def __init__(self, problems: dict[int, str], results: list[npt.NDArray[np.float32] | None]) -> None:
@@ -112,7 +112,7 @@ class SequencesRefusedError(ServiceError):
 
 
 class JobFailedError(ServiceError):
-    """A job failed or was cancelled. `job` is its last state."""
+    """A job failed or was cancelled. `job` is the last known state of the job."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(f"job {job.id} {'was cancelled' if job.state == 'cancelled' else f'failed: {job.error}'}")

@@ -1,7 +1,7 @@
 """Follow a job through server-sent events (html.spec.whatwg.org/multipage/server-sent-events.html), across lost connections.
 
-Parses events, and decides when to reconnect and when to give up. Opens no connection: the clients open it, and pass in the
-bytes that they receive.
+This module parses events, and decides when to reconnect and when to stop. It opens no connection: the clients open connections,
+and pass the received bytes to this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from reflogp.client.models import Job
 
 #: Seconds without a byte after which a connection counts as lost; the service sends a comment every 15 seconds.
 _SILENCE = 45.0
-#: Seconds without any byte from the service after which a watch gives up, whatever its timeout. Allows for a restart.
+#: Seconds without any byte from the service after which a watch ends, even before its timeout. The service can restart in this
+#: time.
 _AWAY = 600.0
 #: Minimum seconds before a stream is opened again.
 _LEAST_PAUSE = 0.5
@@ -31,7 +32,7 @@ _SLACK = 0.05
 class EventParser:
     """A parser that takes a stream's bytes in chunks of any size and returns its events.
 
-    Supports only the fields that our service sends: `event` and `data`.
+    Only the fields that a scoring service sends are supported: `event` and `data`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class EventParser:
 
     def feed(self, chunk: bytes) -> list[tuple[str, str]]:
         """Return (event, data) for every event that is complete with this chunk."""
-        *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be half of \r\n
+        *lines, self._rest = re.split(rb"\r\n|\n|\r(?!\Z)", self._rest + chunk)  # a final \r may be the first half of \r\n
         found = []
         for line in lines:
             name, _, value = line.decode("utf-8", "replace").partition(":")
@@ -58,12 +59,12 @@ class EventParser:
 
 
 class Following:
-    """The state of one watch of one job: its last known state, when to open its stream again, and when to give up.
+    """The state of one watch of a job: the job's last known state, when to open its stream again, and when to stop.
 
     Args:
         job: id.
         url: URL of the service, for messages.
-        timeout: seconds for the whole watch; None for as long as the job takes.
+        timeout: seconds for the whole watch, or None for as long as the job takes.
     """
 
     def __init__(self, job: str, url: str, timeout: float | None) -> None:
@@ -112,8 +113,8 @@ class Following:
     def pause(self, cause: protocol.Outcome) -> float:
         """Return the seconds to wait before the stream is opened again.
 
-        `cause` is the response or exception that ended the stream; None if the service closed it normally. Raises the error for
-        the cause if the service refuses the request, was never reached, or has not responded for too long.
+        `cause` is the response or exception that ended the stream, or None if the service closed it normally. Raises the error
+        for the cause if the service refuses the request, was never reached, or has not responded for too long.
         """
         now, heard = time.monotonic(), self._last is not None
         if now < self._until:

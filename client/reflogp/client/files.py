@@ -13,7 +13,7 @@ from typing import IO
 from reflogp.store import UsageError
 
 _CHUNK_BYTES = 1 << 20
-#: Number of characters of the digest at the start of an upload's name, and of the longest name that a service accepts.
+#: Number of characters of the digest at the start of an upload's name, and maximum length of a name that a service accepts.
 _DIGEST_CHARACTERS, _NAME_CHARACTERS = 12, 200
 
 #: Called with (bytes done, total bytes).
@@ -30,9 +30,9 @@ class LocalFile:
 
     Attributes:
         name: name under which a service will keep the file.
-        size: bytes.
+        size: size in bytes.
         sha256: digest of the content, hexadecimal.
-        progress: called while the file is sent.
+        progress: a function that is called while the file is sent.
     """
 
     path: Path
@@ -59,21 +59,21 @@ class LocalFile:
             raise UsageError(f"{self.path} changed while it was sent; send it again when it is complete")
 
     async def async_chunks(self) -> AsyncIterator[bytes]:
-        """Yield the same chunks as `chunks`, but read outside the event loop's thread."""
+        """Yield the same chunks as `chunks`, which are read outside the event loop's thread."""
         chunks = self.chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
 
 
 def local_file(path: str | Path, name: str | None = None, progress: Progress | None = None) -> LocalFile:
-    """Return a file to upload, after reading it once for its digest.
+    """Read a file once for its digest, and return it as a file to upload.
 
     Args:
-        name: name under which a service will keep the file. Default: the file's own name after the first characters of its
+        name: name under which a service will keep the file. By default, the file's own name follows the first characters of its
             digest, so that different files of the same name do not replace each other.
 
     Raises:
-        UsageError: no such file, a folder, or a suffix that is not a dataset's.
+        UsageError: the file does not exist, is a folder, or does not have the suffix of a dataset.
     """
     found = Path(path).expanduser()
     if found.is_dir():
@@ -99,7 +99,7 @@ def local_file(path: str | Path, name: str | None = None, progress: Progress | N
 
 
 def is_dataset_name(name: str) -> bool:
-    """Return whether a file's name ends as a dataset file's name does."""
+    """Return True if a file's name has the suffix of a dataset file."""
     return _KNOWN.search(name) is not None
 
 
@@ -110,7 +110,10 @@ def _upload_name(name: str, digest: str) -> str:
 
 
 def check_output(path: str | Path) -> Path:
-    """Return the path of a Parquet file that will be written. Raises UsageError if the path cannot be used."""
+    """Check the path of a Parquet file that will be written, and return it as a Path.
+
+    Raises UsageError if the path cannot be used.
+    """
     output = Path(path).expanduser()
     if output.suffix != ".parquet":
         raise UsageError(f"the output {path} would be a Parquet file; give it a name that ends in .parquet")

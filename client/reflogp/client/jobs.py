@@ -70,23 +70,23 @@ def report_call(job: str) -> protocol.Call:
 
 
 def result_call(job: str, into: IO[bytes]) -> protocol.Call:
-    # Not compressed in transit, so that Content-Length is the length of the file.
+    # The response is not compressed, so that Content-Length is the length of the file.
     return protocol.Call("GET", _path(job, "/result"), headers={"accept-encoding": "identity"}, into=into)
 
 
 def retry_call(job: str) -> protocol.Call:
-    # Not retried once the service may have seen it: somebody may have cancelled the job since.
+    # The request is not repeated if the service may have seen it, because somebody may have cancelled the job since then.
     return protocol.Call("POST", _path(job, "/retry"), again=protocol.NOT_SENT)
 
 
 def check_settings(settings: JobSettings) -> None:
-    """Raise TypeError for a setting that jobs do not have, before a dataset is uploaded for nothing."""
+    """Raise TypeError for a setting that jobs do not have. A client checks this before it uploads a dataset."""
     if unknown := settings.keys() - JobSettings.__annotations__.keys():
         raise TypeError(f"a job has no setting {', '.join(sorted(unknown))}; use {', '.join(JobSettings.__annotations__)}")
 
 
 def on_hub(dataset: str | Path) -> ServiceUri | None:
-    """Return the dataset of the Hugging Face Hub that "ORGANISATION/NAME" names; None for a file or folder of this machine.
+    """Return the dataset of the Hugging Face Hub that "ORGANISATION/NAME" names, or None for a file or folder of this machine.
 
     A local file or folder with that name takes precedence, as in `reflogp score`.
     """
@@ -104,8 +104,8 @@ def submit_call(
 ) -> protocol.Call:
     """Return the request that submits a job.
 
-    Safe to repeat: the service identifies a job by its key or, without a key, by its dataset's content, its reference and its
-    settings.
+    The request is safe to repeat: the service identifies a job by its key or, without a key, by its dataset's content, its
+    reference and its settings.
     """
     where: dict[str, str]
     match dataset:
@@ -123,9 +123,9 @@ def submit_call(
 
 
 def cancel_plan(job: str) -> protocol.Plan[Job]:
-    """Cancel a job, and return it when it is cancelled or about to be.
+    """Cancel a job, and return it when it is cancelled or will be cancelled soon.
 
-    Safe to repeat: a job that is already cancelled is returned unchanged.
+    The call is safe to repeat: a job that is already cancelled is returned unchanged.
     """
     try:
         return job_of((yield protocol.Call("DELETE", _path(job))))
@@ -141,7 +141,7 @@ def cancel_plan(job: str) -> protocol.Plan[Job]:
 def upload_plan(file: LocalFile) -> protocol.Plan[UploadInfo]:
     """Upload the file unless the service already has it, and return what the service keeps.
 
-    Safe to repeat: the same content is stored under the same name.
+    The upload is safe to repeat: the same content is stored under the same name.
     """
     path = f"/v1/uploads/{quote(file.name, safe='')}"
     try:

@@ -1,4 +1,4 @@
-"""Define jobs, uploads and datasets of a service as plain values."""
+"""Define plain Python types for the jobs, uploads and datasets of a service."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reflogp.store.windows import TruncationMode
 
 Format: TypeAlias = Literal["preference", "kto", "tokens"]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
-#: States that a job does not leave on its own.
+#: The states in which a job has ended.
 FINAL_STATES: tuple[JobState, ...] = ("done", "failed", "cancelled")
-#: Jobs that the repr of a page names; the others are counted.
+#: Maximum number of jobs that the repr of a page names. The repr only counts the others.
 _SHOWN_JOBS = 10
 
 
@@ -39,9 +39,10 @@ class ServiceUri:
     """A dataset that the service downloads: https://, s3://, hf://datasets/…, if the service's settings allow it.
 
     Attributes:
-        uri: with or without a query. hf://datasets/ORGANISATION/NAME is a dataset of the Hugging Face Hub, of which one split
-            is read, and hf://datasets/ORGANISATION/NAME/FILE is one of its files; both may have @REVISION after the name.
-        config: config (subset) of a dataset of the Hub; None for its default.
+        uri: the URI of the dataset, with or without a query. hf://datasets/ORGANISATION/NAME is a dataset of the Hugging Face
+            Hub, of which one split is read, and hf://datasets/ORGANISATION/NAME/FILE is one of its files; both forms may have
+            @REVISION after the name.
+        config: config (subset) of a dataset of the Hub, or None for the default config.
 
     Examples:
         >>> from reflogp.client import ServiceUri
@@ -58,7 +59,7 @@ class Uploaded:
     """An uploaded dataset, by its name on the service.
 
     Attributes:
-        name: from UploadInfo.
+        name: the name in UploadInfo.
 
     Examples:
         >>> from reflogp.client import Client, Uploaded
@@ -73,14 +74,16 @@ class Uploaded:
 
 
 class JobSettings(TypedDict, total=False):
-    """The settings of a job, named as the service names them. The service fills in those that are left out or None.
+    """The settings of a job, with the names that the service uses.
+
+    The service uses its defaults for settings that are left out or None.
 
     Attributes:
-        format: format of the dataset; None detects it from the columns.
-        max_length: maximum tokens of prompt and completion together; None for no limit.
+        format: format of the dataset, or None to detect it from the columns.
+        max_length: maximum tokens of prompt and completion together, or None for no limit.
         truncation_mode: which end of a longer sequence is kept; "keep_start" by default.
         ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, for the sums in the result.
-        priority: from -100 to 100, 0 by default; higher runs first.
+        priority: from -100 to 100, 0 by default; a job with a higher priority runs first.
         title: a label for people.
 
     Examples:
@@ -104,9 +107,9 @@ class UploadInfo:
     """A file that a service keeps.
 
     Attributes:
-        name: its name on the service.
-        bytes: its size.
-        sha256: digest of its content, 64 hex digits.
+        name: name of the file on the service.
+        bytes: size of the file in bytes.
+        sha256: digest of the content, 64 hex digits.
         uploaded_at: time of the upload, with a time zone.
 
     Examples:
@@ -131,16 +134,17 @@ class JobProgress:
     """The progress of a job's latest attempt.
 
     Attributes:
-        rows: rows read so far.
-        sequences: total number of sequences, as far as it is known; 0 while it is unknown.
-        done: sequences that were hits, were scored or failed.
-        hits: sequences that needed no computing: the store had them, or they occur twice in the dataset.
-        scored: sequences that were computed.
-        bad_rows: rows so far that have no values.
+        rows: number of rows that were read so far.
+        sequences: total number of sequences that is known so far, or 0 while it is unknown.
+        done: number of sequences that were hits, were scored or failed.
+        hits: number of sequences that needed no computing, because the store had them or because they occur twice in the
+            dataset.
+        scored: number of sequences whose values were computed.
+        bad_rows: number of rows so far that have no values.
         tokens: prompt and completion tokens of the scored sequences.
         tokens_per_second: rate of the latest attempt.
         seconds: running time so far.
-        seconds_left: time left at the current rate; None while it is unknown.
+        seconds_left: time left at the current rate, or None while it is unknown.
 
     Examples:
         >>> from reflogp.client import Client
@@ -181,7 +185,7 @@ class Job:
     Attributes:
         id: 16 hex digits.
         state: queued, running, done, failed or cancelled.
-        reference_id: reference that scores it, 32 hex digits.
+        reference_id: id of the reference that scores the dataset, 32 hex digits.
         settings: reference, format, max_length, truncation_mode, ld_alpha, priority, title.
         dataset: split, config, and one of upload, path and uri (without its query). Empty if another token submitted the job
             and the client's token has no permission to read.
@@ -190,10 +194,10 @@ class Job:
         note: why the latest attempt did not complete the job, or what a queued job waits for.
         error: why the job failed.
         summary: what `reflogp score --json` prints for a run; only for a done job.
-        started_at: start of the latest attempt; None before the first.
-        finished_at: end of the job; None before it.
+        started_at: start of the latest attempt, or None before the first attempt.
+        finished_at: end of the job, or None if the job has not ended.
         attempts: number of times that a worker started the job.
-        submitted_by: name of the token that submitted the job; empty in the same case as `dataset`.
+        submitted_by: name of the token that submitted the job; empty if `dataset` is empty.
         throughput: (seconds running, tokens per second) over the latest attempt.
 
     Examples:
@@ -253,7 +257,7 @@ class JobPage:
     Attributes:
         jobs: the jobs of this page.
         counts: number of jobs in each state, on all pages.
-        next_before: `before` argument for the next page; None on the last page.
+        next_before: `before` argument for the next page, or None on the last page.
 
     Examples:
         >>> from reflogp.client import Client

@@ -1,6 +1,6 @@
 """Build requests to a service and read its responses, without sending anything.
 
-Holds what both clients share: the request type, the rules for retries, and the routes of references and lookups.
+This module holds what both clients share: the request type, the rules for retries, and the routes of references and lookups.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from reflogp.store.texts import counted, hide_secrets, short_repr, visible
 
 T = TypeVar("T")
 
-#: Seconds to connect, and to wait for the next bytes of a response.
+#: Maximum seconds to connect, and to wait for the next bytes of a response.
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 60.0
 #: Maximum number of attempts for a request without a deadline, and the longest pause in seconds between two attempts.
 TRIES, LONGEST_PAUSE = 5, 10.0
-#: Maximum keys of a lookup without and with token values: 16 MB of keys, and 500 MB of values at 2,000 tokens each. If a
-#: service with lower limits answers 413, smaller requests are sent.
+#: Maximum number of keys of a lookup without and with token values: 16 MB of keys, and 500 MB of values at 2,000 tokens each.
+#: If a service with lower limits answers 413, smaller requests are sent.
 _KEYS_AT_ONCE, _VALUE_KEYS_AT_ONCE = 1_000_000, 65_536
 #: Seconds to wait beyond a deadline, so that the service itself can report that the deadline has passed.
 _GRACE = 0.5
@@ -50,11 +50,11 @@ _GRACE = 0.5
 _LONGEST_DEADLINE_MS = 3_600_000
 _BUSY = (429, 503)
 
-#: Errors raised by reading JSON of an unexpected shape.
+#: The errors that Python raises when code reads JSON of an unexpected shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
-#: NOT_SENT: failures after which the service has certainly not seen a request. DROPPED: also those after which it may have
-#: seen the request. ANY_LOSS: also those after which it may still be processing the request.
+#: NOT_SENT: failures after which the service has certainly not seen a request. DROPPED: these, and failures after which the
+#: service may have seen the request. ANY_LOSS: these, and failures after which the service may still be processing the request.
 NOT_SENT: tuple[type[httpx.TransportError], ...] = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -70,12 +70,12 @@ class ReferenceInfo:
     """A reference of a service.
 
     Attributes:
-        name: the service's name for it; None if only the service's store has it.
+        name: name of the reference on the service, or None if only the service's store has the reference.
         reference_id: 32 hex digits.
         model: folder or hub id, as the service's settings name it.
-        dtype: dtype in which it computes.
-        lm_head_dtype: dtype of its logits.
-        snapshot: number of the latest snapshot; None where nothing is stored.
+        dtype: dtype in which the model computes.
+        lm_head_dtype: dtype of the model's logits.
+        snapshot: number of the latest snapshot, or None if nothing is stored.
         sequences: number of stored sequences.
 
     Examples:
@@ -106,8 +106,8 @@ class Lookup:
 
     Attributes:
         lengths: number of stored values of each key, int32 (n,); -1 for a miss.
-        sums: sum of each key's values in nats, float64 (n,); NaN for a miss.
-        token_logps: list of n float32 arrays, with None for a miss. If values were not requested, None instead of the list.
+        sums: sum of each key's values in nats, float64 (n,), or NaN for a miss.
+        token_logps: list of n float32 arrays, with None for a miss. The attribute is None if values were not requested.
         reference_id: reference whose values were looked up.
         snapshot: number of the snapshot.
 
@@ -133,15 +133,15 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Call:
-    """One request.
+    """One request to a service, which may be sent several times.
 
     Attributes:
-        content: body; a file is streamed.
+        content: body of the request; a file is streamed.
         again: failures after which the request is retried; a busy response (429, 503) is always retried.
-        wait: seconds to wait for the next bytes of the response; None for the client's own timeout.
+        wait: seconds to wait for the next bytes of the response, or None for the client's own timeout.
         until: deadline (by time.monotonic) including retries and pauses; each attempt tells the service the time left.
-        into: file for the body of a successful response; None keeps the body in memory.
-        request_id: sent as X-Request-Id with every attempt; the service's log has it.
+        into: file for the body of a successful response, or None to keep the body in memory.
+        request_id: id that is sent as X-Request-Id with every attempt, and that the service logs.
     """
 
     method: str
@@ -156,8 +156,8 @@ class Call:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-#: A sequence of calls, each of which can depend on earlier responses: yields a call, receives its response (or its
-#: ServiceError), and returns the final result. Each plan is written once, and either client runs it.
+#: A generator of calls, each of which can depend on earlier responses. A plan yields a call, receives the response (or a
+#: ServiceError), and returns the final result. Each plan is written once, and both clients can run it.
 Plan: TypeAlias = Generator[Call, httpx.Response, T]
 #: The outcome of one attempt: a response, a lost connection, or the end of a stream (None).
 Outcome: TypeAlias = httpx.Response | httpx.TransportError | None
@@ -172,7 +172,7 @@ def references_of(response: httpx.Response) -> list[ReferenceInfo]:
 
 
 def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, snapshot: int | None) -> Plan[Lookup]:
-    """Look keys up, in as many requests as the service's limits require, all at the same snapshot."""
+    """Look up keys in as many requests as the service's limits require, all for the same snapshot."""
     try:
         column = keys.cast(KEY_TYPE) if isinstance(keys, pa.Array | pa.ChunkedArray) else pa.array(list(keys), KEY_TYPE)
     except pa.ArrowException as error:
@@ -197,7 +197,10 @@ def lookup_plan(reference: str, keys: pa.Array | Sequence[bytes], values: bool, 
 
 
 def fewer(error: RequestRefusedError, count: int) -> int:
-    """Return a smaller size after a request of `count` entries got 413; raise any other `error`, or if `count` is 1."""
+    """Return a smaller number of entries for the next request, after a request of `count` entries got status 413.
+
+    Raises `error` if it has another status, or if `count` is 1.
+    """
     if error.status != 413 or count < 2:
         raise error
     return count // 2
@@ -247,7 +250,7 @@ def known(kind: Any, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(response: httpx.Response) -> ServiceError:
-    """Return the error for a response with a status of 400 or above."""
+    """Return the error for a response whose status is 400 or above."""
     try:
         problem = response.json()
         detail, next_step = visible(str(problem["detail"])), visible(str(problem.get("next_step", "")))
@@ -282,7 +285,8 @@ def arguments(call: Call) -> dict[str, Any]:
 def _trace_context() -> dict[str, str]:
     """Return the headers (traceparent, tracestate) with which a service continues the caller's OpenTelemetry trace.
 
-    Empty if the caller has no active span. A caller that has one has imported opentelemetry, so it is not imported here.
+    The headers are empty if the caller has no active span. A caller with an active span has imported opentelemetry, so this
+    function does not import it.
     """
     headers: dict[str, str] = {}
     if "opentelemetry.trace" in sys.modules:
@@ -293,9 +297,10 @@ def _trace_context() -> dict[str, str]:
 
 
 def pause_after(answer: Outcome, call: Call, attempt: int, url: str) -> float | None:
-    """Return the seconds to wait before the next attempt; None if the response is good.
+    """Return the seconds to wait before the next attempt, or None if the response is good.
 
-    If a retry (after attempt number `attempt`, counted from 1) is not worthwhile, raises the error for the outcome `answer`.
+    `attempt` is the number of the last attempt, from 1. Raises the error for its outcome `answer` if another attempt is not
+    allowed.
     """
     if isinstance(answer, httpx.Response) and answer.status_code < 400:
         return None
@@ -333,7 +338,7 @@ def is_busy(answer: Outcome) -> bool:
 def pause_seconds(answer: Outcome, attempt: int) -> float:
     """Return the pause that a busy service requests, else a pause that grows with every failed attempt.
 
-    Both have a random part, so that clients do not retry at the same moment.
+    Both pauses have a random part, so that clients do not retry at the same moment.
     """
     asked = answer.headers.get("retry-after", "") if isinstance(answer, httpx.Response) else ""
     if asked.isdigit():

@@ -22,10 +22,10 @@ from reflogp.store.texts import counted, short_repr
 #: n lists of token ids: Python lists, numpy arrays (or one two-dimensional array) or an Arrow list array.
 TokenIds: TypeAlias = "Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray"
 
-#: Seconds to wait for the values if no deadline is given: the service may have to load a reference model first.
+#: Seconds to wait for the values if no deadline is given. In this time, the service may have to load a reference model.
 _PATIENCE = 600.0
-#: Maximum sequences and tokens of one request: half of a service's default limits. If a service with lower limits answers 413,
-#: smaller requests are sent.
+#: Maximum number of sequences and of tokens in one request: half of a service's default limits. If a service with lower limits
+#: answers 413, smaller requests are sent.
 _SEQUENCES_AT_ONCE, _TOKENS_AT_ONCE = 2_048, 2 << 20
 
 
@@ -65,9 +65,9 @@ class Scores:
 
 
 def sequences(prompts: TokenIds, completions: TokenIds, attention_masks: TokenIds | None = None) -> pa.Table:
-    """Return n sequences as a request carries them: columns prompt_ids, completion_ids and, if given, attention_mask.
+    """Return the table that a request sends for n sequences: columns prompt_ids, completion_ids and, if given, attention_mask.
 
-    Raises UsageError for anything but lists of token ids, or lists that differ in number.
+    Raises UsageError if the arguments are not lists of token ids, or if their numbers of lists differ.
     """
     columns = {"prompt_ids": _lists(prompts, "prompts"), "completion_ids": _lists(completions, "completions")}
     if len(columns["prompt_ids"]) != len(columns["completion_ids"]):
@@ -139,7 +139,7 @@ def _score_call(params: dict[str, Any], table: pa.Table, patience: float | None,
 
 
 def _scores_of(response: httpx.Response) -> tuple[list[str | None], Scores]:
-    """Return (for each sequence the reason why it has no values, or None; the scores)."""
+    """Return a list with the reason why each sequence has no values (None for a scored sequence), and the scores."""
 
     def read(table: pa.Table, about: dict[str, str]) -> tuple[list[str | None], Scores]:
         values = protocol.float_lists(table["token_logps"])
@@ -171,7 +171,7 @@ def _tokens_before(table: pa.Table) -> npt.NDArray[np.int64]:
 
 
 def _lists(ids: TokenIds, name: str) -> pa.ListArray:
-    """Return the ids as list<uint32>; raises UsageError for anything but lists of token ids."""
+    """Return lists of token ids as list<uint32>. Raises UsageError if they are not lists of token ids."""
     try:
         return token_lists(list(ids) if isinstance(ids, np.ndarray) else ids, name).cast(pa.list_(pa.uint32()))
     except (pa.ArrowException, TypeError) as error:

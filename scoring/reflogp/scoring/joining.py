@@ -25,8 +25,8 @@ from reflogp.scoring.errors import DatasetError
 from reflogp.scoring.runs.callbacks import ProgressCallbacks
 from reflogp.scoring.runs.score import NAMED_ROWS
 from reflogp.store import Snapshot, StoreUnavailableError, UsageError, join_logps
+from reflogp.store.images import IMAGE_COLUMNS
 from reflogp.store.joins import ROW_COLUMN, tokens_column
-from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import counted, short_repr, shortened
 from reflogp.store.windows import TrainerSettings
 

@@ -45,8 +45,7 @@ from reflogp.service.problems import Problem
 from reflogp.service.public_addresses import is_public
 from reflogp.service.settings import ServerSettings
 from reflogp.store import StoreUnavailableError, UsageError
-from reflogp.store.hub import HubPlace
-from reflogp.store.hub_file import HubFile
+from reflogp.store.hub import HubFile, HubPlace
 from reflogp.store.storage import STORAGE_ERRORS, open_filesystem, sentence, with_credentials
 from reflogp.store.texts import hide_secrets
 

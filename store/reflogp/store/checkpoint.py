@@ -1,7 +1,7 @@
 """Read a model folder: its config, its weight files, and whether the weight files are complete.
 
-Follows the file layout that transformers writes (safetensors, index.json, hub cache). Loads no tensor and does not import
-torch.
+The expected files are those that transformers writes (safetensors, index.json, hub cache). This module loads no tensor and does
+not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflogp.store.texts import counted, short_repr
 _ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-#: A file with a larger header is not a safetensors file (the format's own limit).
+#: Maximum size of a safetensors header in bytes, which the format defines.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -34,12 +34,12 @@ class Adapter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a safetensors header describes it.
+    """The description of a tensor in a safetensors header.
 
     Attributes:
-        dtype: the format's name of the dtype: "F32", "BF16", "U8", ….
-        shape: lengths of its dimensions.
-        nbytes: bytes in the file.
+        dtype: name of the dtype in the safetensors format: "F32", "BF16", "U8", ….
+        shape: length of each dimension.
+        nbytes: number of bytes of the tensor in the file.
     """
 
     dtype: str
@@ -66,7 +66,7 @@ class Checkpoint:
         return short_repr("Checkpoint", f"{self.folder}: {self.config.get('model_type', 'a model')}, {parts}")
 
     def code_files(self) -> list[Path]:
-        """Return the modelling code that comes with the weights; empty if the config names none."""
+        """Return the Python files in the folder if the config refers to modelling code; otherwise an empty list."""
         return sorted(self.folder.glob("*.py")) if "auto_map" in self.config else []
 
     def hashed_files(self) -> list[Path]:
@@ -80,7 +80,7 @@ class Checkpoint:
         return [*read, *([self.adapter.folder / _ADAPTER_CONFIG] if self.adapter is not None else []), *self.hashed_files()]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return the weights' tensors by name, from the files' headers, without those of an adapter.
+        """Return the descriptions of the weights' tensors by name, without an adapter's tensors.
 
         Raises CheckpointError if a header cannot be read.
         """
@@ -100,18 +100,18 @@ class Checkpoint:
 
 
 def resolve_model(model: str, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the local folder of a model: a path unchanged, a hub id through the hub's cache (downloaded if needed).
+    """Return the local folder of a model. A hub model is first downloaded to the hub's cache if it is not there yet.
 
     Args:
-        model: a folder, or a hub id.
-        revision: revision of a hub id; None for its main branch.
-        weights: False downloads only the config, tokenizer and code files of a hub model.
+        model: a folder, which is returned unchanged, or a hub id.
+        revision: revision of a hub model, or None for the main branch.
+        weights: if False, only the config, tokenizer and code files of a hub model are downloaded.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: neither a folder nor a hub id that can be downloaded.
+        UsageError: `model` is neither a folder nor the id of a hub model that can be downloaded.
 
     Examples:
         >>> from reflogp.store import resolve_model
@@ -166,7 +166,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not config_file.is_file():
         if (folder / _ADAPTER_CONFIG).is_file():
             return _read_adapter(folder)
-        raise UsageError(f"{folder} holds no config.json: not a model folder")
+        raise UsageError(f"{folder} is not a model folder: it holds no config.json")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -221,7 +221,10 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _named_in(index: bytes) -> list[str]:
-    """Return the weight files that an index names, sorted. Raises ValueError, KeyError or AttributeError if it is invalid."""
+    """Return the weight files that an index names, sorted.
+
+    Raises ValueError, KeyError or AttributeError if the index is invalid.
+    """
     return sorted(set(json.loads(index)["weight_map"].values()))
 
 
@@ -233,11 +236,11 @@ def _check_whole(file: Path) -> None:
     expected, _ = _header(file)
     size = file.stat().st_size
     if size != expected:
-        raise CheckpointError(f"{file} is truncated or damaged: {size} bytes, but its header promises {expected}")
+        raise CheckpointError(f"{file} is truncated or damaged: it has {size} bytes, but its header promises {expected}")
 
 
 def _header(file: Path) -> tuple[int, dict[str, StoredTensor]]:
-    """Return (bytes that the complete file has, its tensors by name)."""
+    """Return the size in bytes of the complete file, as its header gives it, and the file's tensors by name."""
     try:
         with file.open("rb") as handle:
             (header_bytes,) = struct.unpack("<Q", handle.read(8))

@@ -17,7 +17,8 @@ from reflogp.store.windows import TrainerSettings
 class ScoreArguments:
     """The arguments of `reflogp score` that decide which values it stores, and how it reads and tokenises the dataset.
 
-    Messages quote them as the command line that `command` returns. Commands that look these values up take the same arguments.
+    `command` returns the command line with these arguments, which messages quote. Commands that look up stored values take the
+    same arguments.
 
     Attributes:
         model, data, store: the reference model, the dataset, and the store.
@@ -26,9 +27,9 @@ class ScoreArguments:
         lm_head_dtype: "float32", or None for the model's dtype.
         revision: revision of a hub model.
         split: split of a saved or hub dataset.
-        form: the dataset's format; None detects it.
-        tokenizer: folder or hub id of another tokenizer; None for the model's own.
-        chat_template: file with a Jinja template; None for the tokenizer's own.
+        form: the dataset's format, or None to detect it.
+        tokenizer: folder or hub id of another tokenizer, or None for the model's tokenizer.
+        chat_template: file with a Jinja template, or None for the tokenizer's template.
         trust_remote_code: run code from the checkpoint.
     """
 
@@ -67,7 +68,7 @@ class ScoreArguments:
 
 @contextmanager
 def naming_command(command: str) -> Iterator[None]:
-    """If the block raises an error because nothing was scored yet, add the complete scoring command to its message."""
+    """Add the complete scoring command to the message of an error that the block raises because nothing was scored yet."""
     try:
         yield
     except (StoreNotFoundError, ReferenceNotFoundError) as error:
@@ -75,6 +76,6 @@ def naming_command(command: str) -> Iterator[None]:
 
 
 def repair_command(table_uri: str) -> str:
-    """Return `reflogp store verify --repair` for the store of a table (`<store>/<reference id>/logprobs`)."""
+    """Return the command line that repairs the store of a table whose URI is `<store>/<reference id>/logprobs`."""
     store, reference_id = split_table_uri(table_uri)
     return shlex.join(["reflogp", "store", "verify", store, "--reference", reference_id, "--repair"])

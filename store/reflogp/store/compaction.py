@@ -1,7 +1,7 @@
-"""Compact a table: merge many shards into few, sorted and without overlaps, with each key once. Vacuum the replaced shards.
+"""Compact and vacuum a table: merge many shards into a few sorted ones that share no key, and delete the replaced shards.
 
-Runs in bounded memory: the key range is cut into parts, and one part at a time is read, sorted and written. Since every shard
-is sorted, a part of it is a run of its row groups.
+Compaction uses bounded memory: the range of keys is divided into parts, and one part at a time is read, sorted and written.
+Every shard is sorted, so the rows of one part are in consecutive row groups of a shard.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ SMALL_BYTES = SHARD_BYTES // 4
 #: so that writers that share a table do not all start at once.
 SMALL_SHARDS = 64
 _SMALL_SHARDS_SPREAD = 32
-#: Maximum number of overlapping shards merged in one pass, which holds a row group (4 MB) of each. More are merged in stages.
+#: Maximum number of overlapping shards that one pass merges. A pass holds one row group (4 MB) of each shard in memory. A
+#: larger number of shards is merged in several passes.
 _MERGED_AT_ONCE = 128
 #: Hours for which vacuum keeps replaced shards (for readers of older snapshots) and uncommitted shards (for their writers).
 RETENTION_HOURS = 168
@@ -50,7 +51,8 @@ class Compacted:
         shards_before, shards_after: number of shards of the table.
         rows: rows rewritten; 0 if there was nothing to do.
         duplicates: rows left out because a longer row has the same key.
-        won: False if another process compacted the same shards first; this process's last merge was then discarded.
+        won: whether all merges were committed. If not, another process compacted the same shards first, and the last merge was
+            discarded.
         snapshot: number of the latest snapshot afterwards.
     """
 
@@ -65,7 +67,7 @@ class Compacted:
 def compact(
     table: LogprobTable, *, only_small: bool = False, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None
 ) -> Compacted:
-    """Merge shards. Readers of earlier snapshots are not disturbed: replaced shards stay until `vacuum`.
+    """Merge shards. Earlier snapshots can still be read, because replaced shards are kept until `vacuum` deletes them.
 
     Args:
         table: the table to compact.
@@ -75,11 +77,11 @@ def compact(
         progress: called with (rows written, total rows).
 
     Returns:
-        Numbers of shards and rows before and after; see Compacted.
+        A Compacted with the number of shards before and after, and the number of rewritten rows.
 
     Raises:
         DamagedStoreError: a shard or the log is damaged.
-        StoreUnavailableError: the store cannot be read or written. No rows are lost.
+        StoreUnavailableError: the store cannot be read or written; no rows are lost.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference, compact
@@ -124,7 +126,7 @@ def compact(
 def _merge(
     table: LogprobTable, shards: Sequence[Shard], size: int, shard_bytes: int, progress: Progress | None
 ) -> tuple[list[Written], int]:
-    """Write the rows of some shards as new shards; return (the new shards, not yet committed, and the rows read)."""
+    """Write the rows of some shards as new shards that are not committed; return these shards and the number of rows read."""
     total = sum(group.rows for shard in shards for group in shard.groups)
     written: list[Written] = []
     try:
@@ -141,8 +143,9 @@ def _merge(
 def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
     """Yield all rows of some shards in about `parts` tables, sorted by key, with only the longest row of each key.
 
-    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once; its rows that
-    belong to a later part stay in memory until that part. So memory holds one part and up to a row group of each shard.
+    Keys are digests, so equal parts of the key space hold about equally many keys. Each row group is read once; rows that
+    belong to a later part stay in memory until that part is yielded. So memory holds one part and up to a row group of each
+    shard.
     """
     readers = [_Reader(shard) for shard in shards]
     for part in range(parts):
@@ -153,7 +156,7 @@ def merged(shards: Sequence[Shard], parts: int) -> Iterator[pa.Table]:
 
 
 class _Reader:
-    """A reader of a shard's rows, in order from the first."""
+    """A reader that returns the rows of a shard in their order."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -161,13 +164,13 @@ class _Reader:
         self._rest: pa.Table = SCHEMA.empty_table()
 
     def up_to(self, behind: int) -> pa.Table:
-        """Return the next rows: those whose key's first word is below `behind`."""
+        """Return the next rows, up to the first row whose key has a first word of `behind` or more."""
         groups = [group.index for group in self._left if group.least < behind]
         self._left = self._left[len(groups) :]
         rows = pa.concat_tables([self._rest, self._shard.rows(groups)]) if groups else self._rest
         words = keys_as_words(rows["key"])[0]
         stop = len(words) if behind >= 1 << 64 else int(np.searchsorted(words, np.uint64(behind)))
-        # Copied, because a slice would keep all the rows in memory.
+        # The rest is copied, because a slice would keep all the rows in memory.
         self._rest = rows.take(pa.array(np.arange(stop, len(rows)))) if stop < len(rows) else SCHEMA.empty_table()
         return rows.slice(0, stop)
 
@@ -178,7 +181,7 @@ def small_shards_allowed() -> int:
 
 
 def compact_if_many(table: LogprobTable, allowed: int) -> Compacted | None:
-    """Merge the small shards if there are more than `allowed`. Return None if there are not, or if the compaction failed.
+    """Merge the small shards if there are more than `allowed`; otherwise, or if the compaction failed, return None.
 
     The appended rows are committed already, so a failed compaction only causes a warning.
     """
@@ -196,21 +199,21 @@ def vacuum(
 ) -> list[str]:
     """Delete shards that compaction replaced and files that were never committed, if they are older than the retention.
 
-    Snapshots from before a compaction can no longer be read after the shards that it replaced are deleted.
+    A snapshot can no longer be read after one of its shards is deleted.
 
     Args:
         table: the table to vacuum.
-        retention_hours: minimum age of deleted files. Must exceed the time for which a reader uses an old snapshot or a writer
-            prepares a commit.
+        retention_hours: minimum age of deleted files. The age must exceed the time for which a reader uses an old snapshot or a
+            writer prepares a commit.
         dry_run: delete nothing, only return what would be deleted.
-        alone: True promises that no other process uses the store now; allows a retention of 0.
+        alone: whether the caller knows that no other process uses the store now. If so, a retention of 0 is allowed.
 
     Returns:
         The deleted files.
 
     Raises:
         UsageError: the retention could delete files that a writer is about to commit.
-        DamagedStoreError: the log is damaged, or a shard is missing: a repair may need a file that seems unused.
+        DamagedStoreError: the log is damaged or a shard is missing, so a repair may need a file that seems unused.
         StoreUnavailableError: the clock of this machine is behind the table's last commit, or the store cannot be written.
 
     Examples:
@@ -221,7 +224,7 @@ def vacuum(
     """
     if retention_hours < 0 or (retention_hours < 1 and not alone):
         raise UsageError(
-            f"retention of {retention_hours} hours: below 1 hour needs --alone, while no other process uses the store"
+            f"retention of {retention_hours} hours: less than 1 hour needs --alone, and no other process may use the store"
         )
     try:
         ahead = table.committed_at() - time.time()
@@ -231,8 +234,8 @@ def vacuum(
             )
         _require_every_file(table)
         deleted = table.delta().vacuum(retention_hours, dry_run=dry_run, enforce_retention_duration=False, full=True)
-        for file in unfinished_files(table.uri):  # delta-rs does not list these files
-            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+        for file in unfinished_files(table.uri):  # unfinished files, which delta-rs does not list
+            with contextlib.suppress(FileNotFoundError):  # the file's writer has just renamed it
                 if file.stat().st_mtime <= time.time() - 3600 * retention_hours:
                     if not dry_run:
                         file.unlink()
@@ -243,14 +246,16 @@ def vacuum(
 
 
 def _require_every_file(table: LogprobTable) -> None:
-    """Raise DamagedStoreError unless every shard in the log exists, and log and checkpoints agree."""
+    """Raise DamagedStoreError unless every shard in the log exists and the log agrees with the checkpoints."""
     number, sizes = table.numbered_shards()
     there = list_files(table.filesystem)
     problems = log.checked(table.filesystem, number, sizes).problems
     problems |= {path: "the file is gone" for path in sizes if path not in there}
     if problems:
         file, problem = next(iter(problems.items()))
-        raise DamagedStoreError(f"{file}: {problem}; nothing is deleted until it is repaired: {repair_command(table.uri)}")
+        raise DamagedStoreError(
+            f"{file}: {problem}; nothing is deleted until the damage is repaired: {repair_command(table.uri)}"
+        )
 
 
 def _in_order(shards: Sequence[Shard]) -> bool:
@@ -260,7 +265,7 @@ def _in_order(shards: Sequence[Shard]) -> bool:
 
 
 def _overlaps(shards: Sequence[Shard]) -> int:
-    """Return the largest number of shards whose key ranges share a point of the key space."""
+    """Return the largest number of shards whose key ranges all contain one common key."""
     ends = [
         end for shard in shards if shard.groups for end in ((shard.groups[0].least, 1), (shard.groups[-1].greatest + 1, -1))
     ]

@@ -1,6 +1,6 @@
-"""Verify a whole table, log and shards, and repair damage.
+"""Verify the log and the shards of a table, and repair damage.
 
-Verification reads everything. A repair loses only what is damaged: a damaged shard is dropped, and a damaged log entry is
+Verification reads everything. A repair loses only damaged data: a damaged shard is removed, and a damaged log entry is
 rewritten from its readable parts.
 """
 
@@ -28,9 +28,9 @@ class Damage:
     """A damaged file of a table.
 
     Attributes:
-        file: its path in the table's folder.
-        problem: what is wrong with it.
-        rows: number of rows that cannot be read because of it; None if unknown.
+        file: path of the file in the table's folder.
+        problem: what is wrong with the file.
+        rows: number of rows that cannot be read because of the damage, or None if unknown.
     """
 
     file: str
@@ -46,7 +46,7 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
         progress: called with (files read, total files).
 
     Returns:
-        The damaged files; empty if there are none.
+        The damaged files; an empty list if no file is damaged.
 
     Raises:
         StoreUnavailableError: the storage does not respond.
@@ -80,16 +80,17 @@ def verify(table: LogprobTable, progress: Progress | None = None) -> list[Damage
 
 
 def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
-    """Mend the log, then drop damaged shards in one commit. The next scoring run scores the dropped rows again.
+    """Repair the log, then remove damaged shards in one commit. The next scoring run scores the removed rows again.
 
-    Nobody else should write meanwhile. The original content of a damaged log entry is kept in the folder `_damaged`.
+    No other process should write to the store during a repair. The original content of a damaged log entry is kept in the
+    folder `_damaged`.
 
     Args:
         table: the table that was verified.
         damages: the damage that `verify` found.
 
     Returns:
-        The table, opened again.
+        The repaired table, which was opened again.
 
     Raises:
         StoreUnavailableError: the store cannot be written.
@@ -116,8 +117,8 @@ def repair(table: LogprobTable, damages: list[Damage]) -> LogprobTable:
 def _bring_back(table: LogprobTable) -> None:
     """Append the rows of undamaged shards that no log entry names.
 
-    Some of these shards belong to log entries that are gone; crashed writers left the others, whose rows are scores of this
-    reference too. Keys that the table has keep their values.
+    Some of these shards belong to log entries that are lost. The others were left by writers that crashed; their rows are
+    scores of this reference too. Keys that the table already has keep their values.
     """
     last = max(log.versions(table.filesystem), default=-1)
     named = {path for version in range(last + 1) for path in log.read_entry(table.filesystem, version).named}
@@ -128,7 +129,7 @@ def _bring_back(table: LogprobTable) -> None:
 
 
 def _mend_log(filesystem: pafs.FileSystem, files: list[str]) -> None:
-    """Rewrite damaged entries, and delete the checkpoints, since they may sum up damaged entries."""
+    """Rewrite damaged log entries, and delete the checkpoints, which may have been made from damaged entries."""
     if not files:
         return
 

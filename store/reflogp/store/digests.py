@@ -1,7 +1,7 @@
-"""Compute the sha256 of files, and open files once so that what is hashed is what is read.
+"""Compute the sha256 of files, and keep files open so that the content that is hashed is the content that is read.
 
 Digests are cached by the file's path, inode, size, modification time and change time. The change time is included because a
-program that rewrites a file in place can restore all the others.
+program that rewrites a file in place can restore all the other properties.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from reflogp.store.files import check_own, open_own_folder
 
 logger = logging.getLogger(__name__)
 
-#: progress(done, total), in bytes while files are hashed. Other functions count rows or files, as their docstrings say.
+#: A function that is called with (done, total). Hashing counts bytes; other functions count rows or files, as their docstrings
+#: say.
 Progress = Callable[[int, int], None]
 
 _CHUNK = 8 << 20
 _SHA256_NAME = re.compile(r"[0-9a-f]{64}")
-#: A file that changed less than this many seconds ago may change again without a new change time. Allows for inexact clocks.
+#: A file that changed less than this many seconds ago may change again without a new change time. The margin allows for inexact
+#: clocks.
 _RECENT_SECONDS = 120.0
-#: Seconds that exceed one step of a file system's clock: a tick of the kernel's clock, or two seconds where times are whole.
+#: Seconds that exceed one step of a file system's clock: one tick of the kernel's clock, or two seconds on file systems that
+#: store whole seconds.
 _TICK_SECONDS, _COARSE_TICK_SECONDS = 0.03, 2.1
 #: The folder that lists a process's own open files by descriptor.
 _OPEN_FILES = Path("/proc/self/fd")
-#: Attempts to open a set of files; an attempt fails if a file is replaced while the others are opened.
+#: Maximum number of attempts to open a set of files. An attempt fails if a file is replaced while the others are opened.
 _OPEN_ATTEMPTS = 5
 
 
@@ -49,7 +52,7 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The properties of a file that change when it is replaced or written to. Times are nanoseconds."""
+    """The properties of a file that change when the file is replaced or written to. Times are in nanoseconds."""
 
     device: int
     inode: int
@@ -63,7 +66,7 @@ class FileIdentity:
 
     @classmethod
     def at(cls, path: Path) -> FileIdentity:
-        """Return the identity of the file at `path`. Raises OSError if there is no such file."""
+        """Return the identity of the file at `path`. Raises OSError if the file does not exist."""
         return cls.of(path.stat())
 
 
@@ -72,10 +75,10 @@ class OpenFile:
     """A file that is open for reading.
 
     Attributes:
-        path: path by which it was opened.
+        path: path by which the file was opened.
         descriptor: file descriptor.
         identity: identity of the file when it was opened.
-        link: identity of the link or file at the path itself; None for a file that was not opened by its path.
+        link: identity of the link or file at the path itself, or None for a file that was not opened by its path.
     """
 
     path: Path
@@ -94,7 +97,7 @@ class OpenFile:
             raise
 
     def read(self) -> bytes:
-        """Return the whole content."""
+        """Return the whole content of the file."""
         parts = []
         at = 0
         while part := os.pread(self.descriptor, _CHUNK, at):
@@ -105,7 +108,7 @@ class OpenFile:
     def check(self, by_path: bool = False) -> None:
         """Raise FileChangedError if the file changed since it was opened.
 
-        With `by_path`, raise it also if the path now leads to another file.
+        With `by_path`, raise the error also if the path now leads to another file.
         """
         try:
             same = FileIdentity.of(os.fstat(self.descriptor)) == self.identity
@@ -121,14 +124,14 @@ class OpenFile:
 class OpenFiles:
     """A set of files that are opened together and stay readable, even if their paths are renamed or deleted.
 
-    Renaming another file over an open file does not disturb its reader. Writing to an open file does, and `check` detects that.
-    Use it as a context manager, which closes the files at the end.
+    If another file is renamed to the path of an open file, the open file keeps its content. If a program writes to an open
+    file, `check` detects the change. Use the set as a context manager, which closes the files at the end.
 
     Args:
-        paths: existing files. The constructor fails unless all of them are at their paths at the same moment.
+        paths: existing files. The constructor fails unless all files are at their paths at the same moment.
 
     Raises:
-        FileChangedError: files are replaced again and again while they are opened.
+        FileChangedError: in every attempt, a file was replaced while the files were opened.
         OSError: a file cannot be read.
     """
 
@@ -173,17 +176,17 @@ class OpenFiles:
 
 @contextmanager
 def folder_of_open_files(files: dict[str, OpenFile], name: str, others: dict[str, Path] | None = None) -> Iterator[Path | None]:
-    """Make a temporary folder through which libraries that need paths read files that are already open.
+    """Make a temporary folder through which libraries that need paths can read files that are already open.
 
     Each name in the folder is a link to the open file itself (/proc/self/fd/…), so that changes at the original paths do not
     affect what is read. Only this process can use the folder.
 
     Args:
-        files: relative name -> file.
+        files: open files by relative name.
         name: name of the folder; transformers names modules after it.
-        others: relative name -> path of files that libraries may also read, but that are not open here.
+        others: paths, by relative name, of files that libraries may also read but that are not open.
 
-    Yields the folder; None if the system has no such links, or no room for a temporary folder.
+    Yields the folder, or None if the system has no such links or no space for a temporary folder.
     """
     if not _OPEN_FILES.is_dir():
         yield None
@@ -219,7 +222,7 @@ def file_digests(paths: Iterable[Path], progress: Progress | None = None) -> dic
 
 
 def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the sha256 (hex) of open files, by path. Reuses digests of earlier runs, and blob names of a hub cache.
+    """Return the sha256 (hex) of open files, by path. Digests of earlier runs and blob names of a hub cache are reused.
 
     Args:
         files: open files for which `wait_for_clock_tick` was called after they were opened.
@@ -253,11 +256,11 @@ def digests_of(files: Iterable[OpenFile], progress: Progress | None = None) -> d
 
 
 def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
-    """Wait until any further change of these files must give them a new change time. Call it before the files are read.
+    """Wait until any further change of these files must give them a new change time.
 
-    Two changes within one step of a file system's clock have the same time, so the second one would go unnoticed (the problem
-    of git's "racy" index entries). A program that writes through a memory map changes the time only at its first write after
-    the page was flushed, so recently changed files are flushed too.
+    Call this function before the files are read. Two changes within one step of a file system's clock have the same time, so
+    the second change would not be detected (the problem of git's "racy" index entries). A program that writes through a memory
+    map changes the time only at its first write after the page was flushed, so recently changed files are flushed too.
     """
     now = time.time()
     recent = [file for file in files if now - file.identity.ctime_ns / 1e9 < _RECENT_SECONDS]
@@ -270,7 +273,7 @@ def wait_for_clock_tick(files: Iterable[OpenFile]) -> None:
 
 
 def _hub_blob_digest(file: OpenFile) -> str | None:
-    """Return the blob name behind a hub cache's link, if it is a sha256 and the blob cannot have changed since it was named.
+    """Return the blob's name behind a hub cache's link, if it is a sha256 and the blob cannot have changed since it was named.
 
     The hub's client downloads a large file, names the blob by its sha256, and then links to it from a snapshot. The name is
     trusted if the blob was not written after the oldest link to it, and no other user may write to the blob or to the folders
@@ -295,10 +298,11 @@ def _hub_blob_digest(file: OpenFile) -> str | None:
 
 
 class _Memory:
-    """The digests of earlier runs, one small file per hashed path. If their folder cannot be used, files are hashed again.
+    """A cache of the digests of earlier runs, with one small file for each hashed path.
 
-    The folder and every file in it must belong to this user and must not be writable by others: a user who can write a digest
-    there can choose the reference id of somebody else's model. All access goes through the folder's descriptor.
+    If the folder of the cache cannot be used, files are hashed again. The folder and every file in it must belong to this user
+    and must not be writable by others: a user who can write a digest there can choose the reference id of somebody else's
+    model. All files of the cache are opened through the folder's descriptor.
     """
 
     def __enter__(self) -> _Memory:

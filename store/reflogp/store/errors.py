@@ -13,7 +13,7 @@ ReflogpError                    base of every error of all packages: the command
     └── FileChangedError        a file was replaced or written to while it was read
         └── ContentMismatchError   its content does not match an id or a digest
 
-StoreDamageWarning (a UserWarning): a reader continues without a damaged part, and names it.
+StoreDamageWarning (a UserWarning): a reader ignores a damaged part of the store, which the warning names.
 """
 
 
@@ -22,7 +22,7 @@ class ReflogpError(Exception):
 
 
 class UsageError(ReflogpError):
-    """The caller named something that does not exist or does not fit."""
+    """An argument of the call is wrong, such as a path, a name, a column or an option."""
 
 
 class StoreNotFoundError(UsageError):
@@ -42,11 +42,11 @@ class StoreUnavailableError(StoreError):
 
 
 class DamagedStoreError(StoreError):
-    """Parts of the store are damaged, and the call (a write, for example) needs all of it."""
+    """Parts of the store are damaged, and the call (a write, for example) needs the whole store."""
 
 
 class StoreDamageWarning(UserWarning):
-    """A part of the store is damaged; its rows count as missing, and the rest is served as usual."""
+    """A part of the store is damaged; its rows count as missing, and the other rows can still be read."""
 
 
 class ReferenceNotFoundError(StoreError):
@@ -58,7 +58,7 @@ class SnapshotNotFoundError(StoreError):
 
 
 class CheckpointError(StoreError):
-    """A model folder's weight files are missing, truncated or of a refused kind."""
+    """A model folder's weight files are missing or truncated, or have a format that is refused."""
 
 
 class FileChangedError(StoreError):

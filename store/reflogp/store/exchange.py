@@ -1,4 +1,4 @@
-"""Export a table as plain Parquet with a README, for sharing, and import such a folder.
+"""Export a table as a folder of Parquet files with a README, so that it can be shared, and import such a folder.
 
 An export has the store's own rows, and a reference.json that describes their reference model.
 """
@@ -41,14 +41,14 @@ _MOST_PROVENANCE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Contents:
-    """What an export holds, from its contents.json.
+    """The contents of an export, which its contents.json lists.
 
     Attributes:
         reference_id: reference of the rows.
         snapshot: number of the snapshot that was exported.
         rows: number of rows.
         card: sha256 of README.md as it was written, in hexadecimal.
-        files: path of reference.json and of each Parquet file in the export -> its sha256.
+        files: sha256 of reference.json and of each Parquet file, by path in the export.
     """
 
     reference_id: str
@@ -59,14 +59,14 @@ class Contents:
 
     @classmethod
     def read(cls, file: Path) -> Contents:
-        """Parse a contents.json. Raises UsageError if it cannot be read or names files that an export cannot have."""
+        """Parse a contents.json. Raises UsageError if the file cannot be read or names files that an export cannot have."""
         try:
             if file.stat().st_size > _MOST_CONTENTS_BYTES:
-                raise ValueError("it is too large")
+                raise ValueError("the file is too large")
             found = json.loads(file.read_text(encoding="utf-8"))
             contents = cls(**{**found, "files": dict(found["files"])})
             if not isinstance(contents.rows, int) or not isinstance(contents.reference_id, str):
-                raise ValueError("its rows or reference_id have the wrong type")
+                raise ValueError("rows or reference_id has the wrong type")
             if others := [name for name in contents.files if name != REFERENCE_FILE and not _DATA_FILE.fullmatch(name)]:
                 raise ValueError(f"an export cannot have a file {shortened(str(others[0]), 100)!r}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -79,7 +79,7 @@ class Contents:
         return sorted(name for name in self.files if name != REFERENCE_FILE)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the files whose sha256 differs in an export's folder. Raises UsageError if a file is missing there."""
+        """Return the files in an export's folder whose sha256 differs from `files`. Raises UsageError if a file is missing."""
         for name in self.files:
             if not (folder / name).is_file():
                 raise UsageError(f"{folder} is not complete: {name} is missing")
@@ -106,7 +106,7 @@ class Imported:
 def export_table(
     table: LogprobTable, folder: str, snapshot: Snapshot | None = None, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Write a snapshot's rows to `folder`/data/*.parquet, one per key and sorted by key, with README.md and two JSON files.
+    """Write a snapshot's rows to `folder`/data/*.parquet, one row per key and sorted by key, with README.md and two JSON files.
 
     reference.json describes the reference model; contents.json has the files' digests.
 
@@ -114,12 +114,12 @@ def export_table(
 
     Args:
         table: the table to export.
-        folder: a local folder that does not exist yet or is empty. It appears only when it is complete.
-        snapshot: the snapshot to export; None for the latest.
+        folder: a local folder that does not exist yet or is empty. The new folder appears only when it is complete.
+        snapshot: the snapshot to export, or None for the latest.
         progress: called with (rows written, total rows).
 
     Returns:
-        The numbers of rows and of Parquet files.
+        The number of rows and the number of Parquet files.
 
     Raises:
         UsageError: the folder is not empty, or cannot be written.
@@ -174,7 +174,7 @@ def export_table(
 
 
 def import_folder(store: Store, folder: str, progress: Progress | None = None) -> Imported:
-    """Append an export's rows to a store, which is created if it does not exist. As always, the first commit wins for a key.
+    """Append an export's rows to a store, which is created if it does not exist. A value that the store already has is kept.
 
     The files' digests and all rows are checked before the first row is written.
 
@@ -184,10 +184,10 @@ def import_folder(store: Store, folder: str, progress: Progress | None = None) -
         progress: called with (rows read, total rows); each row is read twice.
 
     Returns:
-        Numbers of rows in the export and of rows written, with the snapshot; see Imported.
+        An Imported with the number of rows in the export, the number of rows written, and the snapshot.
 
     Raises:
-        UsageError: not an export, or invalid rows. Nothing is written.
+        UsageError: the folder is not an export, or its rows are invalid. Nothing is written.
         StoreError: the store cannot be written.
 
     Examples:
@@ -248,7 +248,7 @@ def sha256_of(file: Path) -> str:
 
 
 def _problem_of(rows: pa.Table) -> str | None:
-    """Return what is wrong with rows that somebody else wrote, or None."""
+    """Return what is wrong with the rows of an export, or None if they are valid."""
     if problem := problem_of_rows(rows):
         return problem
     for provenance in rows["provenance"].unique().to_pylist():
@@ -267,12 +267,12 @@ def _parsed(provenance: str) -> dict[str, Any] | None:
 
 
 def _readme(reference: Reference, snapshot: int, rows: int, tokens: int, made: Counter[str]) -> str:
-    """Return the card of an export.
+    """Return the text of an export's README.md, which is its dataset card on the Hub.
 
     Args:
         reference: reference of the rows.
-        snapshot, rows, tokens: number of the snapshot, of its rows, and of its values.
-        made: provenance, in JSON -> rows.
+        snapshot, rows, tokens: number of the snapshot, number of its rows, and number of its values.
+        made: number of rows for each provenance, which is JSON.
     """
     engines: Counter[str] = Counter()
     for provenance, count in made.items():

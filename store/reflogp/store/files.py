@@ -1,7 +1,8 @@
 """Write files that appear only when they are complete, and check that a cache folder belongs to the current user.
 
 A file is written under a temporary name in the same folder and then renamed. The cache folder holds digests of files and
-compiled kernels, which a later run trusts or executes, and a team may share it: only the current user may have written them.
+compiled kernels. A later run trusts the digests and executes the kernels, so they must have been written by the current user,
+even if several users share the folder.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def write_atomically(target: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-#: Write permission for anybody but the owner.
+#: The mode bits that allow users other than the owner to write.
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def own_folder(parent: Path, name: str) -> Path:
-    """Return the folder `name`-<user id> below `parent`, created with mode 0700 if it does not exist.
+    """Return the folder `name`-<user id> below `parent`. The folder is created with mode 0700 if it does not exist.
 
-    Raises OSError if it cannot be created, and PermissionError if another user owns it or may write to it.
+    Raises OSError if the folder cannot be created, and PermissionError if another user owns the folder or may write to it.
     """
     folder = parent / f"{name}-{os.getuid()}"
     os.close(open_own_folder(folder))
@@ -54,9 +55,9 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def open_own_folder(folder: Path) -> int:
-    """Open a folder, created with mode 0700 if it does not exist, and return its file descriptor.
+    """Open a folder and return its file descriptor. The folder is created with mode 0700 if it does not exist.
 
-    The descriptor stands for the folder that was checked, even if somebody renames the folders above it.
+    The descriptor always refers to the folder that was checked, even if somebody renames the folders above it.
 
     Raises OSError and PermissionError for the same reasons as `own_folder`. A symbolic link in place of the folder is refused.
     """

@@ -1,6 +1,6 @@
-"""Share one reference's log-probs as a dataset repository of the Hugging Face Hub: push them there, and pull them into a store.
+"""Read files of the Hugging Face Hub's dataset repositories, and share one reference's log-probs as such a repository.
 
-A repository has the files of an export (exchange.py). Uploads and downloads are huggingface_hub's, which must be installed.
+A shared repository has the files of an export (exchange.py). huggingface_hub, which must be installed, sends all requests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +24,17 @@ from reflogp.store.storage import sentence, split_table_uri
 from reflogp.store.store import REFERENCE_FILE, Store
 from reflogp.store.table import LogprobTable
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+#: Prefix of the URI of every file on the Hub.
+SCHEME = "hf://"
 _URI = re.compile(r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?/?$", re.ASCII)
-_CHANGED = 412  # status of a commit whose parent is no longer the newest
+# The Hub keeps a Parquet copy of every public dataset in refs/convert/parquet, the one revision with slashes that is supported.
+_FILE = re.compile(
+    r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?/(?P<path>[^@?%#]+)", re.ASCII
+)
+_CHANGED = 412  # HTTP status for a commit whose parent is no longer the newest commit
 _ROWS_AT_ONCE = 65_536
 
 
@@ -33,8 +43,8 @@ class HubPlace:
     """A dataset repository of the Hub.
 
     Attributes:
-        repository: its id, "organisation/name".
-        revision: a branch, tag or commit; None for the main branch.
+        repository: id of the repository, "organisation/name".
+        revision: a branch, tag or commit, or None for the main branch.
     """
 
     repository: str
@@ -53,6 +63,86 @@ class HubPlace:
 
 
 @dataclass(frozen=True)
+class HubFile:
+    """A file of a dataset repository of the Hub.
+
+    Attributes:
+        place: repository and revision.
+        path: path in the repository.
+    """
+
+    place: HubPlace
+    path: str
+
+    @classmethod
+    def parse(cls, uri: str) -> HubFile:
+        """Return the file that hf://datasets/ORGANISATION/NAME[@REVISION]/PATH names. Raises UsageError for any other URI."""
+        found = _FILE.fullmatch(uri)
+        if found is None or not {"", ".", ".."}.isdisjoint(found["path"].split("/")):
+            raise UsageError(f"{uri} is not a file of the Hub: give hf://datasets/ORGANISATION/NAME[@REVISION]/PATH")
+        return cls(HubPlace(found["repository"], found["revision"]), found["path"])
+
+    def without_revision(self) -> str:
+        """Return the URI of this file on the main branch."""
+        return f"{HubPlace(self.place.repository)}/{self.path}"
+
+    def download(self) -> Path:
+        """Download the file to huggingface_hub's cache and return its path. An interrupted download is resumed.
+
+        Raises:
+            UsageError: there is no such file, or the token may not read it.
+            StoreUnavailableError: the Hub cannot be reached.
+        """
+        api = _api()
+        commit, _ = self._found(api)
+        with told(self.place):
+            return Path(api.hf_hub_download(self.place.repository, self.path, repo_type="dataset", revision=commit))
+
+    def read(self, chunk: int) -> tuple[int, Iterator[bytes]]:
+        """Return the file's size in bytes, and an iterator over its content in pieces of at most `chunk` bytes.
+
+        Each piece is one request. No piece is cached. This method and the iterator raise the same errors as `download`.
+        """
+        from huggingface_hub import HfFileSystem
+
+        api = _api()
+        commit, size = self._found(api)
+        # The path may contain an `@`, because huggingface_hub takes only the first `@` as the start of the commit.
+        name = f"datasets/{self.place.repository}@{commit}/{self.path}"
+
+        def pieces() -> Iterator[bytes]:
+            files = HfFileSystem(endpoint=api.endpoint, use_listings_cache=False, skip_instance_cache=True)
+            with told(self.place), files.open(name, "rb", block_size=chunk, cache_type="none", size=size) as source:
+                for start in range(0, size, chunk):
+                    piece = source.read(min(chunk, size - start))
+                    if len(piece) != min(chunk, size - start):
+                        asked = min(chunk, size - start)
+                        raise StoreUnavailableError(
+                            f"{self.place}: the Hub sent only {len(piece):,} of the {asked:,} bytes requested"
+                        )
+                    yield piece
+
+        return size, pieces()
+
+    def _found(self, api: HfApi) -> tuple[str, int]:
+        """Return the commit that the revision names now, and the file's size in bytes."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import EntryNotFoundError
+
+        url = hf_hub_url(
+            self.place.repository, self.path, repo_type="dataset", revision=self.place.revision, endpoint=api.endpoint
+        )
+        with told(self.place):
+            try:
+                about = api.get_hf_file_metadata(url=url)
+            except EntryNotFoundError as error:
+                raise UsageError(f"{self.place} has no file {self.path}") from error
+        if about.commit_hash is None or about.size is None:
+            raise StoreUnavailableError(f"{self.place}: the Hub does not report the commit and the size of {self.path}")
+        return about.commit_hash, about.size
+
+
+@dataclass(frozen=True)
 class Pushed:
     """The result of a push.
 
@@ -60,8 +150,8 @@ class Pushed:
         reference_id: reference of the rows.
         rows: rows in the repository.
         files: Parquet files in the repository.
-        commit: the repository's commit that has them.
-        changed: False if the repository had them already.
+        commit: the repository's commit that has these rows.
+        changed: False if the repository already had these rows.
     """
 
     reference_id: str
@@ -82,20 +172,20 @@ def push_table(
 ) -> Pushed:
     """Write a snapshot's rows to a dataset repository of the Hub in one commit, with a card that says how they were computed.
 
-    Files that an interrupted push uploaded are not uploaded again. Other files of the repository stay, and so does a card that
-    somebody has changed.
+    Files that an interrupted push uploaded are not uploaded again. Other files of the repository are kept, and so is a dataset
+    card that somebody has changed.
 
     Args:
         table: the table to push.
         uri: hf://datasets/ORGANISATION/NAME. The repository is created if it does not exist.
-        snapshot: the snapshot to push; None for the latest.
+        snapshot: the snapshot to push, or None for the latest.
         public: make a new repository public; otherwise it is private.
         replace: push even if the repository is damaged or has rows that the snapshot lacks.
         progress: called with (rows exported, total rows).
 
     Raises:
-        UsageError: the repository has other data or rows that the snapshot lacks, changes during the push, or may not be
-            written.
+        UsageError: the repository has other data, has rows that the snapshot lacks, is changed during the push, or may not be
+            written to.
         DamagedStoreError: a shard is damaged.
         StoreUnavailableError: the Hub cannot be reached.
     """
@@ -106,11 +196,11 @@ def push_table(
     snapshot = snapshot or table.snapshot()
     if not repository.exists():
         repository.create(public)
-    there = repository.contents(replace=replace)  # read a new repository too: another push may have filled it first
+    there = repository.contents(replace=replace)  # a new repository is read too, because another push may have filled it first
     if there is not None and there.reference_id != table.reference.reference_id:
         raise UsageError(
-            f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one, so "
-            "choose another"
+            f"{place} holds reference {there.reference_id}, not {table.reference.reference_id}: a repository holds one "
+            "reference, so choose another repository"
         )
     with tempfile.TemporaryDirectory(prefix="reflogp-push-") as scratch:
         folder = Path(scratch) / "export"
@@ -127,7 +217,7 @@ def push_table(
 def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
     """Append the rows of a dataset repository of the Hub to a store, which is created if it does not exist.
 
-    Files are downloaded to huggingface_hub's cache, where an interrupted download goes on. Before the first row is written, the
+    Files are downloaded to huggingface_hub's cache; an interrupted download is resumed. Before the first row is written, the
     files' digests and all rows are checked. A key that the store already has keeps its value.
 
     Args:
@@ -136,7 +226,7 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
         progress: called with (rows read, total rows); each row is read twice.
 
     Raises:
-        UsageError: no such repository, a repository that reflogp did not push, or damaged files. Nothing is written.
+        UsageError: the repository does not exist, reflogp did not push it, or its files are damaged. Nothing is written.
         StoreUnavailableError: the Hub cannot be reached.
     """
     repository = _Repository(HubPlace.parse(uri))
@@ -148,24 +238,23 @@ def pull(store: Store, uri: str, progress: Progress | None = None) -> Imported:
 
 
 class _Repository:
-    """A dataset repository, as huggingface_hub sees it.
+    """A dataset repository that is read and written with huggingface_hub.
 
     Attributes:
         commit: the newest commit of the repository, as of the last request or upload.
     """
 
     def __init__(self, place: HubPlace) -> None:
-        try:
-            from huggingface_hub import HfApi
-        except ImportError as error:
-            raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+        self._api = _api()
         self.place = place
         self.commit = ""
-        self._api = HfApi(library_name="reflogp")
-        self._sha256: dict[str, str | None] = {}  # path -> sha256 of a large file, None for others
+        self._sha256: dict[str, str | None] = {}  # sha256 of each large file by path; None for a small file
 
     def exists(self) -> bool:
-        """Ask for the newest commit and its files. Raises UsageError if the revision does not exist."""
+        """Return False if there is no repository; otherwise record its newest commit and its files, and return True.
+
+        Raises UsageError if the revision does not exist.
+        """
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         with told(self.place):
@@ -186,11 +275,11 @@ class _Repository:
             raise StoreUnavailableError(f"{self.place} was created, but cannot be found")
 
     def contents(self, read_only: bool = False, replace: bool = False) -> Contents | None:
-        """Return what the repository holds; None if it is empty or has only a card.
+        """Return the contents of the repository's export, or None if the repository is empty or has only a dataset card.
 
         Args:
-            read_only: True makes an empty repository an error too.
-            replace: return None for a push whose contents.json is damaged, because it is going to be replaced.
+            read_only: if True, raise UsageError for an empty repository too.
+            replace: if True, return None if contents.json is damaged, because the push will replace it.
 
         Raises UsageError if the repository was not pushed by reflogp, or if its contents.json is damaged.
         """
@@ -217,7 +306,10 @@ class _Repository:
         return names <= self._sha256.keys() and all(self._sha256[name] == contents.files[name] for name in contents.data)
 
     def download(self, contents: Contents) -> Path:
-        """Return a folder with the export. A file whose sha256 differs is downloaded again, once. Raises UsageError."""
+        """Download the export and return its folder. Raises UsageError if the export is damaged.
+
+        A file whose sha256 is wrong is downloaded a second time.
+        """
         folder = self._file(CONTENTS_FILE).parent
         if lacking := sorted(contents.files.keys() - self._sha256.keys()):
             raise UsageError(f"{self.place} is damaged: {lacking[0]} is missing")
@@ -250,7 +342,8 @@ class _Repository:
         self.commit = str(done.oid)
 
     def _file(self, name: str, force: bool = False) -> Path:
-        # by commit id: for a branch, huggingface_hub would take an older copy from its cache if the Hub cannot be reached
+        # The revision is a commit id: for a branch, huggingface_hub would return an older copy from its cache if the Hub
+        # cannot be reached.
         with told(self.place):
             file = self._api.hf_hub_download(
                 self.place.repository, name, repo_type="dataset", revision=self.commit, force_download=force
@@ -276,17 +369,25 @@ def _require_all(repository: _Repository, there: Contents, snapshot: Snapshot, s
         )
 
 
+def _api() -> HfApi:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise UsageError("hf:// needs huggingface_hub: pip install 'reflogp[hub]'") from error
+    return HfApi(library_name="reflogp")
+
+
 @contextmanager
 def told(place: HubPlace) -> Iterator[None]:
-    """Turn huggingface_hub's errors into reflogp's."""
+    """Convert huggingface_hub's errors that the block raises into reflogp's errors."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # the base class of HTTP errors, of requests or httpx, whichever this huggingface_hub uses
+    # the base class of HTTP errors of the library that this huggingface_hub uses: requests or httpx
     network: type[Exception] = next(parent for parent in HfHubHTTPError.__mro__ if parent.__name__ == "HTTPError")
     try:
         yield
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise UsageError(f"{place} is gone, or the token may not read it ({_LOG_IN})") from error
+        raise UsageError(f"{place} does not exist any more, or the token may not read it ({_LOG_IN})") from error
     except HFValidationError as error:
         raise UsageError(f"{place}: {sentence(error)}") from error
     except HfHubHTTPError as error:

@@ -1,4 +1,8 @@
-"""Identify images inside token sequences, and make a processor's tokens without its pixels.
+"""Find images and other media in rows, and identify images inside token sequences.
+
+A reference model's log-probs depend on all media of a row. So a reader that scores or joins tokens alone must refuse a row with
+media (`media_of`), as a column or as a part of a message's content. The names of columns and parts are those of TRL (`image`,
+`images`), of transformers' chat templates and processors, and of OpenAI's messages (`image_url`, `input_audio`, …).
 
 A processor writes many copies of one placeholder token for an image. Two rows that differ only in their images would then have
 the same token ids, and the same key. So image ids take the place of these copies: numbers from FIRST_IMAGE_ID on, which no
@@ -12,9 +16,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,26 +27,93 @@ import numpy.typing as npt
 
 from reflogp.store.errors import UsageError
 
-#: Image ids are at least this; token ids are smaller.
+#: Columns from which TRL concludes that a dataset holds images. `image` holds one image, `images` holds a list of images.
+IMAGE_COLUMNS = ("image", "images")
+#: Columns that hold media.
+MEDIA_COLUMNS = (*IMAGE_COLUMNS, "video", "videos", "audio", "audios")
+#: Columns that a processor makes from media, in rows with token ids.
+PROCESSED_COLUMNS = (
+    "pixel_values",
+    "pixel_values_images",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_sizes",
+    "input_features",
+    "audio_input_values",
+)
+#: Columns that hold messages.
+MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")
+#: A content part whose type contains one of these words is not text. A part without a type is not text if it has a media key.
+_MEDIA_WORDS = ("image", "video", "audio", "file")
+_PART_KEYS = (*MEDIA_COLUMNS, "image_url", "video_url", "audio_url", "input_audio")
+
+#: The smallest image id. All token ids are smaller.
 FIRST_IMAGE_ID = 1 << 31
 DIGEST_BYTES = 16
-#: An image with fewer tokens is refused: 31 bits for each token would identify it too weakly.
+#: An image with fewer tokens is refused, because 31 bits for each token would not identify the image reliably.
 FEWEST_TOKENS = 4
 #: Attributes of an image processor that change neither pixels nor the number of tokens.
 _NOT_SETTINGS = frozenset(
     {"image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format", "device",
      "return_tensors", "disable_grouping", "model_input_names", "auto_map", "do_convert_annotations"}
 )  # fmt: skip
-#: Combinations of kinds, and the outputs of an image processor for them, that are remembered.
+#: Maximum number of combinations of kinds whose results are kept in memory.
 _REMEMBERED = 4096
 
-#: (width and height in pixels, PIL's mode): everything about an image that its number of tokens may depend on.
+#: The kind of an image: ((width, height) in pixels, PIL's mode). Its number of tokens depends on no other property of the
+#: image.
 Kind = tuple[tuple[int, int], str]
 Int64s = npt.NDArray[np.int64]
 
 
+def media_of(columns: Mapping[str, Any]) -> str | None:
+    """Return a description of the media in a row, or None for a row of text or of token ids."""
+    for name in (*MEDIA_COLUMNS, *PROCESSED_COLUMNS):
+        if name in columns and _is_present(columns[name]):
+            return f"column {name}"
+    for name in MESSAGE_COLUMNS:
+        for found in _media_types(columns.get(name)):
+            return f"a content part of type {found[:40]} in {name}"
+    return None
+
+
+def _media_types(messages: Any) -> Iterator[str]:
+    """Yield the types of the content parts that are not text."""
+    if not isinstance(messages, list | tuple):
+        return
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list | tuple) else [content]:
+            if isinstance(part, Mapping):
+                found = _media_type(part)
+                if found is not None:
+                    yield found
+
+
+def _media_type(part: Mapping[str, Any]) -> str | None:
+    """Return the type of a content part that is not text, else the first media key that the part holds, else None."""
+    found = part.get("type")
+    if isinstance(found, str) and any(word in found.lower() for word in _MEDIA_WORDS):
+        return found
+    return next((key for key in _PART_KEYS if key in part and _is_present(part[key])), None)
+
+
+def _is_present(value: Any) -> bool:
+    """Return False for null, for NaN (pandas' null), and for a value that is empty or holds only nulls."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return False
+    if isinstance(value, str | bytes):
+        return bool(value)
+    if isinstance(value, Mapping):  # an Arrow struct, such as {"bytes": None, "path": None}
+        return any(_is_present(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return any(_is_present(entry) for entry in value)
+    return True
+
+
 def pixel_digest(image: Any) -> bytes:
-    """Return 16 bytes that identify an image's decoded pixels, whatever file they came from.
+    """Return 16 bytes that identify an image's decoded pixels, independent of the image's file format.
 
     Args:
         image: a decoded PIL.Image.
@@ -62,7 +134,7 @@ def pixel_digest(image: Any) -> bytes:
 def settings_digest(image_processor: Any) -> bytes:
     """Return 16 bytes that identify what an image processor does to images: sizes, crops, means, limits on pixels.
 
-    The library that resizes (PIL or torchvision) is left out, like the kernels of an engine: results differ by rounding.
+    The digest does not depend on the library that resizes images (PIL or torchvision), since results differ only by rounding.
     """
     settings = {
         name: value
@@ -82,8 +154,8 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
     """Return the image ids that take the place of an image's tokens, int64 (count,), each in [2**31, 2**32).
 
     Args:
-        image: a `pixel_digest`.
-        settings: a `settings_digest`.
+        image: the image's `pixel_digest`.
+        settings: the image processor's `settings_digest`.
         count: number of tokens of the image.
 
     Examples:
@@ -92,33 +164,33 @@ def image_ids(image: bytes, settings: bytes, count: int) -> Int64s:
         >>> bool((ids >= 2**31).all()), len(ids)
         (True, 4)
     """
-    # The count is included: some processors give an image fewer tokens, and other features, if the row has more images.
+    # The count is part of the hash: some processors give an image fewer tokens, and other features, if the row has more images.
     stream = hashlib.shake_128(b"reflogp.image.v1" + image + settings + struct.pack("<I", count)).digest(4 * count)
     ids: Int64s = np.frombuffer(stream, "<u4").astype(np.int64) | FIRST_IMAGE_ID
     return ids
 
 
 def image_token(config: Any) -> int | None:
-    """Return the id of the token that a model replaces by image features, from its config; None for a text-only model."""
+    """Return the id of the token that a model replaces by image features, or None for the config of a text-only model."""
     found = getattr(config, "image_token_id", None)
     found = getattr(config, "image_token_index", None) if found is None else found
     return found if isinstance(found, int) else None
 
 
 class ImageTokens:
-    """Tokenizes texts with images from the images' sizes and modes alone: no pixel is read, resized or copied.
+    """A tokenizer for texts with images that needs only the images' sizes and modes: no pixel is read, resized or copied.
 
     A processor's text depends on an image only through its size. So the processor is called with blank images, and its image
     processor runs once for each combination of sizes and modes. An image processor that does not accept an image's mode refuses
     the blank image too.
 
     Args:
-        processor: a transformers processor with a tokenizer and an image processor. It is not changed.
+        processor: a transformers processor with a tokenizer and an image processor. The processor is not changed.
         image_token_id: see `image_token`.
 
     Attributes:
         processor: a copy of the processor that processes blank images only.
-        settings: `settings_digest` of its image processor.
+        settings: the image processor's `settings_digest`.
     """
 
     def __init__(self, processor: Any, image_token_id: int) -> None:
@@ -133,16 +205,16 @@ class ImageTokens:
     def ids(self, text: str, kinds: Sequence[Kind]) -> list[int]:
         """Return the token ids of a text with images of these kinds; the copies of the image token are not replaced yet.
 
-        Raises what the processor raises, such as ValueError where the placeholders in the text do not match the images.
+        Raises the processor's errors, such as ValueError if the placeholders in the text do not match the images.
         """
         images = {"images": [blanks(kinds)]} if kinds else {}
         found = self.processor(text=[text], add_special_tokens=False, **images)["input_ids"][0]
         return [int(token) for token in found]
 
     def counts(self, kinds: Sequence[Kind]) -> tuple[int, ...]:
-        """Return the number of image tokens of each image of a row. It may depend on the row's other images.
+        """Return the number of image tokens of each image of a row. The number may depend on the row's other images.
 
-        Raises UsageError for a tokenizer without an EOS and a padding token, one of which is put between the images here.
+        Raises UsageError if the tokenizer has neither an EOS token nor a padding token, one of which must separate the images.
         """
         kinds = tuple(kinds)
         if kinds not in self._counts:
@@ -152,7 +224,7 @@ class ImageTokens:
             ids = np.array([*self.ids(self._between.join([self.processor.image_token] * len(kinds)), kinds), end])
             before = np.cumsum(ids == self.image_token_id)[ids == end]
             if len(before) != len(kinds):
-                raise UsageError("the processor puts EOS or padding into the text of an image")
+                raise UsageError("the processor puts an EOS token or a padding token between the tokens of an image")
             self._counts[kinds] = tuple(np.diff(before, prepend=0).tolist())
             if len(self._counts) > _REMEMBERED:
                 del self._counts[next(iter(self._counts))]
@@ -162,18 +234,21 @@ class ImageTokens:
         """Return token ids with image ids in the places of the images' tokens, int64 (n,).
 
         Args:
-            ids: what `ids` returned.
+            ids: token ids that the method `ids` returned.
             images: (pixel_digest, kind) of the images, in their order in the text.
 
-        Raises UsageError if the number of image tokens is not that of the images, or an image has fewer than FEWEST_TOKENS.
+        Raises UsageError if `ids` and `images` have different numbers of image tokens, or if an image has fewer than
+        FEWEST_TOKENS tokens.
         """
         counts = self.counts([kind for _, kind in images]) if images else ()
         found: Int64s = np.array(ids, np.int64)
         places = np.flatnonzero(found == self.image_token_id)
         if len(places) != sum(counts):
-            raise UsageError(f"it has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
+            raise UsageError(f"the row has {len(places)} image tokens, but its {len(images)} images need {sum(counts)}")
         if counts and min(counts) < FEWEST_TOKENS:
-            raise UsageError(f"one of its images has {min(counts)} tokens; at least {FEWEST_TOKENS} are needed to identify it")
+            raise UsageError(
+                f"an image has {min(counts)} tokens; at least {FEWEST_TOKENS} tokens are needed to identify an image"
+            )
         at = 0
         for (digest, _), count in zip(images, counts, strict=True):
             found[places[at : at + count]] = image_ids(digest, self.settings, count)
@@ -194,7 +269,7 @@ def blanks(kinds: Sequence[Kind]) -> list[Any]:
 
 
 class _ByKind:
-    """An image processor that runs once for each combination of kinds, and then answers from memory, without pixels."""
+    """An image processor that runs once for each combination of kinds and keeps the output, without pixels, for later calls."""
 
     def __init__(self, image_processor: Any) -> None:
         self._image_processor = image_processor
@@ -222,7 +297,7 @@ def _kinds(images: Any) -> Any:
 
 
 def _without_memory(value: Any) -> Any:
-    """Return zeros of the same shape and type that share one number, in place of arrays of pixels; other values unchanged."""
+    """Replace an array of pixels by zeros of the same shape and type that take no memory; return other values unchanged."""
     if isinstance(value, list | tuple):
         return type(value)(_without_memory(entry) for entry in value)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":

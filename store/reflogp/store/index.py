@@ -1,6 +1,6 @@
-"""A sorted index of keys: where the longest row of each key lies.
+"""Find the longest stored row of each key in a sorted index.
 
-Holds all keys of a snapshot, or temporarily those of some row groups. Reads no file.
+An index holds all keys of a snapshot, or temporarily the keys of some row groups. This module reads no file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from reflogp.store.keys import keys_as_words
 
-#: Length of a key that was not found.
+#: The length that stands for a key that was not found.
 MISS = -1
 
 Int64s = npt.NDArray[np.int64]
@@ -23,12 +23,12 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass
 class Places:
-    """Where each of n keys was found.
+    """The rows in which n keys were found.
 
     Attributes:
-        length: number of stored values, int32; MISS if the key was not found.
-        total: sum of the values, float64; NaN if the key was not found.
-        file, row: number of the shard and of the row in it, int32.
+        length: number of stored values, int32, or MISS if the key was not found.
+        total: sum of the values, float64, or NaN if the key was not found.
+        file, row: number of the shard, and number of the row in the shard, int32.
     """
 
     length: npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ class Places:
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """Return places in which no key is found yet."""
+        """Return the places of n keys of which none has been found yet."""
         zeros = np.zeros(count, np.int32)
         return cls(np.full(count, MISS, np.int32), np.full(count, np.nan), zeros, zeros.copy())
 
@@ -59,7 +59,7 @@ class Places:
         Args:
             layer: the layer to search.
             hi, lo: the words of the keys to look for.
-            asked: positions of these keys among the keys of this object; None if they are all of them, in order.
+            asked: positions of these keys among the keys of this object, or None if `hi` and `lo` are all keys in order.
         """
         if not len(layer.hi) or not len(hi):
             return
@@ -89,7 +89,7 @@ class Layer:
         Args:
             columns: key, scored_len, logp_sum.
             file: number of the shard.
-            rows: row numbers in the shard; 0, 1, 2, … if None.
+            rows: row numbers in the shard, or None for 0, 1, 2, ….
         """
         hi, lo = keys_as_words(columns["key"])
         if rows is None:
@@ -99,7 +99,7 @@ class Layer:
 
     @classmethod
     def merged(cls, layers: list[Layer]) -> Layer:
-        """Merge layers into one. Empties the list `layers`, so that the entries are not in memory twice."""
+        """Merge layers into one. The list `layers` is emptied, so that no entry is in memory twice."""
         there = sorted((layer for layer in layers if len(layer.hi)), key=lambda layer: int(layer.hi[0]))
         layers.clear()
         if not there:
@@ -110,7 +110,7 @@ class Layer:
         del there
         joined: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts.pop(name)) for name in names}
         hi = joined["hi"]
-        if not (hi[1:] > hi[:-1]).all():  # unless the layers are sorted and do not overlap, as after compaction
+        if not (hi[1:] > hi[:-1]).all():  # False if the layers do not overlap, as after compaction
             kept = _order_of_each_key_once(hi, joined["lo"], joined["length"])
             for name in names:
                 joined[name] = joined[name][kept]
@@ -120,7 +120,7 @@ class Layer:
         """Return the index of each key in this layer, int64 (n,); -1 if the layer lacks the key."""
         size = len(self.hi)
         at = np.searchsorted(self.hi, hi)
-        while True:  # keys with equal first halves are neighbours; chance per pair: 1 in 2**64
+        while True:  # two keys have equal first halves with a chance of 1 in 2**64
             inside = np.minimum(at, size - 1)
             beside = (at < size) & (self.hi[inside] == hi) & (self.lo[inside] < lo)
             if not beside.any():

@@ -1,6 +1,6 @@
 """Join reference log-probs from a snapshot into tokenized rows, by key.
 
-Column names are those of TRL's tokenized datasets, and the joined columns are those that its losses read. Every join applies
+Column names are those of TRL's tokenized datasets, and the joined columns are those that TRL's losses read. Every join applies
 truncation and ld_alpha here, so that all joins agree.
 """
 
@@ -20,17 +20,18 @@ from reflogp.store.keys import token_lists
 from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import windows
 
-#: Token column -> column of reference log-probs, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
+#: Column of reference log-probs for each token column, with TRL's names (trl/trainer/{dpo,kto}_trainer.py, signature columns).
 PAIR_COLUMNS = {"chosen_ids": "ref_chosen_logps", "rejected_ids": "ref_rejected_logps"}
 KTO_COLUMNS = {"completion_ids": "ref_logps", "KL_completion_ids": "ref_KL_logps"}
-#: Column of a joined file: the row's number in the dataset, from 0. It has gaps, because rows without values are left out.
+#: Column of a joined file: the row's number in the dataset, from 0. The numbers have gaps, because rows without values are left
+#: out.
 ROW_COLUMN = "ref_row"
 
 Float32s = npt.NDArray[np.float32]
 
 
 class FoundLogps(Protocol):
-    """The result of looking n keys up.
+    """The result of a lookup of n keys.
 
     Attributes:
         lengths: number of stored values for each key, int32 (n,); -1 for a miss.
@@ -39,14 +40,14 @@ class FoundLogps(Protocol):
     lengths: npt.NDArray[np.int32]
 
     def prefix_sums(self, lengths: npt.NDArray[np.int64], /) -> npt.NDArray[np.float64]:
-        """Return the sum of each key's first `lengths[i]` values, float64 (n,); NaN if there are fewer or they are damaged."""
+        """Return the sum of each key's first `lengths[i]` values, float64 (n,), or NaN if values are missing or damaged."""
 
 
 class LogpLookup(Protocol):
-    """A source of log-probs by key: a store's snapshot, or a service that has one."""
+    """A source of log-probs by key, such as a store's snapshot or a scoring service."""
 
     def find(self, keys: pa.Array, /) -> FoundLogps:
-        """Look n keys up."""
+        """Look up n keys."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Asked:
     """The keys and lengths that n rows need from a store.
 
     Attributes:
-        columns: token column -> column of reference log-probs.
-        keys: token column -> n keys.
-        needed: token column -> values needed from the front of each completion, int64 (n,).
+        columns: column of reference log-probs for each token column.
+        keys: n keys for each token column.
+        needed: for each token column, the number of values needed from the start of each completion, int64 (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
     """
 
@@ -80,9 +81,9 @@ class Join:
     """Reference log-probs of n rows.
 
     Attributes:
-        logps: column name -> float32 (n,). NaN where `missing`.
-        keys: token column -> n keys, in the same order as `logps`.
-        tokens: token column -> number of log-probs in each sum, int64 (n,).
+        logps: log-probs for each column of reference log-probs, float32 (n,). They are NaN for `missing` rows.
+        keys: n keys for each token column, in the same order as `logps`.
+        tokens: for each token column, the number of log-probs in each sum, int64 (n,).
         missing: rows with a sequence for which the snapshot has too few values or none, bool (n,).
         unusable: rows whose stored values are damaged or not finite, bool (n,).
         dropped: rows that TRL's length filter would drop, bool (n,).
@@ -111,21 +112,21 @@ class Join:
 
 
 def tokens_column(logps_column: str) -> str:
-    """Return the name of the column that counts the log-probs in each sum: ref_chosen_logps -> ref_chosen_tokens."""
+    """Return the name of the column that counts the log-probs in each sum, such as ref_chosen_tokens for ref_chosen_logps."""
     return logps_column.replace("_logps", "_tokens")
 
 
 def completion_columns(names: list[str]) -> dict[str, str]:
     """Return the completion columns of a tokenized table, with the names of their reference columns.
 
-    Raises UsageError if there are none.
+    Raises UsageError if the table has no completion columns.
     """
     if "prompt_ids" in names:
         if all(column in names for column in PAIR_COLUMNS):
             return PAIR_COLUMNS
         if "completion_ids" in names:
             return {column: ref for column, ref in KTO_COLUMNS.items() if column in names}
-    raise UsageError(f"expected prompt_ids with chosen_ids and rejected_ids, or with completion_ids; got {names}")
+    raise UsageError(f"expected the columns prompt_ids, chosen_ids, rejected_ids, or prompt_ids, completion_ids; got {names}")
 
 
 def join_logps(
@@ -144,14 +145,15 @@ def join_logps(
         lookup: source of the values: a Snapshot, or another object with such a `find` method.
         max_length: as in the trainer's config.
         truncation_mode: as in the trainer's config.
-        ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
-            completions count `ld_alpha` times. None gives all tokens the same weight. Pairs only.
+        ld_alpha: LD-DPO's weight of the tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
+            None to give all tokens the same weight. Only pairs can have an ld_alpha.
 
     Returns:
-        A Join: float32 sums in nats, and which rows have none.
+        A Join with float32 sums in nats, and with the rows that have no sum.
 
     Raises:
-        UsageError: missing columns, settings that trainers do not accept, no table at all, or an ld_alpha without pairs.
+        UsageError: columns are missing, trainers do not accept the settings, there is no table, or ld_alpha is given without
+            pairs.
 
     Examples:
         >>> import pyarrow as pa
@@ -173,7 +175,7 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
         max_length, truncation_mode: as in the trainer's config.
 
     Raises:
-        UsageError: missing columns, settings that trainers do not accept, or no table at all.
+        UsageError: columns are missing, trainers do not accept the settings, or there is no table.
     """
     parts = [_ask_one(table, max_length, truncation_mode) for table in ([tables] if isinstance(tables, pa.Table) else tables)]
     if not parts:
@@ -188,14 +190,14 @@ def ask(tables: pa.Table | Iterable[pa.Table], *, max_length: int | None = None,
 
 
 def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> Join:
-    """Look all sequences up together, and sum the values that a trainer's loss counts for each row.
+    """Look up all sequences together, and sum the values that a trainer's loss counts for each row.
 
     Args:
         lookup: source of the values.
-        ld_alpha: LD-DPO's weight of a pair's longer tail (arxiv.org/abs/2409.06411): tokens beyond the shorter of the two
-            completions count `ld_alpha` times. None gives all tokens the same weight. Pairs only.
+        ld_alpha: LD-DPO's weight of the tokens beyond the length of a pair's shorter completion (arxiv.org/abs/2409.06411), or
+            None to give all tokens the same weight. Only pairs can have an ld_alpha.
 
-    Raises UsageError for an ld_alpha without pairs.
+    Raises UsageError if ld_alpha is given without pairs.
     """
     columns, needed = asked.columns, asked.needed
     check_ld_alpha(columns, ld_alpha)
@@ -207,7 +209,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
         sums = front + ld_alpha * (sums - front)
     short = (found.lengths < every) & (every > 0)
     rows = len(asked.dropped)
-    shape = (len(columns), rows)  # both numbers given: reshape cannot infer one of them if there are 0 rows
+    shape = (len(columns), rows)  # both dimensions are given, because reshape cannot infer one if there are 0 rows
     missing = short.reshape(shape).any(0) & ~asked.dropped
     unusable = (~np.isfinite(sums) & ~short).reshape(shape).any(0) & ~asked.dropped
     logps = {ref: side.astype(np.float32) for ref, side in zip(columns.values(), sums.reshape(shape), strict=True)}
@@ -215,7 +217,7 @@ def answer(asked: Asked, lookup: LogpLookup, ld_alpha: float | None = None) -> J
 
 
 def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
-    """Raise UsageError for an ld_alpha without pairs."""
+    """Raise UsageError if ld_alpha is given for a dataset without pairs."""
     if ld_alpha is not None and columns is not PAIR_COLUMNS:
         raise UsageError(
             "ld_alpha needs the lengths of both completions of a pair: give the columns chosen_ids and rejected_ids"
@@ -224,7 +226,7 @@ def check_ld_alpha(columns: dict[str, str], ld_alpha: float | None) -> None:
 
 def _ask_one(table: pa.Table, max_length: int | None, truncation_mode: str) -> Asked:
     columns = completion_columns(table.column_names)
-    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # parsed once for all completion columns
+    prompts = token_lists(table["prompt_ids"], "prompt_ids")  # the prompts are parsed once for all completion columns
     views = {name: windows(prompts, table[name], max_length, truncation_mode) for name in columns}
     return Asked(
         columns,

@@ -15,7 +15,7 @@ from reflogp.store.errors import UsageError
 from reflogp.store.schema import one_array
 
 KEY_BYTES = 16
-#: blake2b's personalization string: a hash made for another purpose can never equal a key.
+#: The personalization string of blake2b, which separates keys from hashes that are made for other purposes.
 KEY_PERSON = b"reflogp.seq.v1"
 KEY_TYPE = pa.binary(KEY_BYTES)
 
@@ -43,7 +43,7 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
         raise UsageError(f"{name}: expected lists of integers, got Arrow type {array.type}")
     if array.null_count:
         rows = np.flatnonzero(np.asarray(array.is_null()))
-        raise UsageError(f"{name}: null at position {rows[0]} ({len(rows)} in all)")
+        raise UsageError(f"{name}: the list at position {rows[0]} is null ({len(rows)} null lists in total)")
     flat = array.flatten()
     if flat.null_count:
         raise UsageError(f"{name}: {flat.null_count} token ids are null")
@@ -63,13 +63,13 @@ def token_lists(lists: TokenLists, name: str = "token ids") -> pa.LargeListArray
 
 
 def _list_array(lists: Sequence[Any], name: str) -> pa.Array:
-    """Return Python lists or numpy arrays as an Arrow list array, without a change of their type.
+    """Return Python lists or numpy arrays as an Arrow list array, without changing the type of their values.
 
     Arrow infers the type: if int64 were requested, Arrow would truncate floats.
     """
     try:
         array = pa.array(lists)
-    except (pa.ArrowInvalid, OverflowError):  # integers of several numpy types, ranges
+    except (pa.ArrowInvalid, OverflowError):  # lists of integers of several numpy types, or ranges
         arrays = [np.asarray(entry) for entry in lists]
         if strange := [entry.dtype for entry in arrays if entry.size and entry.dtype.kind not in "iu"]:
             raise UsageError(f"{name}: expected lists of integers, got {strange[0]}") from None
@@ -98,7 +98,7 @@ def sequence_keys(prompt_ids: TokenLists, completion_ids: TokenLists) -> pa.Fixe
         fixed_size_binary(16) array of n keys.
 
     Raises:
-        UsageError: different numbers of prompts and completions, nulls, or ids that do not fit uint32.
+        UsageError: the numbers of prompts and completions differ, or a list or id is null, or an id does not fit uint32.
 
     Examples:
         >>> from reflogp.store import sequence_keys

@@ -1,8 +1,8 @@
-"""Read the Delta log entry by entry where delta-rs refuses it as a whole, and mend damaged entries.
+"""Read the Delta log entry by entry if delta-rs cannot read it, and repair damaged entries.
 
-Each of our commits records its changes twice: in its actions, and in its commitInfo (`redundant`). So damage to an entry is
-detected even if its JSON still parses, and most damage can be undone. Supports the log format
-(github.com/delta-io/delta, PROTOCOL.md) as far as reflogp writes it.
+Each commit of reflogp records its changes twice: in its actions, and in its commitInfo (`redundant`). So damage to an entry is
+detected even if its JSON can still be parsed, and most damage can be repaired. Only the parts of the log format
+(github.com/delta-io/delta, PROTOCOL.md) that reflogp writes are supported.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ FOLDER = "_delta_log"
 FORMAT_SETTING = "reflogp.format"
 _FIELD = "reflogp"
 _POINTER = "_last_checkpoint"
-#: What is wrong with an entry that does not exist.
-GONE = "it is gone"
+#: The problem of an entry that does not exist.
+GONE = "the entry is missing"
 _ENTRY = re.compile(r"(\d{20})\.json")
 _SHARD = re.compile(rb"shard-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 
 
 @dataclass(frozen=True)
 class Written:
-    """A shard as its commit describes it.
+    """The description of a shard in the commit that added it.
 
     Attributes:
-        path: its file in the table's folder.
-        size: bytes.
-        rows: rows.
-        digest: blake2b of the file, 32 hex digits; None if the log has none.
+        path: path of the shard's file in the table's folder.
+        size: size of the file in bytes.
+        rows: number of rows.
+        digest: blake2b of the file, 32 hex digits, or None if the log does not record the digest.
     """
 
     path: str
@@ -58,11 +58,11 @@ class Entry:
     """One entry of the log.
 
     Attributes:
-        version: its number.
-        added, removed: shards that it adds and removes; for a damaged entry, those in its actions or its commitInfo.
-        lines: its lines that are JSON.
-        problem: what is wrong with it, or None.
-        named: every shard named in its bytes, in order.
+        version: number of the entry.
+        added, removed: shards that the entry adds and removes. A damaged entry has the shards of its actions or its commitInfo.
+        lines: the lines of the entry that are JSON.
+        problem: what is wrong with the entry, or None.
+        named: every shard whose name is in the bytes of the entry, in order.
     """
 
     version: int
@@ -80,7 +80,7 @@ class Replayed:
     Attributes:
         version: number of the last entry.
         shards: shards by path.
-        problems: file -> what is wrong with it, for entries and checkpoints.
+        problems: what is wrong with each damaged entry or checkpoint, by file.
     """
 
     version: int
@@ -105,7 +105,7 @@ def versions(filesystem: pafs.FileSystem) -> list[int]:
 def checkpoints(filesystem: pafs.FileSystem) -> list[str]:
     """Return the path of the pointer to the last checkpoint, then the paths of the checkpoint files.
 
-    A checkpoint sums up the log up to one entry, so all these files can be rebuilt from the entries.
+    A checkpoint holds the state of the log up to one entry, so all these files can be rebuilt from the entries.
     """
     files = storage.list_files(filesystem, FOLDER)
     return sorted(
@@ -120,9 +120,9 @@ def _problem_of_checkpoint(filesystem: pafs.FileSystem, path: str) -> str | None
             pq.read_table(pa.BufferReader(data))
         elif path.endswith(_POINTER):
             version = f"{int(json.loads(data)['version']):020}.checkpoint"
-            # Listed again, because a checkpoint is written before its pointer.
+            # The files are listed again, because a checkpoint is written before its pointer.
             named = any(version in other for other in checkpoints(filesystem))
-            return None if named else f"it names {version}, which is gone"
+            return None if named else f"the checkpoint {version} that it names is missing"
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         return storage.sentence(error)
     return None
@@ -149,11 +149,11 @@ def read_entry(filesystem: pafs.FileSystem, version: int) -> Entry:
         except (ValueError, KeyError, TypeError) as error:
             entry.problem = f"a line cannot be read ({error})"
     if said is None:
-        entry.problem = entry.problem or "it has no commitInfo"
+        entry.problem = entry.problem or "the entry has no commitInfo"
     elif said:
         _compare(entry, [Written(*fields) for fields in said.get("added", [])], said.get("removed", []))
     if version == 0 and not _has_metadata(entry):
-        entry.problem = entry.problem or "its protocol, schema or format number is missing or wrong"
+        entry.problem = entry.problem or "the protocol, schema or format number is missing or wrong"
     return entry
 
 
@@ -161,7 +161,7 @@ def _compare(entry: Entry, added: Sequence[Written], removed: Sequence[str]) -> 
     """Compare an entry's actions with its commitInfo, record a difference as its problem, and copy commitInfo's digests."""
     same_shards = {replace(shard, digest=None) for shard in added} == set(entry.added.values())
     if not same_shards or sorted(removed) != sorted(entry.removed):
-        entry.problem = entry.problem or "its actions differ from its commitInfo"
+        entry.problem = entry.problem or "the actions differ from the commitInfo"
         entry.removed = sorted({*entry.removed, *removed})
     entry.added |= {shard.path: shard for shard in added if shard.path not in entry.removed}
 
@@ -179,11 +179,11 @@ def _has_metadata(entry: Entry) -> bool:
 def replay(
     filesystem: pafs.FileSystem, last: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Replayed:
-    """Replay the entries of the log, and skip what cannot be read.
+    """Replay the entries of the log, and skip unreadable parts.
 
     Args:
-        filesystem: rooted at the table's folder.
-        last: number of the last entry to replay; None for all.
+        filesystem: a filesystem whose root is the table's folder.
+        last: number of the last entry to replay, or None for all entries.
         progress: called with (entries read, total entries).
     """
     shards: dict[str, Written] = {}
@@ -213,21 +213,21 @@ def checked(
 
     Args:
         filesystem, last, progress: as in `replay`.
-        shards: path -> bytes, as delta-rs reads them, starting from checkpoints.
+        shards: size in bytes of each shard by path, as delta-rs reads them, starting from checkpoints.
     """
     replayed = replay(filesystem, last, progress)
     if not replayed.problems and {path: shard.size for path, shard in replayed.shards.items()} != shards:
-        replayed.problems.update(dict.fromkeys(checkpoints(filesystem), "it does not match the log's entries"))
+        replayed.problems.update(dict.fromkeys(checkpoints(filesystem), "the checkpoint does not match the log's entries"))
     return replayed
 
 
 def mended(entry: Entry, whole: Callable[[str, str | None], Written | None], now: int) -> bytes:
-    """Return a damaged entry's new content: its readable parts, and each shard that its bytes name and that is whole.
+    """Return a damaged entry's new content: its readable parts, and each undamaged shard that its bytes name.
 
     Args:
         entry: the damaged entry.
-        whole: function of a shard's path and its expected digest (None if unknown); returns the shard's description, or None
-            if the shard is missing or damaged.
+        whole: a function that takes a shard's path and its expected digest (None if unknown). The function returns the shard's
+            description, or None if the shard is missing or damaged.
         now: time of the repair, milliseconds since 1970.
     """
     kept = [line for line in entry.lines if not line.keys() & {"commitInfo", "add", "remove"}]

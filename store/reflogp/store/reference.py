@@ -1,6 +1,6 @@
-"""Compute the reference id: a digest of a reference model's content and numerics, never of its name or location.
+"""Compute the reference id: a digest of a reference model's content and dtypes, but not of its name or location.
 
-Decides which parts of a checkpoint can change a log-prob and so belong to the id. Loads no tensor.
+This module decides which parts of a checkpoint can change a log-prob and so belong to the id. It loads no tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reflogp.store.texts import counted, short_repr
 #: and torch.autocast casts the operands of matrix products, as accelerate's mixed precision does (bf16=True, fp16=True).
 Dtype = Literal["float32", "bfloat16", "float16", "bfloat16-autocast", "float16-autocast"]
 _AUTOCAST = "-autocast"
-#: Stands for the dtype in which a store holds a model; `store.choose_reference` resolves it.
+#: The dtype argument that stands for the dtype in which a store holds a model. `store.choose_reference` resolves it.
 AUTO = "auto"
 
 #: Config entries that cannot change the logits of an evaluation forward pass over given tokens: where the model came from,
@@ -84,11 +84,11 @@ _ADAPTER_NOT_SEMANTIC = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference model that a reference id stands for. Written as reference.json beside the model's table.
+    """The reference model that a reference id stands for. A store keeps it in reference.json, next to the model's table.
 
     Attributes:
         reference_id: 32 hex digits.
-        name: a label for people: the name of the folder or hub model when it was first scored. Not part of the id.
+        name: a label for people: the name of the folder or hub model when it was first scored. The name is not part of the id.
         dtype: dtype in which the model computes while scoring, one of `Dtype`.
         lm_head_dtype: dtype of the product with the output embedding.
         weights: sorted sha256 digests of the weight files.
@@ -128,17 +128,17 @@ class Reference:
         """Parse a reference.json. Raises StoreFormatError for a newer store format, and ValueError for an invalid reference."""
         fields = json.loads(text)
         if not isinstance(fields, dict) or not isinstance(fields.get("format"), int):
-            raise ValueError("it has no format number")
+            raise ValueError("the format number is missing")
         check_format(fields["format"])
         if not re.fullmatch(r"[0-9a-f]{32}", str(fields.get("reference_id"))):
-            raise ValueError("its reference_id is not 32 hex digits")
+            raise ValueError("the reference_id is not 32 hex digits")
         try:
             found = cls(**{**fields, "weights": tuple(fields["weights"])})
         except (KeyError, TypeError) as error:
-            raise ValueError(f"its fields do not describe a reference ({error})") from error
+            raise ValueError(f"the fields do not describe a reference ({error})") from error
         texts = (found.name, found.dtype, found.lm_head_dtype, *found.weights)
         if not all(isinstance(text, str) for text in texts) or not isinstance(found.config, dict):
-            raise ValueError("its fields do not describe a reference (a field has another type)")
+            raise ValueError("the fields do not describe a reference (a field has another type)")
         return found
 
 
@@ -156,13 +156,13 @@ def describe_reference(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """Return the reference for a model folder (or hub id) under the given numerics.
+    """Return the reference for a model folder (or hub id) whose model computes in the given dtypes.
 
     Args:
         model: folder with config.json and safetensors weights (or a PEFT adapter's folder), or a hub id.
         dtype: "float32", "bfloat16", "float16" for weights and activations in that dtype; "bfloat16-autocast" or
             "float16-autocast" for float32 weights under torch.autocast; "checkpoint" for the dtype that config.json names.
-        lm_head_dtype: "float32" if logits are computed in float32; None if they are computed in `dtype`.
+        lm_head_dtype: "float32" if logits are computed in float32, or None if logits are computed in `dtype`.
         revision: revision of a hub id.
         progress: called with (bytes hashed, total bytes) while weight files are read.
 
@@ -170,8 +170,8 @@ def describe_reference(
         The Reference; its reference_id depends on the files' content and on the dtypes alone.
 
     Raises:
-        UsageError: no such model, or an unknown dtype.
-        CheckpointError: weights that are missing, truncated or pickled.
+        UsageError: the model does not exist, or the dtype is unknown.
+        CheckpointError: weights are missing, truncated or pickled.
         FileChangedError: the files are being written or replaced.
 
     Examples:
@@ -186,9 +186,10 @@ def describe_reference(
 def describe_all_numerics(
     model: str, *, lm_head_dtype: str | None = None, revision: str | None = None, progress: Progress | None = None
 ) -> list[Reference]:
-    """Return a model's references under every dtype; if `lm_head_dtype` is None, each with logits in that dtype and in float32.
+    """Return a model's references for all dtypes.
 
-    Arguments and errors are those of `describe_reference`. The weights are hashed once.
+    If `lm_head_dtype` is None, each dtype has one reference with logits in that dtype and one with logits in float32. Arguments
+    and errors are those of `describe_reference`. The weights are hashed once.
     """
     heads = (None, "float32") if lm_head_dtype is None else (lm_head_dtype,)
     with open_model(model, revision=revision, progress=progress) as opened:
@@ -203,10 +204,10 @@ class OpenModel:
     """A model folder whose files are open, so that the files that were hashed are the files that are loaded.
 
     Attributes:
-        reference: the reference for these files under the given numerics.
+        reference: the reference for these files and the given dtypes.
         checkpoint: the config and the paths of the files.
         files: the same files, open.
-        digests: path -> sha256 of each weight and code file.
+        digests: sha256 of each weight and code file, by path.
     """
 
     reference: Reference
@@ -238,8 +239,8 @@ class OpenModel:
     def for_loading(self) -> Iterator[Checkpoint]:
         """Yield a checkpoint whose paths lead to the open files, even if the original paths now lead to other files.
 
-        Files of the folder that do not affect the id can be read there too. When the block ends, all files are checked for
-        changes since they were opened. So end the block only after the weights were copied into memory.
+        Files of the folder that do not affect the id can be read through the checkpoint too. When the block ends, all files are
+        checked for changes since they were opened. So end the block only after the weights were copied into memory.
 
         Raises FileChangedError if a file was written to in the meantime. Messages of reflogp's errors name the original paths.
         """
@@ -291,7 +292,7 @@ def open_model(
         yield OpenModel(_reference_of(model, checkpoint, digests, dtype, lm_head_dtype), checkpoint, files, digests)
 
 
-#: Attempts to open a model folder; an attempt fails if the folder is replaced meanwhile.
+#: Maximum number of attempts to open a model folder. An attempt fails if the folder is replaced meanwhile.
 _OPEN_ATTEMPTS = 5
 
 
@@ -311,7 +312,7 @@ def _open_checkpoint(folder: Path) -> tuple[Checkpoint, OpenFiles]:
 
 @contextmanager
 def _as_opened(folder: Path, files: OpenFiles, name: str) -> Iterator[Path | None]:
-    """Apply `folder_of_open_files` to a model folder: its open files, and links to the other files in the folder."""
+    """Yield a temporary folder with a model folder's open files and links to its other files; see `folder_of_open_files`."""
     here = {str(path.relative_to(folder)): file for path, file in files.files.items() if path.is_relative_to(folder)}
     taken = {Path(name).parts[0] for name in here}
     others = {path.name: path for path in folder.iterdir() if path.name not in taken} if folder.is_dir() else {}
@@ -365,7 +366,7 @@ def resolve_dtype(dtype: str, config: dict[str, Any]) -> Dtype:
 
 
 def autocast_dtype(dtype: str) -> str | None:
-    """Return the dtype that torch.autocast casts to: "bfloat16" for "bfloat16-autocast"; None for a plain dtype."""
+    """Return the dtype that torch.autocast casts to, such as "bfloat16" for "bfloat16-autocast", or None for a plain dtype."""
     return dtype.removesuffix(_AUTOCAST) if dtype.endswith(_AUTOCAST) else None
 
 

@@ -1,6 +1,6 @@
 """Define the columns of a shard as one Arrow schema, build and check rows that fit it, and encode tables as Arrow IPC streams.
 
-Tables travel as Arrow IPC streams between processes and over HTTP.
+Processes send tables to each other as Arrow IPC streams, also over HTTP.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def shard_table(
     token_logps: pa.Array,
     provenance: dict[str, Any],
 ) -> pa.Table:
-    """Return a table with SCHEMA; `scored_len` and `logp_sum` are the count and the float64 sum of each row's values.
+    """Return rows as a table with SCHEMA. `scored_len` is the number of each row's values, and `logp_sum` is their float64 sum.
 
     Args:
         keys: n keys, binary or fixed_size_binary(16).
         prompt_lens: tokens of each prompt, shape (n,).
-        completion_lens: tokens of each whole completion, shape (n,). A row may hold fewer values than that.
+        completion_lens: tokens of each whole completion, shape (n,). A row may hold fewer values than its completion has
+            tokens.
         token_logps: n lists of float32.
         provenance: how the values were computed; stored as one JSON string per row (dictionary-encoded, so it takes almost no
             space).
@@ -78,7 +79,7 @@ def list_sums(lists: pa.ListArray, lengths: npt.NDArray[np.int64] | None = None)
 
 
 def problem_of_rows(rows: pa.Table) -> str | None:
-    """Return what is wrong with rows that should fit the schema, or None."""
+    """Return the reason why rows do not fit the schema, or None if they do."""
     if not rows.schema.equals(SCHEMA):
         return f"columns are {rows.schema.names}, expected {SCHEMA.names}"
     if any(column.null_count for column in rows.columns) or one_array(rows["token_logps"]).flatten().null_count:
@@ -95,7 +96,7 @@ def problem_of_rows(rows: pa.Table) -> str | None:
     if (lengths > rows["completion_len"].to_numpy()).any():
         return "a row holds more values than its completion has tokens"
     if not np.allclose(list_sums(lists), rows["logp_sum"].to_numpy(), rtol=1e-9, atol=1e-6):
-        return "a logp_sum is not the sum of its row"
+        return "a logp_sum is not the sum of its row's values"
     return None
 
 
@@ -108,15 +109,15 @@ def one_array(array: Any) -> Any:
     return pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
 
 
-#: Media type (www.iana.org/assignments/media-types).
+#: Media type of an Arrow IPC stream (www.iana.org/assignments/media-types).
 ARROW_STREAM = "application/vnd.apache.arrow.stream"
 
-#: End of a stream: a continuation marker and a length of zero (Arrow's columnar format, "IPC Streaming Format").
+#: The bytes that end a stream: a continuation marker and a length of zero (Arrow's columnar format, "IPC Streaming Format").
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def stream_buffer(table: pa.Table) -> pa.Buffer:
-    """Return a table as an Arrow IPC stream."""
+    """Return a table as an Arrow IPC stream in an Arrow buffer."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -124,13 +125,13 @@ def stream_buffer(table: pa.Table) -> pa.Buffer:
 
 
 def stream_bytes(table: pa.Table) -> bytes:
-    """Return a table as an Arrow IPC stream, for callers that need bytes."""
+    """Return a table as an Arrow IPC stream in a bytes object."""
     content: bytes = stream_buffer(table).to_pybytes()
     return content
 
 
 def stream_messages(schema: pa.Schema, tables: Iterable[pa.Table]) -> Iterator[pa.Buffer]:
-    """Yield an Arrow IPC stream message by message: joined, the messages are what `stream_buffer` returns."""
+    """Yield the messages of an Arrow IPC stream one by one. The concatenated messages equal what `stream_buffer` returns."""
     yield schema.serialize()
     for table in tables:
         for batch in table.to_batches():

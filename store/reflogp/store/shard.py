@@ -26,7 +26,7 @@ ROW_GROUP_ROWS = 4_096
 _GROUP_BYTES, LEAST_GROUP_ROWS = 4 << 20, 256
 #: Maximum bytes of the row groups whose values are read together; a larger row group is read alone.
 READ_BYTES = 32 << 20
-#: Columns that are sufficient for lookups, unless they need the values of single tokens.
+#: The columns that a lookup reads if it does not need the values of single tokens.
 INDEX_COLUMNS = ["key", "scored_len", "logp_sum"]
 
 Int64s = npt.NDArray[np.int64]
@@ -34,18 +34,18 @@ Words = npt.NDArray[np.uint64]
 
 
 class ShardDamageError(Exception):
-    """A shard's file is missing, or its bytes are not those that were written. `str()` is the reason."""
+    """A shard's file is missing, or its bytes are not those that were written. `str()` of the error gives the reason."""
 
 
 def sorted_by_key(rows: pa.Table) -> pa.Table:
-    """Return rows in the order of a shard: by key, and the longest row of a key first."""
+    """Return rows in the order of a shard: sorted by key, with the longest row of a key first."""
     hi, lo = keys_as_words(rows["key"])
     order = np.lexsort((-rows["scored_len"].to_numpy(), lo, hi))
     return rows if (order[1:] > order[:-1]).all() else rows.take(pa.array(order))
 
 
 def longest_of_each_key(rows: pa.Table) -> pa.Table:
-    """Return the longest row of each key, in the order of a shard; `rows` itself if nothing changes."""
+    """Return the longest row of each key, in the order of a shard, or `rows` itself if nothing changes."""
     rows = sorted_by_key(rows)
     if len(rows) < 2:
         return rows
@@ -60,7 +60,7 @@ def _group_rows(rows: pa.Table) -> int:
 
 
 def write_shard(rows: pa.Table, sink: Any) -> None:
-    """Write rows that are sorted by key.
+    """Write rows, which must be sorted by key, as a shard's file.
 
     The file is compressed with zstd, encodes log-probs with byte-stream-split (15% smaller), and has a checksum per page.
     """
@@ -79,7 +79,10 @@ def write_shard(rows: pa.Table, sink: Any) -> None:
 
 
 def shard_digest(data: Any) -> str:
-    """Return the blake2b of a shard's file, 32 hex digits. Unlike page checksums, it covers page headers and footer."""
+    """Return the blake2b of a shard's file, 32 hex digits.
+
+    Unlike the checksums of pages, the digest covers the headers of pages and the footer of the file.
+    """
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -140,7 +143,7 @@ class Shard:
         rows.
 
         Args:
-            column: name.
+            column: name of the column.
             rows: row numbers, ascending.
         """
         groups = self.groups
@@ -178,7 +181,7 @@ class Shard:
         """Read every page of this shard and return what is wrong with it, or None.
 
         Args:
-            digest: expected digest of its file, if known.
+            digest: expected digest of the shard's file, or None if unknown.
         """
         try:
             last: tuple[int, int] = (0, 0)
@@ -188,10 +191,10 @@ class Shard:
                     return found
                 hi, lo = keys_as_words(rows["key"])
                 if len(hi) and ((int(hi[0]), int(lo[0])) < last or (hi[1:] < hi[:-1]).any()):
-                    return "its rows are not sorted by key"
+                    return "the rows are not sorted by key"
                 last = (int(hi[-1]), int(lo[-1])) if len(hi) else last
             if digest is not None and self.digest() != digest:
-                return "its bytes are not those that were committed"
+                return "the file's bytes are not those that were committed"
         except ShardDamageError as error:
             return str(error)
         return None
@@ -225,7 +228,7 @@ class _OpenShard:
             self._source.close()
 
     def _meaning(self, error: BaseException) -> Exception:
-        """Return ShardDamageError if the file is missing or is readable but damaged; otherwise StoreUnavailableError."""
+        """Return a ShardDamageError if the file is missing or is readable but damaged, otherwise a StoreUnavailableError."""
         if isinstance(error, FileNotFoundError):
             return ShardDamageError("the file is gone")
         try:

@@ -1,11 +1,12 @@
-"""Look keys up in a snapshot: one numbered, immutable state of one reference model's table.
+"""Look up keys in a snapshot: one numbered, immutable state of one reference model's table.
 
-There are two ways to look keys up, chosen by the number of rows. Up to INDEX_ROWS rows, the index of every key is kept in
-memory, which suits many small lookups. Beyond that, each lookup reads the index columns of the row groups that can hold the
-keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. Either way, token
-values are read only for rows that need them. A snapshot never writes.
+There are two ways to look up keys, and the number of rows decides which one is used. Up to INDEX_ROWS rows, the index of every
+key is kept in memory, which suits many small lookups. For more rows, each lookup reads the index columns of the row groups that
+can hold the keys: shards are sorted, so a few keys need a few row groups, and a large lookup is one pass over the shards. In
+both cases, token values are read only for rows whose result needs them. A snapshot never writes.
 
-A lookup over HTTP returns its result as one Arrow table. Its columns are defined here, for the service and the client.
+A lookup over HTTP returns its result as one Arrow table. The columns of this table are defined here, for the service and the
+client.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from reflogp.store.schema import list_sums, stream_messages
 from reflogp.store.shard import LEAST_GROUP_ROWS, READ_BYTES, ROW_GROUP_ROWS, Shard, ShardDamageError
 from reflogp.store.texts import counted, short_repr
 
-#: Rows up to which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
+#: Maximum number of rows for which the whole index is kept in memory: 36 bytes a row, so at most 1.1 GB.
 INDEX_ROWS = 30_000_000
-#: Above this number index layers are merged, so that a lookup never searches many layers.
+#: Maximum number of index layers. More layers are merged, so that a lookup never searches many layers.
 _MAX_LAYERS = 8
 #: Number of shards read at the same time, since object stores respond slowly but serve many requests in parallel.
 _READERS = 8
-#: Row groups of one shard that a lookup without an index holds in memory: 64 times 4,096 rows of 28 bytes are 7 MB.
+#: Number of row groups of one shard that a lookup without an index holds in memory: 64 times 4,096 rows of 28 bytes are 7 MB.
 _GROUPS_AT_ONCE = 64
-#: Rows whose token values are read together.
+#: Maximum number of rows whose token values are read together.
 _VALUE_ROWS = 65_536
 #: Keys per lookup in the index, the bytes of working memory that a lookup needs per key, and the bytes of its result per key.
 #: A pass over row groups looks up all keys at once, and holds the entries of _READERS * _GROUPS_AT_ONCE row groups.
@@ -52,14 +53,14 @@ T = TypeVar("T")
 
 
 class Snapshot:
-    """One numbered state of a table. Immutable: `advanced` returns a later one.
+    """One numbered state of a table. A snapshot is immutable: `advanced` returns a later one.
 
     Args:
         number: number of the snapshot.
         reference: reference model of the table.
-        filesystem: rooted at the table's folder.
-        rows_of: shard -> number of rows, for every shard of this state.
-        index_rows: rows up to which the index is kept in memory.
+        filesystem: a filesystem whose root is the table's folder.
+        rows_of: number of rows of every shard of this state.
+        index_rows: maximum number of rows for which the index is kept in memory.
         table_uri: URI of the table: `<store>/<reference id>/logprobs`.
 
     A missing or damaged shard is left out with a StoreDamageWarning: its rows are misses, and `damaged` gives the reason.
@@ -106,7 +107,7 @@ class Snapshot:
         return storage.split_table_uri(self._table_uri)[0]
 
     def __len__(self) -> int:
-        """Return the number of rows. A key that was scored again for more tokens counts once per row until compaction."""
+        """Return the number of rows. A key that was scored again for more tokens has several rows until compaction."""
         return sum(self.rows_of.values())
 
     def __repr__(self) -> str:
@@ -129,7 +130,7 @@ class Snapshot:
         return Snapshot(number, self.reference, self._filesystem, rows_of, self._index_rows, self._table_uri)
 
     def find(self, keys: pa.Array) -> Found:
-        """Look n keys up. The result gives their lengths, sums and values.
+        """Look up n keys. The result gives their lengths, sums and values.
 
         Args:
             keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
@@ -149,7 +150,10 @@ class Snapshot:
         return min(count, _FIND_KEYS) * _FIND_BYTES + 2 * count * _PLACE_BYTES
 
     def _sorted(self, keys: pa.Array, places_of: Callable[[Words, Words], Places]) -> Places:
-        """Return the places of keys, in the order of `keys`. Searches sorted keys, so that memory is read front to back."""
+        """Return the places of keys, in the order of `keys`.
+
+        The keys are sorted before the search, so that memory is read in order.
+        """
         hi, lo = keys_as_words(keys)
         order = np.argsort(hi)
         places = places_of(hi[order], lo[order])
@@ -162,23 +166,23 @@ class Snapshot:
         return self.find(keys).lengths
 
     def token_logps(self, keys: pa.Array) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key, n arrays of float32; None for a miss."""
+        """Return the stored values of each key: n arrays of float32, with None for a miss."""
         return self.find(keys).token_logps()
 
     def prefix_sums(self, keys: pa.Array, lengths: Int64s) -> npt.NDArray[np.float64]:
-        """Look n keys up and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
+        """Look up n keys and return the sum of each key's first `lengths[i]` values, in nats, float64 (n,).
 
         Args:
             keys: fixed_size_binary(16) array, as `sequence_keys` makes it.
             lengths: how many values to sum, int64 (n,).
 
         Returns:
-            NaN where the snapshot has fewer values or they are damaged.
+            The sums; NaN for a key with fewer values in the snapshot, or with damaged values.
         """
         return self.find(keys).prefix_sums(lengths)
 
     def repair_command(self) -> str:
-        """Return the command line that drops damaged shards."""
+        """Return the command line that removes damaged shards."""
         return repair_command(self._table_uri)
 
     def require_whole(self) -> None:
@@ -212,7 +216,7 @@ class Snapshot:
             read = [layer for layer in self._each(self._layer_of, new) if layer is not None]
             if read:
                 layers.append(Layer.merged(read))
-                pa.default_memory_pool().release_unused()  # return the memory of the columns that were read to the system
+                pa.default_memory_pool().release_unused()  # give the memory of read columns back to the system
             if len(layers) > _MAX_LAYERS:
                 layers.sort(key=lambda layer: -len(layer.hi))
                 layers = [layers[0], Layer.merged(layers[1:])]
@@ -229,7 +233,7 @@ class Snapshot:
     def _scanned_places(self, hi: Words, lo: Words) -> Places:
         """Find the places of keys (sorted by `hi`) in one pass over the row groups that can hold them, without an index.
 
-        Holds memory for the keys and a few row groups.
+        Only the keys and a few row groups are in memory at a time.
         """
         places, lock = Places.none(len(hi)), threading.Lock()
 
@@ -279,7 +283,7 @@ class Snapshot:
 
 
 class Found:
-    """The result of looking n keys up in a snapshot.
+    """The result of a lookup of n keys in a snapshot.
 
     Attributes:
         lengths: number of values that the snapshot holds for each key, int32 (n,); -1 for a miss.
@@ -294,7 +298,7 @@ class Found:
         return short_repr("Found", f"{int((self.lengths != MISS).sum()):,} of {counted(len(self.lengths), 'key')}")
 
     def token_logps(self, some: Int64s | None = None) -> list[npt.NDArray[np.float32] | None]:
-        """Return the stored values of each key as float32 arrays; None for a miss and for damaged values.
+        """Return the stored values of each key as float32 arrays, with None for a miss and for damaged values.
 
         `some` limits the result to the keys at these positions.
         """
@@ -342,8 +346,8 @@ class Found:
     def prefix_sums(self, lengths: Int64s) -> npt.NDArray[np.float64]:
         """Return the sum of each key's first `lengths[i]` values, float64 (n,).
 
-        NaN where the snapshot has fewer values or they are damaged. Token values are read only for rows whose stored length
-        differs from the requested length.
+        The sum is NaN if the snapshot has fewer values, or if they are damaged. Token values are read only for rows whose
+        stored length differs from the requested length.
         """
         sums = np.where(self.lengths == lengths, self._places.total, np.nan)
         sums[lengths == 0] = 0.0
@@ -375,7 +379,8 @@ class Found:
                         self._snapshot._note_damage(number, error)
 
 
-#: Schemas of a lookup over HTTP. Request: keys. Response: a row per key, in order, null for a miss; `token_logps` if requested.
+#: Arrow schemas of a lookup over HTTP. A request holds keys. A response holds one row for each key, in order, with nulls for a
+#: miss; it has `token_logps` if they were requested.
 QUESTION = pa.schema([pa.field("key", KEY_TYPE, nullable=False)])
 ANSWER = pa.schema([("scored_len", pa.int32()), ("logp_sum", pa.float64()), ("token_logps", pa.list_(pa.float32()))])
 
@@ -385,7 +390,7 @@ _BATCH_KEYS = 131_072
 
 
 def answer_schema(snapshot: Snapshot, values: bool) -> pa.Schema:
-    """Return the columns of a response; the metadata holds reference_id and snapshot."""
+    """Return the Arrow schema of a response; its metadata holds reference_id and snapshot."""
     about = {"reference_id": snapshot.reference_id, "snapshot": str(snapshot.number)}
     return pa.schema(list(ANSWER)[: 3 if values else 2]).with_metadata(about)
 
@@ -396,7 +401,7 @@ def answer_table(snapshot: Snapshot, found: Found, values: bool) -> pa.Table:
     Args:
         snapshot: the snapshot in which the keys were looked up.
         found: the result of the lookup.
-        values: include token_logps.
+        values: whether to include token_logps.
     """
     missing = found.lengths == MISS
     columns = [
@@ -413,7 +418,7 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
     Args:
         found: the result of the lookup.
-        values: include token_logps.
+        values: whether the response includes token_logps.
         most_bytes: maximum bytes of token values in a batch; the values of one key are never divided.
     """
     count = len(found.lengths)
@@ -430,7 +435,7 @@ def answer_parts(found: Found, values: bool, most_bytes: int) -> list[tuple[int,
 
 
 def answer_messages(snapshot: Snapshot, found: Found, values: bool, parts: list[tuple[int, int]]) -> Iterator[pa.Buffer]:
-    """Yield a response as the messages of an Arrow IPC stream, each made only when it is needed.
+    """Yield a response as the messages of an Arrow IPC stream. Each message is made only when it is needed.
 
     Args:
         snapshot, found, values: as for `answer_table`.

@@ -1,6 +1,7 @@
 """Access a store's files, in a local folder or an object store, through one Arrow filesystem.
 
-Uses delta-rs' own object store client, so that data files, reference.json and the Delta log share one set of credentials.
+Files are accessed with the object store client of delta-rs, so that data files, reference.json and the Delta log share one set
+of credentials.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from reflogp.store.errors import StoreUnavailableError, UsageError
 #: Errors that delta-rs and Arrow raise when I/O fails.
 STORAGE_ERRORS = (OSError, ValueError, DeltaError)
 
-#: Where a store can be, for help texts and errors. Other schemes that delta-rs supports work too.
+#: The places where a store can be, as text for help and errors. Other schemes that delta-rs supports work too.
 PLACES = "a folder, or s3://, gs://, az://"
-#: Bytes of a write buffer. delta-rs' streams accept only bytes objects; Arrow passes these only if a write fits its buffer.
+#: Size of a write buffer in bytes. delta-rs' streams accept only bytes objects, which Arrow passes only if a write fits its
+#: buffer.
 _WRITE_BUFFER = 1 << 20
 
 
 def normalize_uri(uri: str | os.PathLike[str]) -> str:
-    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a closing slash. Drops file://."""
+    """Return an absolute folder path, or the URI (s3://, gs://, az://, …) without a slash at its end.
+
+    The prefix file:// is removed.
+    """
     text = os.fspath(uri)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -56,7 +61,10 @@ def is_local(uri: str) -> bool:
 
 
 def may_exist(uri: str) -> bool:
-    """Return False for a local folder that does not exist. Always True for object stores, which have no folders."""
+    """Return False for a local folder that does not exist.
+
+    The result is always True for object stores, which have no folders.
+    """
     return not is_local(uri) or Path(uri).is_dir()
 
 
@@ -74,19 +82,19 @@ def open_filesystem(uri: str, options: dict[str, str] | None = None) -> pafs.Fil
 
 
 def require_scheme(uri: str, options: dict[str, str] | None = None) -> None:
-    """Raise UsageError for a scheme that delta-rs does not support. A storage that cannot be reached now is not an error."""
+    """Raise UsageError for a scheme that delta-rs does not support. It is not an error if the storage cannot be reached now."""
     if not is_local(uri):
         with contextlib.suppress(*STORAGE_ERRORS):
             open_filesystem(uri, options)
 
 
 def open_for_reading(uri: str, options: dict[str, str] | None = None) -> pafs.FileSystem:
-    """Return a filesystem for reading only: Arrow's own for a local folder, which is faster, else `open_filesystem`."""
+    """Return a filesystem for reading only. For a local folder it is Arrow's own, which is faster than `open_filesystem`'s."""
     return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem()) if is_local(uri) else open_filesystem(uri, options)
 
 
 def make_folder(uri: str) -> None:
-    """Create a local store's folder; does nothing for an object store.
+    """Create a local store's folder; do nothing for an object store.
 
     Raises StoreUnavailableError if the folder cannot be created.
     """
@@ -116,7 +124,7 @@ def write_file(filesystem: pafs.FileSystem, path: str, data: bytes | pa.Buffer) 
 def unfinished_files(uri: str) -> list[Path]:
     """Return the files left by writes that failed or were killed.
 
-    Locally, delta-rs writes `path#1` and renames it when it is complete. Empty for object stores.
+    Locally, delta-rs writes `path#1` and renames it when it is complete. The list is empty for object stores.
     """
     return [part for part in Path(uri).rglob("*") if re.search(r"#\d+$", part.name)] if is_local(uri) else []
 
@@ -130,13 +138,16 @@ def read_file(filesystem: pafs.FileSystem, path: str) -> bytes | None:
 
 
 def list_files(filesystem: pafs.FileSystem, folder: str = "") -> dict[str, int]:
-    """Return path -> bytes of the files in a folder, without its subfolders; empty if there is no such folder."""
+    """Return the size in bytes of each file in a folder, by path. The result is empty if there is no such folder."""
     entries = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
     return {entry.path.lstrip("/"): int(entry.size) for entry in entries if entry.type == pafs.FileType.File}
 
 
 def sentence(error: BaseException) -> str:
-    """Return a storage error in one line. Object stores send several lines with ANSI colours and an XML document."""
+    """Return the message of a storage error as one line.
+
+    Object stores send several lines with ANSI colours and an XML document.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     said = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     if said:

@@ -1,7 +1,7 @@
 """Open a store: a folder or object store prefix with one table per reference model.
 
-The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` applies the rule of `dtype="auto"`: the
-dtype in which the store holds the model.
+The layout is `<store>/<reference id>/{reference.json, logprobs/}`. `choose_reference` resolves `dtype="auto"` to the dtype in
+which the store holds the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Store:
 
     Args:
         uri: a local folder, or s3://…, gs://…, az://…
-        options: delta-rs storage options; the usual environment variables are read in any case.
+        options: delta-rs storage options. The usual environment variables are read too.
 
     Examples:
         >>> from reflogp.store import Store
@@ -109,9 +109,9 @@ class Store:
         return LogprobTable(self._table_uri(reference_id), reference, self._options)
 
     def table_of(self, reference: Reference) -> LogprobTable:
-        """Return the table of a described reference.
+        """Return the table of a reference.
 
-        Like `table`, but the error also names the dtypes in which the same weights were scored.
+        Unlike the error of `table`, the error also names dtypes in which the same weights were scored.
 
         Args:
             reference: from `describe_reference`.
@@ -132,9 +132,10 @@ class Store:
             raise ReferenceNotFoundError(f"{reference.name} in {reference.dtype} was never scored: {error}{hint}") from error
 
     def held(self, candidates: Sequence[Reference]) -> list[Reference]:
-        """Return the candidates that the store has a table of; none if there is no store at the URI.
+        """Return the candidates for which the store has a table, or an empty list if there is no store at the URI.
 
-        Raises UsageError, StoreUnavailableError, StoreFormatError, DamagedStoreError.
+        Raises UsageError if the URI holds something that is not a store, DamagedStoreError for a damaged reference.json,
+        StoreFormatError if a newer reflogp wrote the store, and StoreUnavailableError if the store cannot be read.
         """
         self._refuse_what_is_no_store()
         try:
@@ -147,14 +148,14 @@ class Store:
             raise StoreUnavailableError(f"the store {self.uri} cannot be read: {storage.sentence(error)}") from error
 
     def create_table(self, reference: Reference) -> LogprobTable:
-        """Return the table of `reference` after checking that it can be written. Creates the table if the store has none.
+        """Return the table of `reference` after checking that it can be written. The table is created if it does not exist.
 
         Args:
             reference: from `describe_reference`.
 
         Raises:
             UsageError: the URI holds something that is not a store.
-            DamagedStoreError: the table's log is damaged, or half of the table is missing.
+            DamagedStoreError: the table's log is damaged, or a part of the table is missing.
             StoreUnavailableError: the store cannot be written.
             StoreFormatError: a newer reflogp wrote the store.
         """
@@ -194,7 +195,7 @@ class Store:
             raise UsageError(f"{self.uri} is a Delta table, not a reflogp store; nothing was read or written")
 
     def _entries(self) -> dict[str, pafs.FileType]:
-        """Return what lies directly in the store's folder, by name; nothing if there is no such folder."""
+        """Return the type of each entry of the store's folder, by name; an empty dict if there is no such folder."""
         return {
             entry.base_name: entry.type for entry in self._root().get_file_info(pafs.FileSelector("", allow_not_found=True))
         }
@@ -215,7 +216,7 @@ class Store:
         try:
             reference = Reference.from_json(data.decode())
             if reference.reference_id != reference_id:
-                raise ValueError(f"its reference_id is {reference.reference_id}")
+                raise ValueError(f"the reference_id in it is {reference.reference_id}")
         except ValueError as error:
             raise DamagedStoreError(
                 f"{self.uri}/{reference_id}/{REFERENCE_FILE} is damaged ({error}); delete it: the next scoring with that "
@@ -237,10 +238,10 @@ def choose_reference(
     """Return the reference of a model in a store, and how its dtype was chosen.
 
     Args:
-        store: where the model's values are.
+        store: the store to search for the model.
         model: as in describe_reference.
         dtype: a dtype as in describe_reference; "auto" for the dtype in which the store holds the model.
-        otherwise: dtype to use if the store holds nothing of the model; None to raise an error instead.
+        otherwise: dtype to use if the store has no values of the model, or None to raise an error instead.
         lm_head_dtype: "float32" for logits in float32. If it is None and dtype is "auto", the store determines it too.
         revision, progress: as in describe_reference.
 
@@ -248,8 +249,8 @@ def choose_reference(
         (reference, reason). The reason is a sentence without its full stop; empty if the dtype was given.
 
     Raises:
-        StoreNotFoundError, ReferenceNotFoundError: the store holds nothing of the model.
-        UsageError: the store holds the model in several dtypes. Also the errors of describe_reference.
+        StoreNotFoundError, ReferenceNotFoundError: the store has no values of the model.
+        UsageError: the store holds the model in several dtypes. The errors of describe_reference are raised too.
     """
     if dtype != AUTO:
         return describe_reference(model, dtype, lm_head_dtype=lm_head_dtype, revision=revision, progress=progress), ""
@@ -266,11 +267,11 @@ def choose_reference(
         there = ", ".join(f"{known.reference_id} ({known.name}, {known.dtype})" for known in others) or "nothing"
         raise ReferenceNotFoundError(f"{described[0].name} was never scored into {store.uri}, which holds {there}")
     found = in_dtype(described, otherwise, lm_head_dtype)
-    return found, f"dtype {numerics(found)}: {store.uri} holds nothing of this model yet"
+    return found, f"dtype {numerics(found)}: {store.uri} has no values of this model yet"
 
 
 def in_dtype(described: Sequence[Reference], dtype: str, lm_head_dtype: str | None) -> Reference:
-    """Return the reference in a dtype, from those of `describe_all_numerics` with the same `lm_head_dtype`."""
+    """Return the reference with the given dtype, out of those that `describe_all_numerics` returned."""
     return next(found for found in described if found.dtype == dtype and (lm_head_dtype or found.lm_head_dtype == dtype))
 
 

@@ -1,9 +1,9 @@
 """Store the log-probs of one reference model in a Delta Lake table: numbered snapshots, appends and commits.
 
 reflogp writes the table's data files itself, so that pages carry checksums and log-probs get a suitable encoding, and commits
-them through delta-rs. A commit names the version that it is based on. It fails if another writer has committed since then; the
-rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key, and the
-value of a key never changes. Compaction and repair are modules of their own, built on `LogprobTable.replace`.
+them through delta-rs. A commit names the version that it is based on. A commit fails if another writer has committed since
+then; the rows that the other writer stored are then left out, and the commit is retried. So the first commit wins for a key,
+and the value of a key never changes. Compaction and repair, which use `LogprobTable.replace`, have their own modules.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from reflogp.store.texts import short_repr
 
 
 def without_stored(rows: pa.Table, snapshot: Snapshot) -> pa.Table:
-    """Return the rows that the snapshot lacks or has with fewer values. Stored values replace the first values of the latter.
+    """Return the rows that the snapshot lacks or has with fewer values.
 
-    Returns `rows` itself if nothing changes. The caller then knows that a shard already written from these rows is still valid.
+    Stored values replace the first values of a row that the snapshot has with fewer values.
 
-    Raises DamagedStoreError if the stored values of a row that the snapshot has with fewer values are damaged.
+    `rows` itself is returned if nothing changes. The caller then knows that a shard already written from these rows is still
+    valid.
+
+    Raises DamagedStoreError if stored values that are needed for this are damaged.
     """
     rows = longest_of_each_key(rows)
     lengths = rows["scored_len"].to_numpy()
@@ -89,9 +92,9 @@ def _beginning_with(rows: pa.Table, stored: list[Any]) -> pa.Table:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Seconds for which a commit that loses to other writers is retried.
+#: Maximum seconds for which a commit is retried while other writers commit first.
 _PATIENCE = 900.0
-#: Longest pause before a retry, in seconds, and the number of retries after which this longest pause shrinks.
+#: Longest pause before a retry, in seconds, and the number of retries after which the longest pause becomes shorter.
 _LONGEST_PAUSE, _EARLY_TRIES = 0.2, 5
 #: Settings of the Delta table. Every entry of the log is kept, since a repair starts from the log; files that compaction
 #: replaced are kept until vacuum.
@@ -114,7 +117,7 @@ class Appended:
 
 
 def _in_turn(method: F) -> F:
-    """Decorate a LogprobTable method so that one thread at a time runs it."""
+    """Decorate a method of LogprobTable so that only one thread runs it at a time."""
 
     @functools.wraps(method)
     def waiting(table: LogprobTable, *args: Any, **keywords: Any) -> Any:
@@ -131,12 +134,12 @@ class LogprobTable:
         uri: folder or object store prefix of the Delta table.
         reference: the reference model of the table.
         options: delta-rs storage options.
-        index_rows: number of rows up to which a snapshot keeps its index in memory.
+        index_rows: maximum number of rows for which a snapshot keeps its index in memory.
 
     Threads may share a table: `snapshot`, `append` and `replace` wait for each other.
 
-    If delta-rs cannot read the log because of damage, the table serves the shards that the log's readable entries name,
-    with a StoreDamageWarning, and refuses to write.
+    If delta-rs cannot read the log because of damage, the table has only the shards that the log's readable entries name. It
+    gives a StoreDamageWarning, and refuses to write.
 
     Examples:
         >>> from reflogp.store import Store, describe_reference
@@ -168,7 +171,7 @@ class LogprobTable:
 
     @staticmethod
     def create(uri: str, options: dict[str, str] | None = None) -> None:
-        """Create the Delta table unless it exists. Two processes may do so at the same time."""
+        """Create the Delta table unless it exists. Two processes may create it at the same time."""
         try:
             DeltaTable.create(
                 uri,
@@ -190,10 +193,11 @@ class LogprobTable:
         """Return the latest snapshot, or the snapshot with the given number.
 
         Args:
-            number: None for the latest.
+            number: number of the snapshot, or None for the latest.
 
         Raises:
-            SnapshotNotFoundError: no such number, or the snapshot cannot be read, for example because shards were vacuumed.
+            SnapshotNotFoundError: there is no snapshot with this number, or the snapshot cannot be read, for example because
+                its shards were vacuumed.
             StoreUnavailableError: the table cannot be read.
         """
         self._refresh()
@@ -221,18 +225,19 @@ class LogprobTable:
     def append(self, rows: pa.Table) -> Appended:
         """Commit rows (schema.SCHEMA) as one shard. Either all rows become visible at once, or none.
 
-        A row is left out if the table already has at least as many values for its key. If the table has fewer, the row is
-        written with the stored values first and the new values after them, so that a value that was read once never changes.
+        A row is left out if the table already has at least as many values for its key. If the table has fewer values, the row
+        is written with the stored values first and the new values after them, so that a value that was read once never changes.
 
         Args:
-            rows: as schema.shard_table makes them, keys in any order.
+            rows: a table that schema.shard_table made, with keys in any order.
 
         Returns:
-            Numbers of rows written and left out, with the snapshot; see Appended.
+            An Appended with the number of rows written, the number of rows left out, and the snapshot.
 
         Raises:
             UsageError: a value is not finite.
-            DamagedStoreError: a shard or the log is damaged. A write could then store the same keys again, with other values.
+            DamagedStoreError: a shard or the log is damaged. A write to a damaged table could store the same keys again, with
+                other values.
             StoreUnavailableError: the shard or the commit cannot be written. Earlier commits stay.
         """
         if not np.isfinite(one_array(rows["token_logps"]).flatten().to_numpy(zero_copy_only=False)).all():
@@ -261,7 +266,7 @@ class LogprobTable:
                 self._require_there([written])
         except storage.STORAGE_ERRORS as error:  # keep the shard: the commit may have been made
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise AssertionError("tries end with an error of their own")
+        raise AssertionError("the last attempt raises an error itself")
 
     @_in_turn
     def replace(self, removed: Sequence[str], added: Sequence[Written]) -> bool:
@@ -273,7 +278,7 @@ class LogprobTable:
         Raises StoreUnavailableError if the commit cannot be written.
         """
         try:
-            self._require_there(added)  # a vacuum may have deleted one while the others were written
+            self._require_there(added)  # a vacuum may have deleted one shard while the others were written
             for _ in self._tries():
                 self._require_whole(None)
                 if not set(removed) <= self._rows_of_now().keys():
@@ -287,7 +292,7 @@ class LogprobTable:
                     return True
         except storage.STORAGE_ERRORS as error:  # keep the shards: the commit may have been made
             raise StoreUnavailableError(f"the store {self.uri} cannot be written: {storage.sentence(error)}") from error
-        raise AssertionError("tries end with an error of their own")
+        raise AssertionError("the last attempt raises an error itself")
 
     def write(self, rows: pa.Table) -> Written:
         """Write rows as a shard without committing it. Raises one of storage.STORAGE_ERRORS."""
@@ -313,9 +318,10 @@ class LogprobTable:
                 continue
 
     def check_writable(self) -> None:
-        """Write and delete a small file, so that a job fails before it computes rather than after.
+        """Check that the store can be written, by writing and deleting a small file.
 
-        Raises StoreUnavailableError if that fails, and DamagedStoreError if the log is damaged.
+        A run calls this method before it computes values. Raises StoreUnavailableError if the file cannot be written, and
+        DamagedStoreError if the log is damaged.
         """
         self._require_whole(None)
         probe = f"probe-{uuid.uuid4()}"
@@ -360,12 +366,12 @@ class LogprobTable:
         return float(self.delta().history(1)[0]["timestamp"]) / 1000
 
     def reopened(self) -> LogprobTable:
-        """Open the table again, and return it."""
+        """Open the same table again, and return the new object."""
         return LogprobTable(self.uri, self.reference, self._options, self._index_rows)
 
     @property
     def log_is_damaged(self) -> bool:
-        """Whether the log is damaged, so that only its undamaged entries are served. Reopen the table after a repair."""
+        """Whether the log is damaged, so that only its undamaged entries are read. Reopen the table after a repair."""
         return self._salvaged is not None
 
     @_in_turn
@@ -463,11 +469,11 @@ class LogprobTable:
             snapshot.require_whole()
 
     def _arrived(self, path: str, before: int) -> bool:
-        """Return True if a log entry after version `before` adds the shard, although our commit on top of `before` failed.
+        """Return True if a log entry after version `before` adds the shard, although the commit on top of `before` failed.
 
         The log is searched, not the newest state: another process may have compacted the shard already.
 
-        Raises StoreUnavailableError if there is no commit after `before`: then no other writer caused the failure.
+        Raises StoreUnavailableError if there is no commit after `before`: in this case, no other writer caused the failure.
         """
         self._refresh()
         self._require_whole(None)

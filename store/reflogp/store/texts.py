@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from functools import cache
 from types import TracebackType
 
-#: Characters to which an error text is shortened.
+#: Maximum number of characters of an error text.
 MOST_CHARACTERS = 500
 _BETWEEN = " … "
 
@@ -24,7 +24,7 @@ _BETWEEN = " … "
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return the text with at most `most` characters; a longer text loses its middle, since its end often says what to do.
 
-    Half of a surrogate pair is written as an escape, so that the result can always be encoded.
+    A lone half of a surrogate pair is written as an escape, so that the result can always be encoded.
     """
     if len(text) > most:
         tail = (most - len(_BETWEEN)) // 4
@@ -36,7 +36,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def shortened_names(names: list[str], most: int = MOST_CHARACTERS // 2) -> str:
-    """Return names separated by commas: only the first names if the list would be longer than `most` characters."""
+    """Return names separated by commas. Only the first names are listed if the text would be longer than `most` characters."""
     shown: list[str] = []
     room = most
     for name in names:
@@ -54,7 +54,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def short_repr(name: str, *lines: str) -> str:
-    """Return the repr of a result for people: the name of its class, and the lines that are not empty, safe to print."""
+    """Return a readable repr of a result, which is safe to print: the name of its class, and the lines that are not empty."""
     shown = [visible(shortened_without_secrets(line)) for line in lines if line]
     if len(shown) == 1:
         return f"{name}({shown[0]})"
@@ -82,7 +82,7 @@ def short_number(value: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share: 31.4%, rounded down so that only the whole is 100%; a dash if the whole is 0."""
+    """Format a share as a percentage such as 31.4%, rounded down so that only the whole is 100%. A whole of 0 gives a dash."""
     if whole <= 0:
         return "–"
     if 0 < part / whole < 0.001:
@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = whole // size, whole % size // smaller
             return f"{count} {unit} {rest} {small_unit}" if rest else f"{count} {unit}"
-    raise AssertionError("60 seconds and more are minutes")
+    raise AssertionError("a duration of at least 60 seconds has a unit in the table")
 
 
 def moment(when: datetime) -> str:
@@ -162,17 +162,17 @@ def hide_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its type if it has no message."""
+    """Return the first line of an error's message, or the name of the error's type if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def shortened_without_secrets(text: str) -> str:
-    """Return `text` as a message. Secrets are hidden first: the rest of a secret that is cut would not be recognised."""
+    """Return `text` for a message: secrets are hidden first, because a secret that was cut off would not be recognised."""
     return shortened(hide_secrets(text))
 
 
 class _Escapes(dict[int, str | int]):
-    """A table for `str.translate` from characters to escapes; remembers the first few thousand characters."""
+    """A table for `str.translate` from characters to escapes, which keeps the entries of the first few thousand characters."""
 
     def __init__(self, keep: str) -> None:
         super().__init__({ord(character): character for character in keep})
@@ -192,12 +192,12 @@ def _escapes(keep: str) -> _Escapes:
 class LineFormatter(logging.Formatter):
     """A log formatter that writes a record as one line of plain text, with the lines of a traceback indented below it.
 
-    So text that a message or an exception quotes cannot start a record of its own, cannot control a terminal, and shows no
-    secret of a URI.
+    So text that a message or an exception quotes cannot look like a new record, cannot control a terminal, and shows no secret
+    of a URI.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        record.exc_text = None  # another handler may have set it, unformatted
+        record.exc_text = None  # another handler may have set this attribute to unformatted text
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:

@@ -1,7 +1,8 @@
-"""Apply a trainer's truncation to tokenized rows: which sequence is keyed, and how many of its values are needed.
+"""Apply a trainer's truncation to tokenized rows: find the sequences to look up, and how many of their values are needed.
 
-Follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and uses the fact that
-a causal model's values do not depend on later tokens. Scoring and joins share this module, so they key the same sequences.
+Truncation follows TRL's `max_length` and `truncation_mode` (trl/trainer/dpo_trainer.py, DataCollatorForPreference), and uses
+the fact that a causal model's values do not depend on later tokens. Scoring and joins both use this module, so they compute
+keys of the same sequences.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class TrainerSettings:
     """The settings of a trainer's config that change a row's log-probs.
 
     Attributes:
-        max_length: maximum tokens of prompt and completion together; None for no limit.
+        max_length: maximum tokens of prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
-        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion; None weights all equally.
+        ld_alpha: LD-DPO's weight of tokens beyond the length of the pair's shorter completion, or None to give all tokens the
+            same weight.
     """
 
     max_length: int | None = None
@@ -37,10 +39,10 @@ class TrainerSettings:
 
     @property
     def scored_apart(self) -> dict[str, Any]:
-        """The settings that change what is scored: max_length and truncation_mode, if truncation does not keep the start.
+        """The settings that change which sequences are scored: max_length and truncation_mode, if the start is not kept.
 
-        keep_start does not affect scoring: its values are the first values of the whole sequence. ld_alpha does not
-        either: it is applied later, to the stored values of single tokens.
+        keep_start does not affect scoring, because the needed values are the first values of the whole sequence. ld_alpha does
+        not affect scoring, because it is applied later, to the stored values of single tokens.
         """
         if self.truncation_mode == "keep_start" or self.max_length is None:
             return {}
@@ -53,8 +55,9 @@ class Windows:
 
     Attributes:
         prompt_ids: large_list<uint32>, n lists.
-        completion_ids: large_list<uint32>, n lists; whole, even where only the first tokens are needed.
-        needed: values needed from the front of each completion, int64 (n,).
+        completion_ids: large_list<uint32>, n lists. With keep_start, completions are whole even if only their first tokens are
+            needed.
+        needed: number of values needed from the start of each completion, int64 (n,).
         dropped: rows that TRL's length filter removes (the prompt alone fills max_length), bool (n,).
     """
 
@@ -73,21 +76,21 @@ def windows(
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
 ) -> Windows:
-    """Return the sequences that a trainer with these settings compares.
+    """Return the sequences whose log-probs a trainer with these settings needs.
 
-    keep_start: the whole sequence is keyed, since a causal model's first values do not depend on later tokens; `needed` stops
-    at `max_length`. keep_end: a longer sequence loses its first tokens, which changes every value, so its last `max_length`
-    tokens are a sequence of their own. If the kept tokens start inside the completion, there is no prompt: the first token then
-    serves as context and has no value, exactly as in TRL's shifted loss.
+    With keep_start, the key is that of the whole sequence, since a causal model's first values do not depend on later tokens;
+    `needed` counts only tokens within `max_length`. With keep_end, a longer sequence loses its first tokens, which changes
+    every value, so its last `max_length` tokens form another sequence with another key. If the kept tokens start inside the
+    completion, there is no prompt: the first token then serves as context and has no value, exactly as in TRL's shifted loss.
 
     Args:
         prompt_ids: n lists of token ids.
         completion_ids: n lists of token ids.
-        max_length: maximum tokens of prompt and completion together; None for no limit.
+        max_length: maximum tokens of prompt and completion together, or None for no limit.
         truncation_mode: "keep_start" or "keep_end".
 
     Raises:
-        UsageError: an unknown mode, a max_length below 1, or lists that are not token ids.
+        UsageError: the mode is unknown, max_length is below 1, or the lists do not hold token ids.
     """
     check_truncation(max_length, truncation_mode)
     prompts, completions = token_lists(prompt_ids, "prompt_ids"), token_lists(completion_ids, "completion_ids")
@@ -125,7 +128,7 @@ def without_first(lists: pa.LargeListArray, cut: Int64s) -> pa.LargeListArray:
 
     Args:
         lists: large_list<uint32>, n lists without nulls, as `keys.token_lists` returns them.
-        cut: at most each list's length, (n,).
+        cut: number of values to remove from each list, at most the list's length, (n,).
     """
     if not cut.any():
         return lists

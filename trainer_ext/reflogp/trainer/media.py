@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from reflogp.store import UsageError
-from reflogp.store.media import IMAGE_COLUMNS, MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
+from reflogp.store.images import IMAGE_COLUMNS, MEDIA_COLUMNS, MESSAGE_COLUMNS, PROCESSED_COLUMNS, media_of
 
 _BATCH_ROWS = 1000
 

@@ -17,9 +17,8 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from packaging.version import Version
 
 from reflogp.store import UsageError
-from reflogp.store.images import FIRST_IMAGE_ID, ImageTokens, blanks, image_token, kind_of_image, pixel_digest
+from reflogp.store.images import FIRST_IMAGE_ID, IMAGE_COLUMNS, ImageTokens, blanks, image_token, kind_of_image, pixel_digest
 from reflogp.store.joins import PAIR_COLUMNS
-from reflogp.store.media import IMAGE_COLUMNS
 from reflogp.store.texts import shortened
 from reflogp.trainer.layouts import load_table, reference_columns, save_table
 from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long

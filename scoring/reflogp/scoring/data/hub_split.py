@@ -24,8 +24,7 @@ from reflogp.scoring.data.confined_process import POLL_SECONDS
 from reflogp.scoring.data.read import SUFFIXES_IN_WORDS, dataset_suffix
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import ReflogpError
-from reflogp.store.hub import HubPlace, told
-from reflogp.store.hub_file import HubFile
+from reflogp.store.hub import HubFile, HubPlace, told
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 

@@ -14,8 +14,7 @@ from typing import Any
 from reflogp.scoring.data.encode import TOO_MUCH_MEMORY, Tokens, common_prefix
 from reflogp.scoring.data.shape import Example, RowError, examples_of
 from reflogp.store import UsageError
-from reflogp.store.images import ImageTokens, Kind
-from reflogp.store.media import media_of
+from reflogp.store.images import ImageTokens, Kind, media_of
 from reflogp.store.texts import first_line
 
 _ROLES = ("system", "user", "assistant", "tool")

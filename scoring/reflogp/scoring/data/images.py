@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from reflogp.scoring.data.image_decoder import ImageDecoder, decoded, require_pixels
 from reflogp.scoring.data.pixel_cache import PixelCache
 from reflogp.scoring.data.shape import RowError
-from reflogp.store.images import Kind, kind_of_image, pixel_digest
-from reflogp.store.media import IMAGE_COLUMNS
+from reflogp.store.images import IMAGE_COLUMNS, Kind, kind_of_image, pixel_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -27,7 +27,7 @@ from reflogp.scoring.data.parquet_process import parquet_batches, parquet_descri
 from reflogp.scoring.errors import DatasetError
 from reflogp.store import FileChangedError, ReflogpError, UsageError
 from reflogp.store.digests import FileIdentity
-from reflogp.store.hub_file import SCHEME, HubFile
+from reflogp.store.hub import SCHEME, HubFile
 from reflogp.store.texts import shortened
 
 FileFormat = Literal["jsonl", "json", "csv", "parquet", "arrow", "folder", "hub"]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from reflogp.scoring.errors import DatasetError
-from reflogp.store.media import media_of
+from reflogp.store.images import media_of
 from reflogp.store.texts import shortened_names
 
 Format = Literal["preference", "kto", "tokens"]

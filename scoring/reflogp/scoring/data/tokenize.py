@@ -28,7 +28,7 @@ from reflogp.scoring.errors import DatasetError, TokenizerError
 from reflogp.scoring.tracing import span, traced
 from reflogp.scoring.vision import VisionProcessor, load_processor
 from reflogp.store import UsageError, resolve_model
-from reflogp.store.media import IMAGE_COLUMNS
+from reflogp.store.images import IMAGE_COLUMNS
 from reflogp.store.texts import shortened, shortened_names
 
 
