@@ -24,7 +24,7 @@ import psutil
 
 from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, SOCKET, STILL, ConfinedProcess
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.machine.memory import free_memory
+from reflogp.scoring.machine import free_memory
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
 from reflogp.store.texts import first_line
 

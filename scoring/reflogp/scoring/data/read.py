@@ -20,8 +20,17 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.arrow_bounds import arrow_batches
-from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
+from reflogp.scoring.data.bounds import (
+    BATCH_ROWS,
+    Meter,
+    ReadBounds,
+    RecordLines,
+    arrow_batches,
+    lines,
+    open_text,
+    read_group,
+    rows_of,
+)
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
