@@ -17,7 +17,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.machine.devices import Place, places
+from reflogp.scoring.machine import Place, places
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
