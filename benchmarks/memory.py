@@ -21,7 +21,7 @@ from machine import cpu_and_cores, write_results
 from sides import make_model, make_tokenizer, quiet, read_pairs
 
 from reflogp.client import Client
-from reflogp.scoring.machine.memory import total_memory
+from reflogp.scoring.machine import total_memory
 from reflogp.service.request_memory import default_request_memory
 from reflogp.service.settings import ServerSettings
 from reflogp.store import Store

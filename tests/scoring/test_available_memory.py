@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reflogp.scoring.machine.memory import free_memory, total_memory
+from reflogp.scoring.machine import free_memory, total_memory
 
 V1 = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n35 31 0:32 {top} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "29 23 0:26 {top} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -105,7 +105,7 @@ def test_a_real_group_with_a_limit():
         pytest.skip(f"this user may not make a cgroup: {error}")
     program = (
         f"import os; open('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        "from reflogp.scoring.machine.memory import total_memory\n"
+        "from reflogp.scoring.machine import total_memory\n"
         "print(total_memory())"
     )
     try:

@@ -329,7 +329,7 @@ def test_an_image_of_a_mode_that_the_processor_does_not_take_is_a_bad_row(tmp_pa
     PROCESSORS[tmp_path / "model"] = processor
     data = [pair("what?", [PICTURES[0]]), pair("what?", [PICTURES[0].convert("L")])]
     [window] = tokenized(tmp_path / "model", open_dataset(data))
-    assert window.table["row"].to_pylist() == [0] and "refuses it" in window.problems[1]
+    assert window.table["row"].to_pylist() == [0] and "the processor fails for this row" in window.problems[1]
 
 
 def test_a_key_is_of_pixels_and_not_of_files(llava):
@@ -556,9 +556,9 @@ def bad_images(tmp_path) -> dict[str, tuple[dict, str]]:
         "a zero byte in a path": (pair("?", ["a\0b"]), "cannot be read"),
         "more placeholders": ({**pair("?", []), "prompt": user}, "1 places for images"),
         "fewer placeholders": ({**pair("?", [png, png]), "prompt": user}, "2 images"),
-        "an own image": ({**pair("?", [png]), "prompt": own}, "brings its own image"),
+        "an own image": ({**pair("?", [png]), "prompt": own}, "contains an image"),
         "a video": ({**pair("?", [png]), "prompt": video}, "video"),
-        "a placeholder in the answer": (pair("?", [png], chosen="see <image>"), "refuses it"),
+        "a placeholder in the answer": (pair("?", [png], chosen="see <image>"), "the processor fails for this row"),
         "no prompt": ({name: value for name, value in pair("?", [png]).items() if name != "prompt"}, "needs a prompt"),
         "an unknown role": ({**pair("?", [png]), "prompt": [{"role": "critic", "content": "?"}]}, "role"),
     }

@@ -20,7 +20,7 @@ from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.data.tokenize import load_tokenizer, tokenize_dataset
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
-from reflogp.scoring.machine.devices import Place
+from reflogp.scoring.machine import Place
 from reflogp.scoring.runs import score as runs_score
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss

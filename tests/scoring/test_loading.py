@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
-from reflogp.scoring.machine.processes import growing_segments, without_growing_segments
+from reflogp.scoring.machine import growing_segments, without_growing_segments
 from reflogp.scoring.torch_engine import Sequence, TorchEngine, load, memory, selfcheck
 from reflogp.scoring.torch_engine import engine as torch_engine
 from reflogp.scoring.torch_engine.load import load_model

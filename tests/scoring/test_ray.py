@@ -100,7 +100,7 @@ def test_a_killed_worker_loses_nothing(cluster, score, tmp_path):
     def kill():
         actors("NodeWorker")[0].send_signal(signal.SIGKILL)
 
-    with pytest.warns(UserWarning, match="was lost: its process was killed"):
+    with pytest.warns(UserWarning, match="was lost: the worker's process was killed"):
         summary = score(file, "there", watcher=Watching(3, kill))
     assert (summary.scored, summary.failed, summary.bad_rows) == (1200, 0, 0)
     here = score(file, "here", on_ray=False)
@@ -129,7 +129,7 @@ def test_a_sequence_that_kills_its_worker_is_found_and_the_others_are_scored(clu
     with pytest.warns(UserWarning, match="was lost"):
         summary = score(write_rows(tmp_path / "rows.jsonl", rows), model=model, watcher=watching, code=True)
     assert watching.bad.keys() == {1}
-    assert "killed its worker twice (its process was killed" in watching.bad[1]
+    assert "killed its worker twice (the worker's process was killed" in watching.bad[1]
     assert (summary.scored, summary.failed) == (3, 1)
 
 
@@ -162,7 +162,7 @@ def test_a_node_that_has_another_model_or_store_is_refused(cluster, score, tmp_p
     watching.read = lambda rows: shutil.rmtree(model)
     with pytest.raises(UsageError, match=r"on node [0-9.]+ \(\w+\): .*model"):
         score(file, model=model, watcher=watching)
-    with pytest.raises(EngineError, match="must lie on a filesystem that all nodes share"):
+    with pytest.raises(EngineError, match="use a folder on a filesystem that all nodes share"):
         require_visible(str(tmp_path / "elsewhere" / "probe"))
 
 

@@ -17,7 +17,7 @@ from reflogp.scoring.data.tokenize import load_tokenizer
 from reflogp.scoring.data.tokenized import TokenizedDataset
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.machine.devices import Place, places
+from reflogp.scoring.machine import Place, places
 from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.score import score_dataset
@@ -197,12 +197,12 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
     assert [place.visible for place in places(["cuda:2", "cuda:0"], lambda: 3, 2, True)] == ["7,GPU-a"]
     for devices, count, more, why in (
         (["tpu"], 8, (), "use all, auto, cpu"),
-        (["cuda:8"], 8, (), "there are 8 GPUs here; use cuda:0 to cuda:7"),
-        (["cuda:0"], 0, (), "there are 0 GPUs here"),
+        (["cuda:8"], 8, (), "this machine has 8 GPUs; use cuda:0 to cuda:7"),
+        (["cuda:0"], 0, (), "this machine has 0 GPUs"),
         (["all"], 3, (4, True), "3 GPUs cannot be split into groups of 4"),
         (["cuda:0", "cuda:1", "cuda:2"], 8, (2, True), "3 GPUs cannot be split into groups of 2"),
-        (["cuda", "cuda"], 8, (1, True), "needs them by number"),
-        (["cpu", "cpu"], 0, (1, True), "needs them by number"),
+        (["cuda", "cuda"], 8, (1, True), "needs the numbers of its GPUs"),
+        (["cpu", "cpu"], 0, (1, True), "needs the numbers of its GPUs"),
     ):
         with pytest.raises(UsageError, match=why):
             names(devices, count, *more)
@@ -214,7 +214,7 @@ def test_places_are_devices_or_groups_of_them(monkeypatch):
         (["--devices", "cpu", "--device", "cpu"], "cannot be combined with --device"),
         (["--devices", "cpu", "--ray"], "cannot be combined with --ray"),
         (["--devices", "cpu", "--engine", "remote", "--url", "http://h"], "cannot be combined with --engine remote"),
-        (["--devices", "cuda:7"], "there are 0 GPUs here"),
+        (["--devices", "cuda:7"], "this machine has 0 GPUs"),
         (["--devices", "cpu;cpu"], "use all, auto, cpu"),
         (["--devices", ""], "use all, auto, cpu"),
     ],

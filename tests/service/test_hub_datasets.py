@@ -146,8 +146,8 @@ def test_a_revision_names_a_commit(server, folder):
 @pytest.mark.parametrize(
     ("uri", "more", "says"),
     [
-        ("hf://datasets/team/prefs", {"split": "validation"}, "it has no split 'validation'; it has train, test"),
-        ("hf://datasets/team/prefs", {"config": "none"}, "cannot load it: .*'none' not found.*main"),
+        ("hf://datasets/team/prefs", {"split": "validation"}, "the dataset has no split 'validation'; choose from train, test"),
+        ("hf://datasets/team/prefs", {"config": "none"}, "cannot load the dataset: .*'none' not found.*main"),
         ("hf://datasets/team/nothing", {}, "the token may not read it"),
         ("hf://datasets/team/prefs@none", {}, "the token may not read it"),
     ],
@@ -197,12 +197,12 @@ def test_a_card_leads_nowhere_else(server, folder, listener, place, end, tmp_pat
     ("files", "says"),
     [
         ({"README.md": SEMICOLONS, "a.csv": b"a;b\n1;2\n"}, "sets sep"),
-        ({"README.md": b"---\nconfigs: [\n---\n", "a.jsonl": b"{}\n"}, "metadata in its README.md cannot be read"),
+        ({"README.md": b"---\nconfigs: [\n---\n", "a.jsonl": b"{}\n"}, "metadata in README.md cannot be read"),
         ({"README.md": b"x" * (5 << 20), "a.jsonl": b"{}\n"}, "README.md is longer than"),
-        ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"\.huggingface\.yaml, which is not supported here"),
+        ({".huggingface.yaml": b"configs: []\n", "a.jsonl": b"{}\n"}, r"\.huggingface\.yaml, which is not supported"),
         ({"a.txt": b"text\n"}, r"a\.txt does not end in"),
         ({"a@b.jsonl": b"{}\n"}, "is not a file of the Hub"),
-        ({"odd.py": b"print()\n"}, "cannot load it"),
+        ({"odd.py": b"print()\n"}, "cannot load the dataset"),
     ],
 )
 def test_what_is_read_in_another_way_is_refused(server, folder, files, says):

@@ -24,7 +24,7 @@ from reflogp.cli.console import (
     print_json,
 )
 from reflogp.client.errors import NotAllowedError, RequestRefusedError
-from reflogp.scoring.machine.processes import growing_segments
+from reflogp.scoring.machine import growing_segments
 from reflogp.store import ReflogpError, UsageError
 from reflogp.store.texts import LineFormatter, visible
 

@@ -165,7 +165,7 @@ def _scorer(choice: Any, folder: str, reference: Reference, commit_sequences: in
         return LocalScorer(lambda: choice.make(folder, reference), commit_sequences)
     import torch
 
-    from reflogp.scoring.machine.devices import places
+    from reflogp.scoring.machine import places
     from reflogp.scoring.runs.spread.local import LocalWorkers
     from reflogp.scoring.runs.spread.scorer import ParallelScorer
 

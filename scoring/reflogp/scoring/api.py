@@ -1,4 +1,4 @@
-"""Score, join and report from Python: what the commands of the same names do, for datasets of any kind."""
+"""Score, join and report from Python, as the commands of the same names do, with datasets of any kind."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ def score(
 ) -> Any:
     """Score the sequences of a dataset that the store lacks.
 
-    Rows that cannot be used are left out and printed. Computed values are committed every 30 seconds, so that after an
-    interruption the same call continues where it stopped.
+    Rows that cannot be used are left out and printed. Computed values are committed every 30 seconds. After an interruption,
+    the same call continues where the last one stopped.
 
     Args:
         model: the reference model: a folder with config.json and safetensors weights, a PEFT adapter's folder, or a hub id.
-        dataset: preference pairs, KTO rows or tokens: a path, a hub name (its train split), a `datasets.Dataset`,
+        dataset: preference pairs, KTO rows or rows of token ids, as a path, a hub name (its train split), a `datasets.Dataset`,
             `IterableDataset` or `DatasetDict`, a pandas or Polars data frame, a `pyarrow.Table`, or a list of dicts.
-        store: where the values go: a folder, s3://…, gs://…, az://…, or an open Store.
-        dtype: what the model computes in: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast". Part of
-            the reference id. "auto": the dtype in which the store holds the model; if it holds none, bfloat16, or float32
-            without a GPU.
-        max_length: tokens of prompt and completion together, as in the trainer's config; None for all.
+        store: the store for the values: a folder, s3://…, gs://…, az://…, or an open Store.
+        dtype: dtype in which the model computes: "float32", "bfloat16", "float16", "bfloat16-autocast" or "float16-autocast".
+            The dtype is part of the reference id. "auto" uses the dtype of the values of this model in the store. If the store
+            has no such values, "auto" is bfloat16, or float32 without a GPU.
+        max_length: maximum number of tokens of prompt and completion together, as in the trainer's config; None for no limit.
         truncation_mode: "keep_start" or "keep_end", as in the trainer's config.
-        tokenizer: the trainer's tokenizer, if it is not the model's: an object, a folder or a hub id. Pass an object if the
-            tokenizer runs code of its own.
+        tokenizer: the trainer's tokenizer, if the trainer does not use the model's: an object, a folder or a hub id. Pass an
+            object if the tokenizer runs custom code.
         engine: the engine and its settings; None for torch on a GPU, or on the CPU if there is no GPU.
-        progress: show a progress bar; None shows it in terminals and notebooks.
+        progress: True shows a progress bar, False hides it; None shows it in terminals and notebooks only.
 
     Returns:
         A ScoreSummary; for a DatasetDict, a dict with one summary for each split.
 
     Raises:
-        UsageError: a model, a dataset or settings that cannot be used; or the store holds the model in several dtypes.
-        EngineError: the model cannot be loaded, or a forward pass failed. What was computed is committed.
+        UsageError: the model, the dataset or a setting cannot be used, or the store has values of the model in several dtypes.
+        EngineError: the model cannot be loaded, or a forward pass failed. Values that were computed before are committed.
         StoreError: the store cannot be read or written.
 
     Examples:
@@ -126,31 +126,33 @@ def join(
     snapshot: int | None = None,
     on_miss: Literal["error", "drop"] = "error",
 ) -> Any:
-    """Add the reference log-probs of each row to a dataset, from a store. Loads no model.
+    """Add the stored reference log-probs of each row to a dataset. No model is loaded.
 
-    The columns are those of `reflogp join`: ref_chosen_logps and ref_rejected_logps (KTO: ref_logps), float32, in nats, summed
-    over each completion; ref_chosen_tokens and ref_rejected_tokens (ref_tokens), int64, how many log-probs each sum has;
-    chosen_key and rejected_key (completion_key), 16 bytes; ref_row, int64, the row's number in `dataset`, from 0. Rows whose
-    prompt alone fills max_length are left out, as TRL drops them.
+    The columns are those of `reflogp join`, with KTO's names in parentheses. ref_chosen_logps and ref_rejected_logps
+    (ref_logps) are the sums of the log-probs of each completion, float32, in nats. ref_chosen_tokens and ref_rejected_tokens
+    (ref_tokens) are the numbers of log-probs in these sums, int64. chosen_key and rejected_key (completion_key) are the keys of
+    the sequences, 16 bytes. ref_row is the row's number in `dataset`, from 0, int64. Rows whose prompt alone fills max_length
+    are left out, as TRL drops them.
 
     Args:
         model: as in `score`; use the same.
         dataset: see score.
         store: see score.
-        dtype: what the values were computed in; "auto": the one dtype in which the store holds the model.
+        dtype: dtype in which the values were computed. "auto" is the dtype of the values of this model in the store, if all
+            have the same dtype.
         max_length: as in `score`; use the trainer's.
         truncation_mode: as in `score`; use the trainer's.
-        ld_alpha: weight of the longer completion's tail in LD-DPO.
+        ld_alpha: in LD-DPO, the weight of the tokens by which one completion is longer than the other.
         tokenizer: as in `score`; use the same.
         snapshot: number of a snapshot of the store; None for the latest.
         on_miss: "error" raises an error if a row has no values; "drop" leaves such rows out.
 
     Returns:
-        The same kind of dataset with the columns; for a path or hub name, a Dataset. The rows of a stream (IterableDataset) are
-        joined while it is read, in one process; errors about rows are raised then.
+        A dataset of the same kind with the new columns, or a Dataset for a path or hub name. The rows of a stream
+        (IterableDataset) are joined while the stream is read, in one process, and errors about rows are raised at that time.
 
     Raises:
-        NotScoredError: rows have no values, or cannot be used; the message names them.
+        NotScoredError: some rows have no values or cannot be used. The message names the rows.
         ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
         UsageError: see score.
 
@@ -203,13 +205,13 @@ def report(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     progress: bool | None = None,
 ) -> ReportSummary:
-    """Write the report of a scored dataset: one HTML page and its charts as PNG. Loads no model.
+    """Write the report of a scored dataset: an HTML page, and its charts as PNG files. No model is loaded.
 
     Args:
         model: as in `score`; use the same.
         dataset: see score.
         store: see score.
-        output: folder to write: a new one, or one of an earlier report.
+        output: folder for the report: a new folder, or a folder with an earlier report.
         dtype: see join.
         max_length: as in `score`; use the trainer's.
         truncation_mode: as in `score`; use the trainer's.
@@ -217,10 +219,10 @@ def report(
         progress: see score.
 
     Returns:
-        A ReportSummary: what the report found; `findings` are the sentences at the top of its page.
+        A ReportSummary. Its `findings` are the sentences at the top of the report's page.
 
     Raises:
-        UsageError: settings or a dataset that cannot be used, or an output folder with other content than a report.
+        UsageError: a setting or the dataset cannot be used, or the output folder contains other files than a report.
         ReferenceNotFoundError, StoreNotFoundError: no values of this model were ever stored.
 
     Examples:
@@ -233,7 +235,7 @@ def report(
         )
     """
     if kind_of(dataset) in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
-        raise UsageError(f"a report covers one dataset: give one of the splits {', '.join(dataset)}")
+        raise UsageError(f"a report covers a single dataset: pass one of the splits {', '.join(dataset)}")
     opened = _opened(store)
     source = open_dataset(dataset)
     settings = TrainerSettings(max_length, truncation_mode)
@@ -250,7 +252,7 @@ def report(
 
 
 class _BadRows(ProgressCallbacks):
-    """Callbacks that remember why rows cannot be used.
+    """Callbacks that record the reasons why rows cannot be used.
 
     Args:
         problems: a dict that gets row number -> problem of the first ten bad rows.
@@ -265,7 +267,7 @@ class _BadRows(ProgressCallbacks):
 
 
 def _require_values(summary: JoinSummary, problems: dict[int, str], command: str) -> None:
-    """Raise NotScoredError if a row read so far has no values or cannot be used."""
+    """Raise NotScoredError if a row that was read has no values or cannot be used."""
     if summary.bad_rows:
         named = "; ".join(f"row {row}: {problem}" for row, problem in problems.items())
         raise NotScoredError(f"{summary.bad_rows:,} rows cannot be used ({named}); leave them out with on_miss='drop'", summary)
@@ -280,7 +282,7 @@ def _require_values(summary: JoinSummary, problems: dict[int, str], command: str
 
 
 def _say(reason: str) -> None:
-    """Print how the dtype was chosen; print nothing if the caller gave it."""
+    """Print how the dtype was chosen. `reason` is empty, and nothing is printed, if the caller gave the dtype."""
     if reason:
         tqdm.write(reason, file=sys.stderr)
 
@@ -293,7 +295,7 @@ def _opened(store: str | os.PathLike[str] | Store) -> Store:
 def _tokenizer(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedTokenizerBase]:
-    """Return a function that returns a given tokenizer object, or loads the tokenizer of a folder or hub id."""
+    """Return a function that returns the given tokenizer, or loads the tokenizer of the given folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_tokenizer(folder, tokenizer, None, trust_remote_code)
     return lambda: tokenizer
@@ -302,7 +304,7 @@ def _tokenizer(
 def _vision(
     folder: str, tokenizer: str | PreTrainedTokenizerBase | None, trust_remote_code: bool = False
 ) -> Callable[[], VisionProcessor | None]:
-    """Return a function that returns a given processor object, or loads the processor of a folder or hub id."""
+    """Return a function that returns the given processor, or loads the processor of the given folder or hub id."""
     if tokenizer is None or isinstance(tokenizer, str):
         return lambda: chosen_processor(folder, tokenizer, None, trust_remote_code)
     if getattr(tokenizer, "image_processor", None) is None:
@@ -312,7 +314,10 @@ def _vision(
 
 
 def _of_each_split(dataset: Any, function: Callable[[Any, str], Any]) -> Any:
-    """Apply a function to a dataset, or to each split of a DatasetDict; the function gets the split's name."""
+    """Call a function with a dataset, or with each split of a DatasetDict and its name.
+
+    Return the result, or a dict of results.
+    """
     if kind_of(dataset) not in ("datasets.DatasetDict", "datasets.IterableDatasetDict"):
         return function(dataset, "")
     done = {}

@@ -1,6 +1,6 @@
-"""Define the protocols of engines, and the choice of an engine as data that can be sent to another process.
+"""Define the protocols of engines, and a description of an engine that can be sent to another process.
 
-An engine's own libraries are imported only when that engine is made.
+An engine's libraries are imported only when the engine is loaded.
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ from reflogp.store import ContentMismatchError, FileChangedError, Reference, Usa
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.reference import OpenModel, autocast_dtype, open_model
 
-#: Number of attempts to load a model whose files' timestamps change meanwhile; after the last, FileChangedError is raised.
+#: Number of attempts to load a model while the timestamps of its files change. After the last attempt, FileChangedError is
+#: raised.
 _LOAD_ATTEMPTS = 2
 
 EngineName = Literal["torch", "vllm", "remote"]
 
 
 class Engine(Protocol):
-    """An engine that scores a dataset."""
+    """An engine, which scores the sequences of a dataset."""
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return index -> why this engine cannot score that sequence."""
+        """Return the sequences that this engine cannot score, as index -> reason."""
 
     def flow(self, groups: Iterable[list[Sequence]]) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; yield (number, outcome) of each pass's sequences, numbered from 0 across all groups.
+        """Score groups as they arrive, and yield (number, outcome) of the sequences of each pass.
 
-        An empty group means that no group is available at the moment. The passes in flight then finish; if none is in flight,
-        an empty list is yielded.
+        Numbers start at 0 and count the sequences of all groups.
+
+        An empty group means that no group is available now. The engine then finishes the passes that it has begun. If there is
+        no such pass, it yields an empty list.
         """
 
     def provenance(self) -> dict[str, Any]:
-        """Return how this engine computes values; it is stored with the values."""
+        """Return a description of how this engine computes values. The store keeps it with the values."""
 
     def operations(self) -> Operations:
-        """Return the operations of everything scored so far; both counts stay 0 if this engine cannot count them."""
+        """Return the operations of all sequences scored so far. Both counts are 0 if this engine cannot count operations."""
 
     def peak_flops_per_second(self) -> float | None:
-        """Return the matrix product rate of the device, or None if this engine cannot measure it."""
+        """Return the device's rate of matrix products, or None if this engine cannot measure the rate."""
 
     def close(self) -> None:
         """End the engine's processes and connections, and release the model. The engine cannot score afterwards."""
 
 
 class PassEngine(Engine, Protocol):
-    """An engine that can switch between callers after each pass, as a service's worker needs it.
+    """An engine that can switch between callers after each pass. The workers of a service need such an engine.
 
     Attributes:
-        token_budget: approximate number of tokens up to which merging requests into one pass saves time.
-        pass_seconds: longest device time of a pass, or None for no limit.
+        token_budget: approximate number of tokens up to which it saves time to merge requests into one pass.
+        pass_seconds: maximum device time of a pass in seconds, or None for no limit.
     """
 
     token_budget: int
@@ -69,7 +72,10 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield (index, outcome) of each pass's sequences, except skipped ones; call `before` with each pass's indices."""
+        """Yield (index, outcome) of the sequences of each pass, without those in `skip`.
+
+        Call `before` with the indices of each pass.
+        """
 
     def flow(
         self,
@@ -77,7 +83,7 @@ class PassEngine(Engine, Protocol):
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Generator[list[tuple[int, Outcome]]]:
-        """Score groups as they arrive; see Engine.flow. `before` is called with the numbers of each pass.
+        """Score groups as they arrive; see Engine.flow. Before each pass, `before` is called with the numbers of its sequences.
 
         The caller may use the engine for other work between two yields.
         """
@@ -85,22 +91,23 @@ class PassEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The name and settings of an engine that is not loaded yet. All are plain values, so they can be sent to workers as JSON.
+    """The name and settings of an engine. All fields are plain values, so the object can be sent to workers as JSON.
 
     Attributes:
-        name: the engine: "torch" in this process, "vllm" in a process with its own environment, or "remote" for a running
-            `vllm serve`.
-        device: torch: "auto", "cpu", "cuda", "cuda:1", … Also the device on which `check_claim` loads the local weights.
-        token_budget: torch: tokens of one pass, or "auto".
-        trust_remote_code: run modelling code from the checkpoint.
-        vllm_python: vllm: interpreter of vLLM's environment; None for $REFLOGP_VLLM_PYTHON, or this process's interpreter.
+        name: "torch" for torch in this process, "vllm" for vLLM in a process with its own environment, or "remote" for a
+            running `vllm serve`.
+        device: torch: "auto", "cpu", "cuda", "cuda:1", … remote: the device on which `check_claim` loads the local weights.
+        token_budget: torch: maximum number of tokens of a pass, or "auto".
+        trust_remote_code: True runs modelling code from the checkpoint.
+        vllm_python: vllm: Python interpreter of vLLM's environment. None uses $REFLOGP_VLLM_PYTHON, or else this process's
+            interpreter.
         tensor_parallel: vllm: number of GPUs that one model is spread over.
-        vllm_options: vllm: further arguments; names from vllm_engine.options.ALLOWED.
+        vllm_options: vllm: further arguments of vLLM, whose names are in vllm_engine.options.ALLOWED.
         url: remote: URL of a running `vllm serve`. The API key is read from $VLLM_API_KEY.
-        served_model: remote: the server's name for the model; None if it serves one model only.
+        served_model: remote: the server's name for the model; None if the server has only one model.
         concurrency: remote: maximum number of requests at the same time.
-        patience_seconds: remote: seconds that the server may be unreachable or busy.
-        check_claim: remote: compare the server's values with those of the local weights before scoring.
+        patience_seconds: remote: maximum seconds to wait while the server is unreachable or busy.
+        check_claim: remote: True compares the server's values with values of the local weights before scoring.
 
     Examples:
         >>> from reflogp.scoring import EngineChoice, score
@@ -123,16 +130,16 @@ class EngineChoice:
     check_claim: bool = True
 
     def gpus(self) -> int:
-        """Return the number of GPUs of one engine: 0 on the CPU or for a remote engine. "auto" counts as a GPU."""
+        """Return the number of GPUs of one engine: 0 on the CPU or for a remote engine. The device "auto" counts as a GPU."""
         if self.device == "cpu" or self.name == "remote":
             return 0
         return self.tensor_parallel if self.name == "vllm" else 1
 
     def default_dtype(self) -> str:
-        """Return the dtype for a model that was never scored: "bfloat16", but "float32" where this engine has no GPU.
+        """Return the dtype for a model without stored values: "float32" if this engine has no GPU, else "bfloat16".
 
-        A CPU without bfloat16 instructions is slower in bfloat16, and small models on CPUs are trained in float32. vLLM, which
-        has its own environment, and a remote engine's server are assumed to have a GPU.
+        A CPU without bfloat16 instructions is slower in bfloat16, and small models on CPUs are trained in float32. vLLM and the
+        server of a remote engine are assumed to have a GPU.
         """
         import torch
 
@@ -145,16 +152,16 @@ class EngineChoice:
         """Raise UsageError if this engine cannot compute in `dtype`."""
         if self.name != "torch" and autocast_dtype(dtype) is not None:
             raise UsageError(
-                f"{dtype} is float32 weights under torch.autocast, which the {self.name} engine cannot compute: use the torch "
-                "engine for it"
+                f"{dtype} means float32 weights under torch.autocast, which the {self.name} engine cannot compute: "
+                "use the torch engine"
             )
 
     def require_loadable(self, model: str, reference: Reference) -> None:
-        """Raise those errors of `make` that are known before weights are read.
+        """Raise the errors of `make` that can be found without reading weights.
 
         Raises:
             ContentMismatchError: the folder holds another model than the reference.
-            OutOfMemoryError: the torch engine's device is too small for the model, even if nothing else is on it.
+            OutOfMemoryError: the memory of the torch engine's device is too small for the model, even if nothing else uses it.
             EngineError: the torch engine cannot use its device, or transformers does not know the model.
         """
         with open_reference_files(model, reference) as opened:
@@ -165,10 +172,10 @@ class EngineChoice:
                     require_device(checkpoint, reference.dtype, self.device, self.trust_remote_code)
 
     def make(self, model: str, reference: Reference) -> PassEngine:
-        """Load the engine with exactly the files of the reference and return it.
+        """Load the engine with exactly the files of the reference, and return the engine.
 
-        The files are opened and hashed at each load (digests of unchanged files are cached) and read through the open file
-        handles. When everything is in memory, they are checked for changes.
+        At each load, the files are opened and hashed (digests of unchanged files are cached), and they are read through the
+        open file handles. When the model is in memory, the files are checked for changes.
 
         Args:
             model: local folder of the model.
@@ -183,7 +190,7 @@ class EngineChoice:
         for attempt in range(_LOAD_ATTEMPTS):
             try:
                 return self._made(model, reference)
-            except FileChangedError as error:  # new permissions or hard links change a file's times too, so try again
+            except FileChangedError as error:  # new permissions or hard links also change a file's timestamps
                 if isinstance(error, ContentMismatchError) or attempt == _LOAD_ATTEMPTS - 1:
                     raise
                 gc.collect()
@@ -223,12 +230,12 @@ class EngineChoice:
 
         @contextmanager
         def unchanged() -> Iterator[None]:
-            """Check that the paths lead to the open files before and after the block: vLLM's processes open the paths."""
+            """Check before and after the block that the paths lead to the open files. vLLM's processes open the paths."""
             with open_reference_files(model, reference) as opened:
                 opened.files.check(by_path=True)
                 try:
                     yield
-                finally:  # a changed file explains an error of the block, so FileChangedError replaces it
+                finally:  # a changed file may have caused an error in the block: FileChangedError replaces it
                     opened.files.check(by_path=True)
 
         python = self.vllm_python or os.environ.get("REFLOGP_VLLM_PYTHON") or sys.executable
@@ -258,7 +265,10 @@ class EngineChoice:
 
 @contextmanager
 def open_reference_files(model: str, reference: Reference) -> Iterator[OpenModel]:
-    """Open a model's files for the block. Raises ContentMismatchError if they are not the reference's; see `open_model`."""
+    """Open a model's files for the block; see `open_model`.
+
+    Raises ContentMismatchError if they are not the reference's files.
+    """
     with open_model(model, reference.dtype, lm_head_dtype=reference.lm_head_dtype) as opened:
         opened.require(reference)
         yield opened

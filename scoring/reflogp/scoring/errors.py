@@ -1,14 +1,14 @@
-"""Errors of scoring; all are subclasses of the store's ReflogpError.
+"""Errors of scoring, all of which are subclasses of the store's ReflogpError.
 
 ReflogpError (reflogp.store.errors)
 ├── DatasetError             a dataset cannot be opened or has columns that fit no format
 ├── TokenizerError           a tokenizer lacks what the data needs
 ├── NotScoredError           rows of a dataset have no values to join
-├── OtherEngineError         a store has values of another engine than the one required
+├── OtherEngineError         a store has values of an engine that is not allowed
 └── EngineError              the engine cannot load a model or score with it
     ├── OutOfMemoryError     the device's memory is too small for the model or a pass
-    ├── WorkerGoneError      one of a run's workers is gone
-    └── InvalidSequencesError   some sequences cannot be scored; the others were scored
+    ├── WorkerGoneError      one of a run's workers has ended
+    └── InvalidSequencesError   some sequences cannot be scored; all others were scored
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DatasetError(UsageError):
 
 
 class TokenizerError(ReflogpError):
-    """A tokenizer lacks what the data needs: an EOS token, a chat template."""
+    """A tokenizer lacks an EOS token or a chat template that the data needs, or there is no tokenizer that can be loaded."""
 
 
 class NotScoredError(ReflogpError):
@@ -39,7 +39,7 @@ class NotScoredError(ReflogpError):
 
 
 class OtherEngineError(ReflogpError):
-    """A store has values of another engine than the one that `strict_engine` allows."""
+    """A store has values of another engine than the one that `strict_engine` names."""
 
 
 class EngineError(ReflogpError):
@@ -47,7 +47,7 @@ class EngineError(ReflogpError):
 
 
 class PictureError(Exception):
-    """An image can no longer be read when its sequence is scored. Engines catch this error: the sequence gets no values.
+    """An image cannot be read any more when its sequence is scored. Engines catch this error, and the sequence gets no values.
 
     Attributes:
         digest: `pixel_digest` of the image.
@@ -59,18 +59,18 @@ class PictureError(Exception):
 
 
 class OutOfMemoryError(EngineError):
-    """A model does not fit a device's memory, or the memory ran out.
+    """A model does not fit into a device's memory, or the memory ran out.
 
-    The message says how much memory is needed and what would help, or in which step the memory ran out.
+    The message states how much memory is needed and what to change, or in which step the memory ran out.
     """
 
 
 class WorkerGoneError(EngineError):
-    """One of a run's workers is gone; the others continue.
+    """One of a run's workers has ended. The other workers continue.
 
     Attributes:
-        blamed: True if the sequences that it was processing may be the reason; False if it was withdrawn from
-            the run, or was gone before.
+        blamed: True if the sequences that the worker was processing may have caused its end; False if the worker was withdrawn
+            from the run or had ended before.
     """
 
     def __init__(self, reason: str, blamed: bool = True) -> None:
@@ -82,8 +82,8 @@ class InvalidSequencesError(EngineError):
     """Some sequences cannot be scored.
 
     Attributes:
-        problems: index in the call -> what is wrong.
-        results: one entry per sequence of the call: its float32 token_logps, or None where `problems` names it.
+        problems: index of the sequence in the call -> reason.
+        results: one entry for each sequence of the call: its token_logps, float32, or None if the sequence is in `problems`.
     """
 
     def __init__(self, problems: dict[int, str], results: list[Any]) -> None:

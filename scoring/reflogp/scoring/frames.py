@@ -1,4 +1,7 @@
-"""Encode and read messages between processes over pipes: a JSON object and bytes, length-prefixed. Nothing is pickled."""
+"""Encode and read the messages that processes exchange over pipes.
+
+Pickle is not used. A message is a JSON object and bytes, after their lengths.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from typing import Any, BinaryIO
 
 _LENGTHS = struct.Struct(">IQ")
 
-#: A JSON object whose `op` names the kind of message, and the message's bytes: usually an Arrow IPC stream.
+#: A message: a JSON object, whose `op` names the kind of message, and bytes, which are usually an Arrow IPC stream.
 Frame = tuple[dict[str, Any], bytes]
 
 
 def encode(message: dict[str, Any], body: bytes = b"") -> bytes:
-    """Return a frame as bytes."""
+    """Return a message as the bytes of a frame."""
     head = json.dumps(message).encode()
     return _LENGTHS.pack(len(head), len(body)) + head + body
 
 
 def read_frame(file: BinaryIO) -> Frame | None:
-    """Return the next frame; None if the other side is gone, even in the middle of a frame."""
+    """Return the next frame, or None if the other process has closed the pipe, even in the middle of a frame."""
     lengths = file.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None

@@ -1,6 +1,6 @@
 """Add reference log-prob columns to a dataset, and return it as one Parquet file or as the same kind of Python object.
 
-Rows, tokens, windows and keys are the same as in scoring, but values are only looked up: no model is loaded.
+Rows, tokens, windows and keys are the same as in scoring, but values are only looked up, so no model is loaded.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from reflogp.store.windows import TrainerSettings
 
 @dataclass
 class JoinSummary:
-    """The result of a join. `rows` is written + missing + bad_rows + dropped_rows.
+    """The result of a join. `rows` is the sum of `written`, `missing`, `bad_rows` and `dropped_rows`.
 
     Attributes:
-        rows: rows read.
+        rows: rows that were read.
         written: rows with reference log-probs in the output.
-        missing: rows left out because the snapshot lacks their values.
+        missing: rows that were left out because the snapshot lacks their values.
         missing_row_numbers: row numbers of the first hundred missing rows, counted from 0.
-        bad_rows: rows left out because they cannot be read or tokenised, or because their stored values cannot be read.
+        bad_rows: rows that were left out because the rows or their stored values cannot be read, or because the rows cannot be
+            tokenised.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
-        dropped_rows: rows that TRL drops (the prompt alone fills max_length).
+        dropped_rows: rows that TRL drops because the prompt alone fills max_length.
         coverage: written / (rows - dropped_rows); 1.0 if no row is missing or bad.
         reference_id: reference of the values, 32 hex digits.
         snapshot: number of the snapshot.
@@ -84,24 +85,27 @@ def join_dataset(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> JoinSummary:
-    """Write a dataset's rows with ref_chosen_logps and ref_rejected_logps (or ref_logps), float32 sums in nats.
+    """Write a dataset's rows to a Parquet file, with ref_chosen_logps and ref_rejected_logps (or ref_logps).
 
-    The output gets its name only when it is complete. If no row has values, no output is left, and an older file of that name
-    stays.
+    The values are float32 sums in nats.
+
+    The output file gets its name when it is complete. If no row has values, no output is written, and an older file with this
+    name stays.
 
     Further columns:
-        chosen_key and rejected_key (or completion_key): each sequence's key.
+        chosen_key and rejected_key (or completion_key): the key of each sequence.
         ref_chosen_tokens and ref_rejected_tokens (or ref_tokens): int64, the number of log-probs in each sum.
         ref_row: int64, the row's number in the dataset, from 0.
 
-    Parquet metadata: `reflogp` has the store, reference, snapshot and settings; `reflogp.coverage` has the counts of rows read
-    and written.
+    In the Parquet metadata, `reflogp` has the store, reference, snapshot and settings, and `reflogp.coverage` has the numbers
+    of rows that were read and written.
 
     Args:
-        dataset: the dataset, without a file of kept token ids: rows read from such a file lack the columns for the output.
+        dataset: the dataset. It must not have a file of token ids (`kept`), because rows from such a file lack the columns for
+            the output.
 
     Raises:
-        UsageError: bad settings, an output that cannot be written, or a dataset that cannot be used.
+        UsageError: a setting or the dataset cannot be used, or the output cannot be written.
         StoreUnavailableError: the rows do not fit one Parquet schema.
     """
     source, store = dataset.source, snapshot.store_uri
@@ -130,7 +134,7 @@ def join_dataset(
             counts = {name: getattr(summary, name) for name in ("rows", "written", "coverage")}
             writer.add_key_value_metadata({"reflogp.coverage": json.dumps(counts)})
             writer.close()
-            if summary.written:  # a file without rows would replace a good one
+            if summary.written:  # otherwise a file without rows would replace an older file
                 partial.replace(target)
     except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         raise UsageError(f"the output {output} cannot be written: {error.strerror or error}") from error
@@ -145,18 +149,18 @@ def join_dataset(
 
 
 def join_note(snapshot: Snapshot, settings: TrainerSettings) -> dict[str, Any]:
-    """Return the metadata for a Parquet file of values: their reference, snapshot and settings, as JSON values."""
+    """Return the reference, snapshot and settings of joined values, as JSON values for the metadata of a Parquet file."""
     numerics = {"reference_id": snapshot.reference_id, "reference_dtype": snapshot.reference.dtype}
     return {**numerics, "snapshot": snapshot.number, **asdict(settings)}
 
 
 @dataclass(frozen=True)
 class JoinedWindow:
-    """Some rows that have values, in order.
+    """Rows that have values, in the dataset's order.
 
     Attributes:
-        rows: their columns as they were read.
-        numbers: their numbers in the dataset, from 0, int64 (n,).
+        rows: the columns of each row, as they were read.
+        numbers: the rows' numbers in the dataset, from 0, int64 (n,).
         columns: the columns that the join adds: keys, float32 sums in nats, numbers of log-probs, ref_row.
     """
 
@@ -172,7 +176,7 @@ def joined_windows(
     settings: TrainerSettings,
     watcher: ProgressCallbacks | None = None,
 ) -> Iterator[JoinedWindow]:
-    """Yield the rows that have values, a window of the dataset at a time; count all rows in `summary`.
+    """Yield the rows that have values, one window of the dataset at a time, and count all rows in `summary`.
 
     Raises:
         DatasetError, TokenizerError: see tokenize_dataset.
@@ -190,7 +194,7 @@ def joined_windows(
         join = join_logps(window.table, snapshot, **asdict(settings))
         numbers = window.table["row"].to_numpy()
         for row in numbers[join.unusable]:
-            _bad(summary, watcher, int(row), "its stored values cannot be read; run `reflogp store verify`")
+            _bad(summary, watcher, int(row), "the row's stored values cannot be read; run `reflogp store verify`")
         summary.missing += int(join.missing.sum())
         room = NAMED_ROWS - len(summary.missing_row_numbers)
         summary.missing_row_numbers += [int(row) for row in numbers[join.missing][:room]]
@@ -220,7 +224,7 @@ def is_usable(columns: dict[str, Any]) -> bool:
 
 
 def with_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Return the table with this column appended; the dataset's own column of the same name is removed."""
+    """Return the table with this column appended. A column of the dataset with the same name is removed."""
     if name in table.column_names:
         table = table.drop_columns([name])
     return table.append_column(name, values)
@@ -235,16 +239,17 @@ def _bad(summary: JoinSummary, watcher: ProgressCallbacks | None, row: int, prob
 
 
 def with_columns(dataset: Any, source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return the rows of a dataset that have values, with the columns of a join, as the same kind of dataset.
+    """Return the rows of a dataset that have values, with the columns of a join, as a dataset of the same kind.
 
     Args:
-        dataset: of a kind that open_dataset takes.
-        source: the same dataset, opened.
-        windows: joins the source from its first row each time; its second argument is True for a stream, which may never end.
+        dataset: a dataset of any kind that open_dataset accepts.
+        source: the result of open_dataset for this dataset.
+        windows: function that joins the source, beginning at the first row. Its second argument is True for a stream, which may
+            never end.
 
     Raises:
         DatasetError: no row can be used.
-        The errors of `windows`; for a stream they are raised while it is read.
+        The errors of `windows`. Those of a stream are raised while the stream is read.
     """
     import datasets
 
@@ -276,7 +281,7 @@ def rows_of(window: JoinedWindow) -> Iterator[dict[str, Any]]:
 
 
 def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
-    """Yield the windows. Raises DatasetError if there are none, because the columns of the join are then unknown."""
+    """Yield the windows. Raises DatasetError if there is no window, because the columns of the join are then unknown."""
     first = next(windows, None)
     if first is None:
         raise DatasetError("no row of the dataset can be used, so there is nothing to join")
@@ -285,7 +290,7 @@ def _some(windows: Iterator[JoinedWindow]) -> Iterator[JoinedWindow]:
 
 
 def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[JoinedWindow]]) -> Any:
-    """Return the joined rows of a file, folder or hub dataset as a Dataset with the types of its columns."""
+    """Return the joined rows of a file, folder or hub dataset as a Dataset whose columns keep their types."""
     import datasets
 
     schema = source.schema(is_usable)
@@ -297,7 +302,7 @@ def _of_path(source: RowSource, windows: Callable[[RowSource, bool], Iterator[Jo
 
 
 def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
-    """Return a Dataset with further columns, and its own features, split and format."""
+    """Return a Dataset with further columns. The features, split and format of the dataset are kept."""
     import datasets
 
     numbers = columns[ROW_COLUMN].to_numpy()
@@ -305,7 +310,7 @@ def _of_dataset(dataset: Any, columns: pa.Table) -> Any:
     kept = kept if len(numbers) == len(kept) else kept.select(numbers)
     kept = kept.remove_columns([name for name in columns.column_names if name in kept.column_names])
     added = datasets.Dataset(columns)
-    if not len(numbers):  # concatenate_datasets would leave out the added columns if both sides are empty
+    if not len(numbers):  # if both sides are empty, concatenate_datasets would leave out the added columns
         features = datasets.Features({**kept.features, **added.features})
         joined = datasets.Dataset.from_dict({name: [] for name in features}, features=features, split=dataset.split)
     else:
@@ -324,7 +329,7 @@ def _side_by_side(table: pa.Table, columns: pa.Table) -> pa.Table:
 
 
 class _Stream:
-    """A generator of joined rows, for IterableDataset.
+    """A generator of joined rows for an IterableDataset.
 
     Args:
         source, windows: see with_columns.
@@ -338,7 +343,7 @@ class _Stream:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
-        # Each of several workers would read its part of the inner stream, and number its rows from 0.
+        # If there were several workers, each would read its part of the inner stream and number these rows from 0.
         if worker is not None and worker.num_workers > 1:
             raise UsageError(f"a joined stream needs a single reader, but num_workers is {worker.num_workers}: use 0 or 1")
         for window in self._windows(self._source, True):
@@ -348,9 +353,10 @@ class _Stream:
         return self
 
     def __reduce__(self) -> Any:
-        # `datasets` names a generator by a digest of its pickle. An open store cannot be pickled, so each join gets a new id.
+        # `datasets` identifies a generator by a digest of its pickle. An open store cannot be pickled, so each join gets a new
+        # id.
         return _unpickled, (uuid.uuid4().hex,)
 
 
 def _unpickled(_: str) -> Any:
-    raise UsageError("a joined stream cannot be sent to another process: join in that process, or start workers by fork")
+    raise UsageError("a joined stream cannot be sent to another process: call join in that process, or start workers by fork")

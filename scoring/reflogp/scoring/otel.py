@@ -1,7 +1,7 @@
-"""Make the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP. `tracing` says when.
+"""Make the spans of a run with OpenTelemetry's SDK, and send them to a collector over HTTP.
 
-The SDK's own batch processor is not used: it starts a thread in every forked child, and children that read untrusted data are
-forked from a run's process. It also waits for the collector without a limit.
+The SDK's batch processor is not used, because it starts a thread in every forked child process, also in those that read
+untrusted data. It also waits for the collector without a time limit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from reflogp.store.texts import shortened_without_secrets
 
-#: Maximum number of spans of one name in a run. Further spans are only counted, in attributes of the root span.
+#: Maximum number of spans with the same name in a run. Further spans are only counted, in attributes of the root span.
 MOST_SPANS = 1000
-#: Maximum number of spans that wait for the collector; further spans are dropped. A run makes at most some thousands.
+#: Maximum number of spans that wait for the collector; further spans are dropped. A run makes at most a few thousand spans.
 _MOST_WAITING = 8192
-#: Maximum number of spans in a request to the collector, and seconds that an ended span waits for others to be sent with it.
+#: Maximum number of spans in a request to the collector, and maximum seconds until a request with fewer spans is sent.
 _BATCH, _BATCH_SECONDS = 512, 1.0
 
 Attributes = Mapping[str, str | int | float | None]
 
 
 class Sender(SpanProcessor):
-    """Sends ended spans in a thread of its own, so that nobody waits for the collector."""
+    """A span processor that sends ended spans in a separate thread, so that a run does not wait for the collector."""
 
     def __init__(self) -> None:
         self._exporter = OTLPSpanExporter()
@@ -51,12 +51,12 @@ class Sender(SpanProcessor):
         threading.Thread(target=self._send, name="reflogp-traces", daemon=True).start()
 
     def begin(self, name: str, parent: str | None, stops: tuple[type[BaseException], ...], ids: Attributes) -> TracedRun:
-        """Begin a run; see `tracing.run_span`."""
+        """Begin a traced run; see `tracing.run_span`."""
         context = None if parent is None else TraceContextTextMapPropagator().extract({"traceparent": parent})
         return TracedRun(self._tracer, self._tracer.start_span(name, context), stops, ids)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span. Called by the SDK."""
+        """Queue a span that has ended. The SDK calls this method."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         with self._changed:
@@ -65,7 +65,7 @@ class Sender(SpanProcessor):
             self._changed.notify_all()
 
     def flush(self, seconds: float) -> None:
-        """Wait up to `seconds` until the spans that have ended are sent or dropped."""
+        """Wait up to `seconds` until all spans that have ended are sent or dropped."""
         with self._changed:
             self._hurrying = True
             self._changed.notify_all()
@@ -86,7 +86,7 @@ class Sender(SpanProcessor):
             self._reasons.first = ""
             try:
                 is_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
-            except Exception as error:  # older exporters raise what the HTTP library raises
+            except Exception as error:  # older exporters raise errors of the HTTP library
                 is_taken, self._reasons.first = False, self._reasons.first or str(error)
             if is_taken:
                 self._complained = False
@@ -94,20 +94,20 @@ class Sender(SpanProcessor):
                 self._complain()
 
     def _complain(self) -> None:
-        """Warn that spans are lost; do not repeat the warning until the collector has accepted spans again."""
+        """Warn that spans are lost. The warning is repeated only after the collector has accepted spans again."""
         with self._changed:
             if self._complained:
                 return
             self._complained = True
-        reason = shortened_without_secrets(self._reasons.first or "it does not answer")
+        reason = shortened_without_secrets(self._reasons.first or "the collector does not answer")
         warnings.warn(f"the collector does not accept traces, so spans are lost; the run continues ({reason})", stacklevel=1)
 
 
 class _Reasons(logging.Filter):
-    """Keeps the exporter's messages out of the log, where a collector that is down would add a line every second.
+    """A filter that keeps the exporter's messages out of the log, because an unreachable collector would cause many lines.
 
     Attributes:
-        first: the first message about a request.
+        first: the first message that the exporter logged about a request.
     """
 
     first = ""
@@ -121,12 +121,12 @@ class StartedSpan:
     """A span that has begun; see `tracing.Span`.
 
     Attributes:
-        span: the SDK's span; INVALID_SPAN for a stage that is only counted.
+        span: the SDK's span, or INVALID_SPAN for a stage that is only counted.
         discarded: True after `discard`.
 
     Args:
         span: see above.
-        started: when it began, in nanoseconds since 1970.
+        started: start time of the span, in nanoseconds since 1970.
     """
 
     def __init__(self, span: trace.Span, started: int) -> None:
@@ -137,7 +137,7 @@ class StartedSpan:
         self._ended = False
 
     def set(self, **attributes: str | int | float | None) -> None:
-        """Set attributes, whose names get the prefix `reflogp.`; None is left out."""
+        """Set attributes, with `reflogp.` in front of their names. Attributes that are None are not set."""
         self.span.set_attributes({f"reflogp.{name}": value for name, value in attributes.items() if value is not None})
 
     def discard(self) -> None:
@@ -145,7 +145,7 @@ class StartedSpan:
         self.discarded = True
 
     def end(self, ended: int | None = None) -> float:
-        """End the span, once; return its seconds, 0 if it had ended before or was discarded."""
+        """End the span and return its duration in seconds. If the span has ended before or was discarded, return 0."""
         with self._lock:
             if self._ended or self.discarded:
                 return 0.0
@@ -156,13 +156,13 @@ class StartedSpan:
 
 
 class TracedRun:
-    """A run that is traced: its root span, and its stages, which may be in several threads.
+    """The root span of a traced run and the spans of its stages, which may run in several threads.
 
     Args:
-        tracer: makes the spans.
+        tracer: the SDK's object that makes spans.
         root: the root span.
-        stops: exceptions that end the run without being errors.
-        ids: attributes of every span.
+        stops: exceptions that end the run but do not count as errors.
+        ids: attributes that every span gets.
 
     Attributes:
         root: the root span.
@@ -181,13 +181,13 @@ class TracedRun:
 
     @contextmanager
     def is_current(self) -> Iterator[None]:
-        """Make the root the parent of the spans that this thread starts in the block."""
+        """Make the root span the parent of the spans that this thread starts in the block."""
         with trace.use_span(self.root.span, record_exception=False, set_status_on_exception=False):
             yield
 
     @contextmanager
     def stage(self, name: str, attributes: Attributes) -> Iterator[StartedSpan]:
-        """Trace a stage for the time of a `with` block."""
+        """Trace the `with` block as a stage."""
         stage = self._begin(name, attributes)
         above = stage.span if stage.span is not trace.INVALID_SPAN else trace.get_current_span()
         try:
@@ -200,14 +200,14 @@ class TracedRun:
             self._close(name, stage)
 
     def record(self, name: str, started: int, ended: int, attributes: Attributes) -> None:
-        """Record a stage with its start and its end, in nanoseconds since 1970."""
+        """Record a stage with this start and end time, in nanoseconds since 1970."""
         self._close(name, self._begin(name, attributes, started), ended)
 
     def end(self, error: BaseException | None) -> None:
-        """End the root span, and stages whose threads still run; do nothing if the run has ended."""
+        """End the root span and the spans of stages that still run. Do nothing if the run has ended."""
         with self._lock:
             left, self._open = [*self._open, self.root], set()
-            for name, count in (+self._counts).items():  # `+` drops names whose spans were all discarded
+            for name, count in (+self._counts).items():  # `+` removes names whose spans were all discarded
                 key = name.replace(" ", "_")
                 self.root.set(**{f"{key}.count": count, f"{key}.seconds": self._seconds[name]})
         for stage in left:
@@ -234,7 +234,10 @@ class TracedRun:
             self._seconds[name] += seconds
 
     def _describe(self, stage: StartedSpan, error: BaseException) -> None:
-        """Record why a span ended early: as a status, unless the run was merely stopped."""
+        """Record in a span the exception that ended it.
+
+        It becomes the span's status, or an attribute if the run was only stopped.
+        """
         text = shortened_without_secrets(str(error) or type(error).__name__)
         if isinstance(error, self._stops):
             stage.set(stopped=text)

@@ -1,10 +1,10 @@
-"""Trace scoring runs with OpenTelemetry: `run_span` opens the root span of a run, `span` and the others its stages.
+"""Trace scoring runs with OpenTelemetry. `run_span` records a run as a root span, and the other functions record its stages.
 
 Traces are sent if OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. Otherwise, and outside of a run,
-nothing here does anything, and opentelemetry is not imported.
+the functions of this module do nothing and do not import opentelemetry.
 
-A thread of a run must run in a copy of the context of the thread that starts it (contextvars.copy_context), so that its spans
-are children of that thread's span.
+Start each thread of a run in a copy of the context of the starting thread (contextvars.copy_context). The spans of the new
+thread then are children of the starting thread's span.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The most seconds that the end of a run, and of a process, waits for the collector.
+#: Maximum seconds to wait for the collector when a run or a process ends.
 FLUSH_SECONDS = 5.0
-#: The protocol that the `otel` extra speaks.
+#: The only protocol that the `otel` extra supports.
 _PROTOCOL = "http/protobuf"
 
 
 class Span(Protocol):
-    """A span of a trace, or a stand-in while nothing is traced."""
+    """A span of a trace, or an object that does nothing if nothing is traced."""
 
     def set(self, **attributes: str | int | float | None) -> None:
-        """Set attributes, whose names get the prefix `reflogp.`; None is left out."""
+        """Set attributes, with `reflogp.` in front of their names. Attributes that are None are not set."""
 
     def discard(self) -> None:
         """Do not send this span."""
@@ -50,7 +50,7 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 _run: ContextVar[TracedRun | None] = ContextVar("traced_run", default=None)
 _connecting = threading.Lock()
-_senders: list[Sender | None] = []  # one entry after the first traced run; None if traces cannot be sent
+_senders: list[Sender | None] = []  # has one entry after the first run: None if traces are not sent
 
 
 @contextmanager
@@ -61,15 +61,15 @@ def run_span(
     flush_at_end: bool = False,
     **ids: str | int | None,
 ) -> Iterator[Span]:
-    """Trace a run for the time of a `with` block; within another run, yield that run's root span.
+    """Trace the `with` block as a run, and yield the root span. Inside of another run, yield the root span of the outer run.
 
     Args:
         name: name of the root span.
-        parent: W3C traceparent of the span that caused the run. None continues the caller's trace, if it has one.
-        stops: exceptions that end the run without being errors.
-        flush_at_end: wait up to FLUSH_SECONDS until the collector has the spans. Until then SIGTERM, if it would end the
-            process, ends the spans and sends them first.
-        ids: attributes of every span of the run.
+        parent: W3C traceparent of the span that caused the run. For None, the parent is the caller's current span, if any.
+        stops: exceptions that end the run but do not count as errors.
+        flush_at_end: True waits, at the end of the run, up to FLUSH_SECONDS until the collector has the spans. It also sends
+            the spans when SIGTERM ends the process during the run.
+        ids: attributes that every span of the run gets.
     """
     around = _run.get()
     if around is not None:
@@ -97,7 +97,7 @@ def run_span(
 
 @contextmanager
 def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
-    """Trace a stage of the run for the time of a `with` block. An exception is recorded as the span's status."""
+    """Trace the `with` block as a stage of the run. An exception is recorded as the span's status."""
     run = _run.get()
     if run is None:
         yield _NO_SPAN
@@ -107,7 +107,7 @@ def span(name: str, **attributes: str | int | float | None) -> Iterator[Span]:
 
 
 def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str | int | float | None]]) -> Iterator[T]:
-    """Yield the items, and trace the making of each as a span, whose attributes `describe` returns."""
+    """Yield the items. Record the time to make each item as a span, whose attributes `describe` returns."""
     iterator = iter(items)
     while True:
         with span(name) as making:
@@ -121,7 +121,7 @@ def traced(name: str, items: Iterable[T], describe: Callable[[T], dict[str, str 
 
 
 def record(name: str, seconds: float, **attributes: str | int | float | None) -> None:
-    """Record a stage of the run that took these seconds and ends now."""
+    """Record a stage of the run that took `seconds` seconds and ends now."""
     run = _run.get()
     if run is not None:
         ended = time.time_ns()
@@ -129,14 +129,17 @@ def record(name: str, seconds: float, **attributes: str | int | float | None) ->
 
 
 def flush() -> None:
-    """Wait up to FLUSH_SECONDS until the collector has all spans that have ended."""
+    """Wait up to FLUSH_SECONDS until all spans that have ended are sent to the collector."""
     for sender in _senders:
         if sender is not None:
             sender.flush(FLUSH_SECONDS)
 
 
 def _sender() -> Sender | None:
-    """Return the sender of spans to the collector; None if no traces are wanted or they cannot be sent. Warns once."""
+    """Return the object that sends spans, or None if no collector is set or spans cannot be sent.
+
+    Warn once if they cannot be sent.
+    """
     named = [name for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT") if os.environ.get(name)]
     if not named:
         return None
@@ -151,7 +154,8 @@ def _connect(named: str) -> Sender | None:
         protocol = os.environ.get(name)
         if protocol and protocol != _PROTOCOL:
             warnings.warn(
-                f"{name} is {protocol}, so no traces are sent: reflogp supports only {_PROTOCOL}; set it to that, and "
+                f"{name} is {protocol}, so no traces are sent: reflogp supports only {_PROTOCOL}; "
+                f"set {name} to {_PROTOCOL}, and "
                 f"{named} to the collector's HTTP port (4318 by default)",
                 stacklevel=2,
             )
@@ -170,13 +174,13 @@ def _connect(named: str) -> Sender | None:
     try:
         return Sender()
     except (ValueError, OSError) as error:
-        warnings.warn(f"no traces are sent, because of an OTEL_… variable that cannot be used: {error}", stacklevel=2)
+        warnings.warn(f"no traces are sent, because an OTEL_… variable has an invalid value: {error}", stacklevel=2)
         return None
 
 
 @contextmanager
 def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
-    """For the time of the block: if SIGTERM would end the process, end and send the spans first."""
+    """During the block, end and send the spans when SIGTERM is about to end the process."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -187,7 +191,7 @@ def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
         sender.flush(FLUSH_SECONDS)
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
-        # In a thread of its own, because the interrupted code may hold a lock that is needed here.
+        # `send` runs in a separate thread, because the interrupted code may hold a lock that `send` needs.
         sending = threading.Thread(target=send, daemon=True)
         sending.start()
         sending.join(FLUSH_SECONDS)
@@ -198,5 +202,5 @@ def _sigterm(run: TracedRun, sender: Sender) -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is on_sigterm:  # else the block has set another one
+        if signal.getsignal(signal.SIGTERM) is on_sigterm:  # else the block has set another handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

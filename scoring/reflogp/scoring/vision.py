@@ -16,13 +16,13 @@ from reflogp.store.texts import first_line
 
 @dataclass(frozen=True, eq=False)
 class VisionProcessor:
-    """A model's processor, for tokens and for pixels.
+    """A model's processor, which converts texts and images into the model's inputs.
 
     Attributes:
-        processor: transformers' processor.
-        image_token_id: the token that the model replaces by an image's features.
-        tokens: makes tokens from the sizes of images.
-        folder: folder that the processor was loaded from; None for an object of the caller.
+        processor: the processor object of transformers.
+        image_token_id: id of the token that the model replaces with an image's features.
+        tokens: makes tokens from texts and the sizes of images.
+        folder: folder from which the processor was loaded; None for a processor object that the caller passed.
     """
 
     processor: Any
@@ -32,7 +32,7 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, processor: Any, config: Any, folder: str | None = None) -> VisionProcessor | None:
-        """Return the VisionProcessor of a processor and a model's config; None if one of the two takes text only."""
+        """Return the VisionProcessor of a processor and a model's config, or None if one of them supports only text."""
         token = image_token(config)
         if getattr(processor, "image_processor", None) is None or token is None:
             return None
@@ -42,23 +42,23 @@ class VisionProcessor:
 def load_processor(
     folder: str, model: str, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for a model; return None if the model takes text only or the folder has only a tokenizer.
+    """Load the processor for a model. Return None if the model takes only text or the folder has only a tokenizer.
 
     Args:
-        folder: folder of the processor; the model's own or another.
-        model: folder of the model, or of an adapter of it. The model's config names its image token.
-        chat_template: a Jinja template that replaces the processor's; None keeps it.
-        trust_remote_code: run code from the folder.
+        folder: folder of the processor, which may be the model's folder.
+        model: folder of the model or of its adapter. The model's config names the image token.
+        chat_template: a Jinja template that replaces the processor's template; None keeps the processor's template.
+        trust_remote_code: True runs code from the folder.
 
-    Raises TokenizerError when the processor cannot be loaded.
+    Raises TokenizerError if the processor cannot be loaded.
     """
     base = resolve_model(model)
     if not (base / "config.json").is_file():
         if not (base / "adapter_config.json").is_file():
-            return None  # a tokenizer alone: the weights are elsewhere, behind a server, which is not asked for images
+            return None  # only a tokenizer: a server has the weights, and gets no images
         base = read_checkpoint(base).folder
     names = ("processor_config.json", "preprocessor_config.json")
-    places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder seldom holds a processor
+    places = [Path(folder), *([base] if str(folder) == model else [])]  # an adapter's folder seldom has one
     found = next((place for place in places if any((place / name).is_file() for name in names)), None)
     if found is None:
         return None

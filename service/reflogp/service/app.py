@@ -12,8 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from reflogp.scoring.machine.devices import Place, gpus_in_a_child, places
-from reflogp.scoring.machine.memory import total_memory
+from reflogp.scoring.machine import Place, gpus_in_a_child, places, total_memory
 from reflogp.service import problems
 from reflogp.service.auth import Sessions
 from reflogp.service.connections import ActiveRequests, HeadLimit

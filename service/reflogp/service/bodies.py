@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from reflogp.scoring.data.arrow_bounds import field_at, place
+from reflogp.scoring.data.bounds import field_at, place
 from reflogp.service.problems import Problem
 from reflogp.service.request_memory import reservation_of
 from reflogp.service.worker.protocol import MASKED_SEQUENCES, SEQUENCES, token_count

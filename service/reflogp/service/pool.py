@@ -21,7 +21,7 @@ from typing import Any
 from anyio import to_thread
 
 from reflogp.scoring.frames import encode
-from reflogp.scoring.machine.memory import return_freed_memory
+from reflogp.scoring.machine import return_freed_memory
 from reflogp.service.processes import Start, WorkerProcess, memory_of
 from reflogp.service.supervision import supervise
 from reflogp.service.worker.protocol import WorkerConfiguration

@@ -15,7 +15,7 @@ from typing import Protocol
 import psutil
 
 from reflogp.scoring.frames import Frame, receive_frame
-from reflogp.scoring.machine.processes import exit_reason, growing_segments
+from reflogp.scoring.machine import exit_reason, growing_segments
 
 #: Command that starts a worker, and the buffer limit of its streams in bytes, which also bounds the head of a frame.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")

@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError
 from reflogp.scoring.frames import Frame, receive_frame
-from reflogp.scoring.machine.processes import exit_reason
+from reflogp.scoring.machine import exit_reason
 from reflogp.scoring.on_ray.cluster import (
     connect,
     default_workers,

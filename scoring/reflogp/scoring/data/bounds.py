@@ -1,22 +1,24 @@
 """Limit the cost of reading a dataset: a file of a few kilobytes can expand to terabytes.
 
-A service reads uploads with bounds; the command line reads without them. Three sizes are bounded: a row, a group that is read
-at once (a JSON array, a Parquet row group, an Arrow batch), and the dataset. All three count the bytes of decoded data, not
-of the Python objects made from it.
+A service reads uploads with bounds; the command line reads without them. Three sizes are bounded: that of a row, that of a
+group that is read at once (a JSON array, a Parquet row group, an Arrow batch), and that of the dataset. These sizes are bytes
+of decoded data, not of the Python objects made from the data.
 
 Parquet files are decoded in a child process (`parquet_process`), which may take twice `group_bytes` and 64 MiB.
-Its parent holds one message at a time: up to 32 MiB or one row, or up to `group_bytes` for columns of dictionaries and views.
+The parent process holds one message of the child at a time: up to 32 MiB or one row, or up to `group_bytes` for columns of
+dictionaries and views.
 
-Some costs are not bounded here, so a memory limit on the process is the backstop:
-- Python objects: JSON and lists take up to about thirty times the bytes of their text, a string up to four times.
-- A JSON array is held twice while it is decoded: the peak is about twice `group_bytes`, without its objects.
-- A decompressor's window: up to 128 MiB for zstd.
-- Time: a file of many tiny pages, or of many tiny rows, is read until `dataset_bytes` are spent.
+The limits do not cover the following costs, so also set a memory limit for the process:
+- Python objects: JSON and lists take up to about thirty times the bytes of their text, and a string takes up to four times.
+- While a JSON array is decoded, memory holds it twice: about twice `group_bytes`, and the Python objects in addition.
+- The window of a decompressor takes up to 128 MiB (zstd).
+- Time: a file of many tiny pages or rows is read until `dataset_bytes` bytes have been decoded.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ class ReadBounds:
     """Limits on reading, in decoded bytes.
 
     Attributes:
-        row_bytes: maximum size of a row; a longer row is a bad row, or an error if the format cannot be read any further.
+        row_bytes: maximum size of a row. A longer row is a bad row, or an error if the rows after it cannot be read.
         dataset_bytes: maximum size of all files of a dataset together.
         group_bytes: maximum size of data that is read at once: a JSON array, a Parquet row group, an Arrow batch.
     """
@@ -77,7 +79,7 @@ class Meter:
         self._spent = 0
 
     def spend(self, size: int) -> None:
-        """Count bytes. Raises DatasetError when the dataset exceeds `dataset_bytes`."""
+        """Count bytes that were read. Raises DatasetError when their sum exceeds `dataset_bytes`."""
         self.check()
         self._spent += size
         if self._spent > self.bounds.dataset_bytes:
@@ -92,7 +94,7 @@ def open_text(file: Path, meter: Meter) -> Iterator[io.BufferedReader]:
 
 
 def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
-    """Yield lines with their line ends; None for a line longer than `row_bytes`, which is skipped in small pieces."""
+    """Yield lines with their line ends. Yield None for a line longer than `row_bytes`, which is skipped in small pieces."""
     most = min(row_bytes + 1, sys.maxsize)
     while line := reader.readline(most):
         if len(line) <= row_bytes:
@@ -104,7 +106,7 @@ def lines(reader: io.BufferedReader, row_bytes: int) -> Iterator[bytes | None]:
 
 
 def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray:
-    """Read a whole text file. Raises DatasetError when it is longer than `group_bytes`."""
+    """Read a whole text file. Raises DatasetError for a file longer than `group_bytes`."""
     text = bytearray()
     while chunk := reader.read(_CHUNK):
         text += chunk
@@ -114,10 +116,10 @@ def read_group(reader: io.BufferedReader, meter: Meter, file: Path) -> bytearray
 
 
 class RecordLines(Iterator[str]):
-    """Lines of a CSV file for `csv.reader`, which takes several lines for a record with quoted line ends.
+    """The lines of a CSV file, as input for `csv.reader`. A record with quoted line ends has several lines.
 
-    Call `next_record` after each record. A record may have at most `row_bytes` characters; `__next__` raises
-    DatasetError for a longer one.
+    Call `next_record` after each record. A record may have at most `row_bytes` characters; `__next__` raises DatasetError for a
+    longer record.
     """
 
     def __init__(self, reader: io.BufferedReader, row_bytes: int, file: Path) -> None:
@@ -125,7 +127,7 @@ class RecordLines(Iterator[str]):
         self._most, self._taken, self._file = row_bytes, 0, file
 
     def next_record(self) -> int:
-        """Start a new record and return the number of characters of the last one."""
+        """Start a new record and return the number of characters of the record before it."""
         taken, self._taken = self._taken, 0
         return taken
 
@@ -133,16 +135,17 @@ class RecordLines(Iterator[str]):
         line = self._text.readline(min(self._most - self._taken + 1, sys.maxsize))
         self._taken += len(line)
         if self._taken > self._most:
-            raise DatasetError(f"{self._file} has a record longer than {self._most:,} characters (an open quotation mark?)")
+            raise DatasetError(f"{self._file} has a record longer than {self._most:,} characters: check its quotation marks")
         if not line:
             raise StopIteration
         return line
 
 
 def rows_of(batch: pa.RecordBatch, meter: Meter) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield (columns, decoded bytes) of each row of a batch; (None, 0) for a row that is longer than `row_bytes`.
+    """Yield (columns, decoded bytes) of each row of a batch, or (None, 0) for a row that is longer than `row_bytes`.
 
-    A small batch with dictionaries, runs of nulls or views can decode to huge rows. So rows are measured before decoding.
+    The sizes of rows are computed before decoding, because a small batch with dictionaries, runs of nulls or views can decode
+    to huge rows.
     """
     for start in range(0, batch.num_rows, BATCH_ROWS):
         yield from _measured(batch.slice(start, BATCH_ROWS), meter)
@@ -229,9 +232,97 @@ def _is_view(kind: pa.DataType) -> bool:
 
 
 def _lengths(array: pa.Array) -> pa.Array:
-    """Return the bytes of each string, int64; null for a null."""
+    """Return the length of each string in bytes, as int64; the length of a null is null."""
     if not _is_view(array.type):
         return pc.binary_length(array).cast(pa.int64())
-    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view has 16 bytes, its length first
+    views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)  # a view is 16 bytes, beginning with the length
     lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     return pa.array(lengths, mask=np.asarray(array.is_null().to_numpy(zero_copy_only=False)))
+
+
+# Arrow files
+#
+# Each message states the size of its content. This size is checked before a batch is decoded. It is read from the message's
+# flatbuffer (github.com/google/flatbuffers, internals) without decoding the whole buffer. A damaged flatbuffer raises
+# struct.error or IndexError.
+
+
+def place(data: bytes, at: int) -> int:
+    """Return the target offset of a flatbuffer's forward reference."""
+    return at + int(struct.unpack_from("<I", data, at)[0])
+
+
+def table_at(data: bytes, table: int, number: int) -> int:
+    """Return the offset of the table or vector that a table's field refers to. Raises IndexError if the field is absent."""
+    at = field_at(data, table, number)
+    if at is None:
+        raise IndexError
+    return place(data, at)
+
+
+def field_at(data: bytes, table: int, number: int) -> int | None:
+    """Return the offset of a table's field, or None if the field is absent."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    entry = 4 + 2 * number
+    if vtable < 0 or entry >= struct.unpack_from("<H", data, vtable)[0]:
+        return None
+    offset = int(struct.unpack_from("<H", data, vtable + entry)[0])
+    return table + offset if offset else None
+
+
+#: Field numbers of Message, RecordBatch and DictionaryBatch (arrow, format/Message.fbs).
+_HEADER, _BUFFERS, _COMPRESSION, _DATA_OF_DICTIONARY = 2, 2, 3, 1
+
+
+def arrow_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
+    """Yield validated record batches of an Arrow IPC file or stream.
+
+    A file is read like a stream, which begins after the first eight bytes. The file's footer is not used, because a damaged or
+    malicious footer could point anywhere.
+
+    Raises DatasetError if a batch, or all dictionaries together, are larger than `group_bytes` after decompression, and if a
+    message is damaged or has an unsupported type.
+    """
+    with pa.memory_map(str(file)) as source:
+        start = 8 if source.read(6) == b"ARROW1" else 0
+        source.seek(start)
+        dictionaries = 0
+        for message in pa.ipc.MessageReader.open_stream(source):
+            size, of_dictionary = _message_bytes(message)
+            dictionaries += size * of_dictionary
+            if max(size, dictionaries) > meter.bounds.group_bytes:
+                raise group_too_large(file, max(size, dictionaries), meter.bounds)
+        source.seek(start)
+        for batch in pa.ipc.open_stream(source):
+            batch.validate(full=True)  # without this check, wrong offsets could expose other memory of this process
+            yield batch
+
+
+def _message_bytes(message: pa.ipc.Message) -> tuple[int, bool]:
+    """Return (size of a message's decompressed body in bytes, True if the message is a dictionary)."""
+    of_dictionary = message.type == "dictionary"
+    if message.type == "schema":
+        return 0, False
+    if not of_dictionary and message.type != "record batch":
+        raise DatasetError(f"an Arrow message of type {message.type} is not supported")
+    data, body = message.metadata.to_pybytes(), message.body
+    try:
+        batch = table_at(data, place(data, 0), _HEADER)
+        if of_dictionary:
+            batch = table_at(data, batch, _DATA_OF_DICTIONARY)
+        if field_at(data, batch, _COMPRESSION) is None:
+            return len(body), of_dictionary
+        buffers = table_at(data, batch, _BUFFERS)
+        size = 0
+        for number in range(struct.unpack_from("<I", data, buffers)[0]):
+            offset, length = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
+            if length:
+                if not 0 <= offset <= len(body) - 8:
+                    raise IndexError
+                (unpacked,) = struct.unpack("<q", body.slice(offset, 8).to_pybytes())
+                size += length if unpacked == -1 else unpacked  # -1: this buffer is not compressed
+                if unpacked < -1:
+                    raise IndexError
+    except (struct.error, IndexError, ValueError) as error:
+        raise DatasetError("an Arrow message is damaged") from error
+    return size, of_dictionary

@@ -1,9 +1,10 @@
-"""Open dataset files below a root once, and hash and read the same open files.
+"""Open dataset files below a root folder once, and use the same open files for hashing and for reading.
 
-Every part of a path is opened relative to the folder before it, and links are followed by hand. So a user who may write below
-the root can never lead a reader out of the root. Content is read through the open files. It is compared with its digest
-before reading, and the files' identities are compared after reading. A copy would be as safe, but it costs the dataset's size
-on the disk and the time to write it. Hashing while reading is not possible for formats with random access, like Parquet.
+Every part of a path is opened relative to the folder before it, and this module follows symbolic links itself. So a user who
+may write below the root cannot make a reader open files outside the root. Content is read through the open files. Before
+reading, its digest is compared with the expected digest; after reading, the identity of each file is compared. A copy of the
+dataset would be as safe, but would take disk space and time. Formats with random access, such as Parquet, cannot be hashed
+while they are read.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from reflogp.store import ContentMismatchError, FileChangedError
 from reflogp.store.digests import FileIdentity, OpenFile, digests_of, folder_of_open_files, wait_for_clock_tick
 from reflogp.store.texts import shortened
 
-#: Maximum entries of a dataset folder; a folder with more is refused.
+#: Maximum number of entries of a dataset folder; a folder with more entries is refused.
 MOST_ENTRIES = 10_000
-#: Maximum links in one path, the same as the kernel's limit.
+#: Maximum number of symbolic links in one path; the kernel has the same limit.
 _MOST_LINKS = 40
-#: Maximum characters and parts of an image's path; each part is an open folder for a moment.
+#: Maximum number of characters, and of parts, of an image's path. Each folder of the path is opened for a short time.
 _LONGEST_PATH, _MOST_PARTS = 4096, 256
-#: Number of files that are open at the same time while files are only hashed.
+#: Maximum number of files that are open at the same time when files are hashed and not read.
 _TOGETHER = 256
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -42,8 +43,8 @@ class PathError(DatasetError):
     """A path that is not a usable dataset.
 
     Attributes:
-        kind: "outside": it leads outside the root; "hidden": a part of it begins with a dot; "missing": it does not exist or
-            cannot be read; "unusable": it exists and is not a dataset.
+        kind: "outside" if the path leads outside the root; "hidden" if a part of the path begins with a dot; "missing" if the
+            file does not exist or cannot be read; "unusable" if the file or folder exists but is not a dataset.
         next_step: advice for the caller.
     """
 
@@ -59,7 +60,7 @@ class Found:
 
     Attributes:
         descriptor: descriptor of the open file or folder.
-        path: its path without links.
+        path: path of the file or folder, without links.
     """
 
     descriptor: int
@@ -73,7 +74,7 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
     """Return (path without links, digest of the content) of a dataset below a root.
 
     A file's digest is its sha256. A folder's digest is the blake2b of the relative names and sha256 of its dataset files.
-    Hidden files and files with other suffixes are left out, because no reader takes them.
+    Hidden files and files with other suffixes are left out, because they are not read.
 
     Raises:
         PathError: the path leaves the root, does not exist, or is not a dataset.
@@ -91,14 +92,14 @@ def digest_below(root: Path, parts: Sequence[str], most_entries: int = MOST_ENTR
 
 
 class OpenDataset:
-    """A dataset's files, open and checked against a digest. Use it as a context manager.
+    """The open files of a dataset, whose content has the expected digest; a context manager that closes them.
 
     Args:
         root: folder that the path must not leave.
         parts: parts of the dataset's path below the root.
         digest: expected digest of the content.
-        may_change: True if others may write below the root. False for a service's own folder, where files are only replaced by
-            files of equal content.
+        may_change: True if other users may write below the root. False for a service's own folder, where a file is replaced
+            only by a file of equal content.
 
     Attributes:
         path: the dataset's path without links.
@@ -117,10 +118,10 @@ class OpenDataset:
             self.path = found.path
             _allow_many_files()
             self._files = {name: _entered(self._close, file) for name, file in _files(root, found, MOST_ENTRIES)}
-            # A service's own file gets new timestamps whenever it is uploaded or named again, so only its content is compared.
+            # A file in the service's own folder gets new timestamps at each upload, so only its content is compared.
             read = _digests if may_change else _content_digests
             if _digest(found, read(self._files)) != digest:
-                raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit it again")
+                raise ContentMismatchError(f"{self.path} has changed since the job was submitted; submit the job again")
             self._by_path = False
             place = self._close.enter_context(folder_of_open_files(self._files, "dataset"))
             self._by_path = place is None
@@ -138,19 +139,19 @@ class OpenDataset:
         self._close.close()
 
     def check(self) -> None:
-        """Raise FileChangedError when a file was written to since it was hashed.
+        """Raise FileChangedError if a file was written to after it was hashed.
 
-        With `may_change` False only the files' sizes are compared.
+        If `may_change` is False, only the files' sizes are compared.
         """
         for file in self._files.values():
             if self._may_change:
                 file.check(by_path=self._by_path)
             elif os.fstat(file.descriptor).st_size != file.identity.size:
-                raise FileChangedError(f"{file.path} was written to while it was read; submit it again")
+                raise FileChangedError(f"{file.path} was written to while it was read; submit the job again")
 
 
 def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
-    """Return a function that opens images which a dataset's rows name, and returns their descriptors.
+    """Return a function that opens an image that a dataset's row names, and returns the descriptor of the open file.
 
     Relative paths start at the dataset's folder. The function raises RowError for a path that leads out of the root, has a
     hidden part or cannot be read.
@@ -164,7 +165,7 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
     def open_image(path: str) -> int:
         asked = PurePosixPath(path[: _LONGEST_PATH + 1])
         if len(path) > _LONGEST_PATH or len(asked.parts) > _MOST_PARTS:
-            raise RowError(f"its image {shortened(path)} cannot be read: the path is too long")
+            raise RowError(f"image {shortened(path)} cannot be read: the path is too long")
         try:
             if not asked.is_absolute():
                 return _walk(root, start, asked.parts).descriptor
@@ -172,7 +173,7 @@ def image_below(root: Path, dataset: Path) -> Callable[[str], int]:
                 raise _outside()
             return _walk(root, (), asked.relative_to(root).parts).descriptor
         except PathError as error:
-            raise RowError(f"its image {shortened(path)} cannot be read: {error}") from None
+            raise RowError(f"image {shortened(path)} cannot be read: {error}") from None
 
     return open_image
 
@@ -186,7 +187,7 @@ def _digests(files: dict[str, OpenFile]) -> dict[str, str]:
 
 
 def _content_digests(files: dict[str, OpenFile]) -> dict[str, str]:
-    """Return the sha256 of each file's current content, without a check of modification times."""
+    """Return the sha256 of each file's current content. Modification times are not checked."""
     found = {}
     for name, file in files.items():
         with os.fdopen(os.dup(file.descriptor), "rb") as opened:
@@ -226,7 +227,7 @@ def _entered(stack: ExitStack, file: OpenFile) -> OpenFile:
 
 
 def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
-    """Open the file or folder at a path from the folder `start` below `root`. Raises PathError."""
+    """Open the file or folder at the path `parts`, which begins at the folder `start` below `root`. Raises PathError."""
     try:
         opened = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except OSError as error:
@@ -236,7 +237,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
     try:
         while pending:
             part = pending.popleft()
-            if part == "..":  # from a link's target; requested paths have no ".."
+            if part == "..":  # comes from a link's target, because requested paths contain no ".."
                 if not names:
                     raise _outside()
                 names.pop()
@@ -258,7 +259,7 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
             if stat.S_ISLNK(mode):
                 links += 1
                 if links > _MOST_LINKS:
-                    raise PathError("unusable", "the path has too many links", "give the path of the file that they lead to")
+                    raise PathError("unusable", "the path has too many links", "give the path that the links lead to")
                 if target.is_absolute():
                     if not target.is_relative_to(root):
                         raise _outside()
@@ -279,10 +280,10 @@ def _walk(root: Path, start: Sequence[str], parts: Sequence[str]) -> Found:
 
 
 def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, OpenFile]]:
-    """Yield (relative name, open file) of every dataset file; for a single file, its own name. The caller closes the files.
+    """Yield (relative name, open file) of every dataset file. The caller closes the files.
 
-    Raises PathError when an entry of a folder leads out of the root or is neither a file nor a folder, when there are too many
-    entries, and for a single file with an unknown suffix.
+    Raises PathError if an entry of a folder leads out of the root or is neither a file nor a folder, if a folder has too many
+    entries, or if `found` is a file with an unknown suffix.
     """
     if not found.is_folder():
         if dataset_suffix(found.path.name) is None:
@@ -296,7 +297,7 @@ def _files(root: Path, found: Found, most_entries: int) -> Iterator[tuple[str, O
         inside = folder.relative_to(root).parts
         at = _walk(root, inside, ())
         try:
-            names = os.listdir(at.descriptor)  # noqa: PTH208 (a path could lead elsewhere by now)
+            names = os.listdir(at.descriptor)  # noqa: PTH208 (the folder's path may lead to another folder now)
         except OSError as error:
             raise _missing() from error
         finally:
@@ -349,11 +350,11 @@ def _outside() -> PathError:
 
 
 def _missing() -> PathError:
-    return PathError("missing", "no such file or folder, or it cannot be read", "check the path")
+    return PathError("missing", "no such file or folder, or the file cannot be read", "check the path")
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard limit: all files of a dataset are open at the same time."""
+    """Raise the soft limit of open files to the hard limit. All files of a dataset are open at the same time."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):

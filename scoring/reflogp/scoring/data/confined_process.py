@@ -1,8 +1,8 @@
-"""Run work in forked child processes with limits on memory and time, which their parent can kill at any moment.
+"""Run functions in forked child processes that have a memory limit and that the parent process can kill at any moment.
 
-A child inherits what its parent has in memory, so it starts in milliseconds. It closes every inherited file except a socket to
-its parent, standard error, and the files in `files`. On Linux its memory is limited (RLIMIT_AS), and the kernel kills it
-first when the machine's memory is exhausted. It leaves no core dump.
+A child inherits its parent's memory, so the child starts in milliseconds. The child closes every inherited file except a socket
+to its parent, standard error, and the files in `files`. On Linux, RLIMIT_AS limits the child's memory. When the machine's
+memory is exhausted, the kernel kills the child before other processes. A child that crashes writes no core dump.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from reflogp.store.texts import shortened
 
 #: Maximum seconds to wait for a child between two calls of the caller's `check`.
 POLL_SECONDS = 0.1
-#: A child that uses no processor time for this many times its time limit is killed (it may wait for a lock or a network).
+#: A child that uses no processor time for this many times its time limit is killed. It may be waiting for a lock or a network.
 STILL = 6
-#: File descriptor of a child's socket; the descriptors of `files` follow.
+#: File descriptor of the socket in a child; the descriptors of `files` follow this one.
 SOCKET = 3
 #: Exit status of a child that raised MemoryError.
 OUT_OF_MEMORY = 3
 
 
 class ConfinedProcess:
-    """A forked child and the parent's end of a socket to it.
+    """A forked child process, and the parent's end of a socket between the two processes.
 
     Args:
-        work: called in the child, which ends when it returns: status 0, OUT_OF_MEMORY after a MemoryError, 1 after another
-            exception.
+        work: called in the child. When it ends, the child exits with status 0, with OUT_OF_MEMORY after a MemoryError, or with
+            1 after another exception.
         memory: bytes that the child may take in addition to the address space that it inherits.
-        files: descriptors that the child keeps, as SOCKET + 1 and so on.
+        files: file descriptors that the child keeps; they become SOCKET + 1, SOCKET + 2 and so on.
 
     Attributes:
-        socket: the parent's end.
+        socket: the parent's end of the socket.
         pid: the child's process id.
         still: True if the child was killed because it used no processor time and made no progress.
     """
@@ -62,7 +62,7 @@ class ConfinedProcess:
         self._forgotten: weakref.finalize[..., ConfinedProcess] | None = None
         failed: list[Exception] = []
         done = False
-        waiting = threading.Lock()  # not an Event: Ctrl-C in the middle of its `wait` releases a lock that others hold
+        waiting = threading.Lock()  # not an Event: Ctrl-C during `wait` releases a lock of others
         waiting.acquire()
 
         def fork() -> None:
@@ -73,7 +73,7 @@ class ConfinedProcess:
                 self.pid = os.fork()
                 if self.pid == 0:
                     _run(work, memory, (theirs.fileno(), *files))
-                # Ctrl-C may come before the caller has this object; the child then ends with it.
+                # After Ctrl-C the caller may never get this object. The child then ends when the object is deleted.
                 self._forgotten = weakref.finalize(self, _kill_own_child, self.pid, os.getpid())
             except OSError as error:
                 failed.append(error)
@@ -81,8 +81,9 @@ class ConfinedProcess:
                 done = True
                 waiting.release()
 
-        # Python runs signal handlers in the main thread. An exception from one, such as KeyboardInterrupt, in the middle of a
-        # fork would leave the child behind, and locks held that Python takes around a fork (logging's).
+        # Python runs signal handlers in the main thread. If a handler raised an exception, such as KeyboardInterrupt, during a
+        # fork, the child would stay alive, and locks that Python takes around a fork, such as those of logging, would stay
+        # locked.
         try:
             try:
                 _thread.start_new_thread(fork, ())
@@ -107,9 +108,9 @@ class ConfinedProcess:
         self._stood = 0.0
 
     def watch(self, seconds: float, progress: int) -> None:
-        """Kill the child if for `seconds` it has used no processor time and `progress` has not changed.
+        """Kill the child if it has used no processor time for `seconds` and `progress` has not changed meanwhile.
 
-        Time in which this process did not run (a suspended machine) does not count.
+        Time during which this process did not run, for example on a suspended machine, does not count.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 1.0), now
@@ -126,7 +127,10 @@ class ConfinedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the child and return its exit status, negative for a signal. Later calls return the same status."""
+        """Kill the child and return its exit status; a negative status is the negated number of a signal.
+
+        Later calls return the same status.
+        """
         if self._status is None:
             self.socket.close()
             try:
@@ -141,7 +145,7 @@ class ConfinedProcess:
 
 
 def _kill_own_child(pid: int, parent: int) -> None:
-    """Kill a child that nobody ended, and wait for it; do nothing in a fork of its parent."""
+    """Kill a child that was not ended before, and wait until it has exited. Do nothing in a fork of its parent."""
     if os.getpid() == parent:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -160,7 +164,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _run(work: Callable[[], None], memory: int, files: Sequence[int]) -> NoReturn:
-    """Do the work and exit. Never returns: the code after the fork is the parent's."""
+    """Call `work` and exit. Never return, because the code after the fork is for the parent process."""
     try:
         _confine(memory, files)
         work()
@@ -178,7 +182,7 @@ def _confine(memory: int, files: Sequence[int]) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) or number in (signal.SIGTERM, signal.SIGPROF, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends this child
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.freeze()  # a garbage collection would copy every page that is shared with the parent
     end = SOCKET + len(files)

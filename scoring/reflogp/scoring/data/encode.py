@@ -1,9 +1,10 @@
-"""Encode examples as token ids, by TRL's rule.
+"""Encode examples as token ids in the same way as TRL.
 
-The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). EOS is added to plain
-completions only. Prompt and prompt+completion are tokenised separately, and the completion begins where they first differ; for
-a pair, at the earlier of the two places. trl is not imported. Templates and tokenizers run in the calling process;
-`row_process` calls this module in a process that can be killed.
+The rules are those of TRL 1.16 (trl/trainer/dpo_trainer.py and kto_trainer.py, `_prepare_dataset`). An EOS token is added only
+to completions in plain text. The prompt and the prompt followed by the completion are tokenised separately, and the completion
+begins at the first token that differs. In a pair, both completions begin at the earlier of their two first differences. This
+module does not import trl. Templates and tokenizers run in the calling process; `row_process` calls this module in a process
+that can be killed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from reflogp.scoring.data.shape import Example, RowError
 from reflogp.scoring.errors import TokenizerError
 from reflogp.store.texts import first_line
 
-#: Error message for a row that reached the limit of memory.
-TOO_MUCH_MEMORY = "tokenising it takes too much memory"
+#: Error message for a row that reached the memory limit.
+TOO_MUCH_MEMORY = "tokenising the row takes too much memory"
 #: A prompt and its completions as token ids.
 Tokens = tuple[list[int], tuple[list[int], ...]]
 
 
 def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return (prompt_ids, completions) of each example by TRL's rule, or its error."""
+    """Return (prompt_ids, completions) of each example, encoded as TRL does, or the example's error."""
     rendered: list[list[Any] | RowError] = []
     for example in examples:
         try:
@@ -35,7 +36,7 @@ def tokenize_examples(examples: list[Example], tokenizer: PreTrainedTokenizerBas
 
 
 def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerBase) -> list[Tokens | RowError]:
-    """Return the token ids of examples that `render` rendered; errors are passed through."""
+    """Return the token ids of examples that `render` rendered. An example's error is returned unchanged."""
     flat = [text for parts in rendered if not isinstance(parts, RowError) for text in parts]
     encoded = iter(_encode(flat, tokenizer))
     outcome: list[Tokens | RowError] = []
@@ -51,7 +52,7 @@ def encode(rendered: list[list[Any] | RowError], tokenizer: PreTrainedTokenizerB
 
 
 def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
-    """Return the number of leading tokens, or characters, that two lists or texts share."""
+    """Return the number of elements (tokens or characters) at the start that two lists or texts share."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
@@ -60,7 +61,7 @@ def common_prefix(left: list[int] | str, right: list[int] | str) -> int:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode, with or without the tokenizer's own special tokens around it."""
+    """A text to encode, with or without the tokenizer's special tokens before and after the text."""
 
     text: str
     special_tokens: bool
@@ -70,13 +71,13 @@ class _Text:
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Render the prompt, then prompt+completion for each completion.
+    """Render the prompt, and the prompt followed by each completion.
 
     Returns:
-        Texts to encode; or token ids, if the tokenizer has its own `apply_chat_template`.
+        The texts to encode, or token ids if the tokenizer has its own `apply_chat_template`.
 
     Raises:
-        RowError: the chat template refuses the example, or rendering takes too much memory.
+        RowError: the chat template fails for the example, or rendering takes too much memory.
         TokenizerError: the tokenizer lacks the chat template or the EOS token that the example needs.
     """
     if not example.conversational:
@@ -98,12 +99,15 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         ]
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program; any exception of it is this row's error
-        raise RowError(f"the chat template refuses it: {first_line(error)}") from error
+    except Exception as error:  # a template is a program, whose exceptions are errors of the row
+        raise RowError(f"the chat template fails for this row: {first_line(error)}") from error
 
 
 def _renders_by_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if rendering is transformers' own: text can then be rendered first and encoded in bulk, with equal ids."""
+    """Return True if the tokenizer renders templates with the code of transformers.
+
+    Texts can then be rendered first and encoded together, with the same token ids.
+    """
     return bool(type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template)
 
 

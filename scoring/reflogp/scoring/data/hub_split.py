@@ -1,9 +1,9 @@
 """Find the files of one split of a dataset repository of the Hugging Face Hub, as `datasets` finds them.
 
-`datasets` does this in a process of its own (`python -m`, this module), which reads the repository's metadata and no data. The
-process has an empty working folder and empty caches, so that neither a local folder with the dataset's name nor an older copy
-can take the dataset's place. Metadata may name files anywhere, so names that lead out of the repository are refused before
-`datasets` looks for them.
+`datasets` runs in a separate process (`python -m` with this module), which reads the repository's metadata but no data. The
+process has an empty working folder and empty caches. So it cannot use a local folder with the dataset's name, or an older copy,
+instead of the dataset. The metadata may name any file, so names that lead out of the repository are refused before `datasets`
+looks for these files.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from reflogp.store.hub import HubFile, HubPlace, told
 from reflogp.store.storage import sentence
 from reflogp.store.texts import shortened
 
-#: Files of a repository that hold metadata, and the maximum size of the first in bytes.
+#: Files of a repository that hold metadata, and the maximum size of README.md in bytes.
 _CARD, _YAML, _MOST_CARD = "README.md", ".huggingface.yaml", 4 << 20
 #: Fields of a config of `datasets` that do not change how its files are read.
 _PLACES = {"name", "version", "data_dir", "data_files", "description", "features"}
-#: Processor time of the process, in seconds, and memory that it may take in addition to what its libraries take.
+#: Limits of the process: seconds of processor time, and bytes of memory in addition to the memory that its libraries take.
 _CPU_SECONDS, _MEMORY = 300, 2 << 30
 
 
 def files_of_split(place: HubPlace, config: str | None, split: str, check: Callable[[], None]) -> list[HubFile]:
-    """Return the files of a split in the order in which `datasets` reads them, all at the commit that the revision names now.
+    """Return the files of a split, in the order in which `datasets` reads them, at the current commit of the revision.
 
     Args:
         place: repository and revision.
@@ -46,7 +46,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
         check: called a few times a second; may raise to stop.
 
     Raises:
-        DatasetError: there is no such dataset, config or split, or its files cannot be read here.
+        DatasetError: the dataset, the config or the split does not exist, or the files cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="reflogp-hub-") as folder:
         caches = {name: f"{folder}/{name}" for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE")}
@@ -62,7 +62,7 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
                 process.kill()
     if answer is None:
         raise DatasetError(
-            f"{place}: the process that read its metadata ended with status {process.returncode}: it may have taken too much "
+            f"{place}: the process that read the metadata ended with status {process.returncode}: it may have taken too much "
             "memory or time"
         )
     if "problem" in answer:
@@ -71,13 +71,13 @@ def files_of_split(place: HubPlace, config: str | None, split: str, check: Calla
 
 
 def _answer(process: subprocess.Popen[str], asked: str | None, check: Callable[[], None]) -> dict[str, Any] | None:
-    """Send a request, and return the process's answer; None if it failed or ended without one."""
+    """Send a request to the process and return its answer, or None if the process failed or ended without an answer."""
     while True:
         check()
         try:
             said, _ = process.communicate(asked, timeout=POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            asked = None  # a later call of `communicate` continues to send it
+            asked = None  # the next call of `communicate` continues to send the request
             continue
         lines = said.splitlines()
         return dict(json.loads(lines[-1])) if process.returncode == 0 and lines else None
@@ -93,14 +93,14 @@ def _main() -> None:
     place = HubPlace(repository, revision)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
-        import datasets  # noqa: F401 (what it takes is not counted)
+        import datasets  # noqa: F401 (its memory is not counted)
 
         _limit_memory()
         commit, names = _commit_and_names(place)
         at = HubPlace(repository, commit)
         if _YAML in names:
             raise DatasetError(
-                f"its metadata is in {_YAML}, which is not supported here: submit its files, {at}/FILE, one in each job"
+                f"the dataset's metadata is in {_YAML}, which is not supported: submit one job for each file, {at}/FILE"
             )
         if _CARD in names:
             _check_card(HubFile(at, _CARD))
@@ -119,7 +119,7 @@ def _limit_memory() -> None:
 
 
 def _commit_and_names(place: HubPlace) -> tuple[str, set[str]]:
-    """Return the commit that the revision names now, and the names of its files."""
+    """Return the current commit of the revision, and the names of the files at that commit."""
     from huggingface_hub import HfApi
 
     with told(place):
@@ -133,15 +133,15 @@ def _check_card(card: HubFile) -> None:
 
     size, pieces = card.read(_MOST_CARD)
     if size > _MOST_CARD:
-        raise DatasetError(f"its {_CARD} is longer than {_MOST_CARD:,} bytes")
+        raise DatasetError(f"{_CARD} is longer than {_MOST_CARD:,} bytes")
     try:  # as `datasets` reads it
         configs = DatasetCard(b"".join(pieces).decode()).data.get("configs")
-    except Exception as error:  # the YAML parser and the checks of each field raise many types
-        raise DatasetError(f"the metadata in its {_CARD} cannot be read: {shortened(sentence(error))}") from error
+    except Exception as error:  # the YAML parser and the checks of fields raise many types of exceptions
+        raise DatasetError(f"the metadata in {_CARD} cannot be read: {shortened(sentence(error))}") from error
     for config in configs if isinstance(configs, list) else []:
         for text in _texts([config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else [config]):
             if ":" in text or text.startswith(("/", "~", "\\")) or ".." in re.split(r"[/\\]", text):
-                raise DatasetError(f"its {_CARD} names files outside of the repository: {shortened(text)}")
+                raise DatasetError(f"{_CARD} names files outside of the repository: {shortened(text)}")
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -159,32 +159,35 @@ def _paths(place: HubPlace, config: str | None, split: str) -> list[str]:
         builder = datasets.load_dataset_builder(place.repository, config, revision=place.revision)
     except MemoryError:
         raise
-    except Exception as error:  # dozens of types, all of which mean that the dataset cannot be loaded
+    except Exception as error:  # exceptions of many types, which all mean that the dataset cannot be loaded
         text = " ".join(str(error).partition("Example of usage")[0].split())
-        raise DatasetError(f"`datasets` cannot load it: {shortened(text)}") from error
+        raise DatasetError(f"`datasets` cannot load the dataset: {shortened(text)}") from error
     splits = builder.config.data_files or {}
     if split not in splits:
-        raise DatasetError(f"it has no split {split!r}; it has {', '.join(map(str, splits))}")
+        raise DatasetError(f"the dataset has no split {split!r}; choose from {', '.join(map(str, splits))}")
     plain = type(builder.config)()
     names = [field.name for field in fields(plain) if field.name not in _PLACES]
     if options := [name for name in names if getattr(builder.config, name) != getattr(plain, name)]:
         raise DatasetError(
-            f"its metadata sets {', '.join(options)} for `datasets`, which is not supported: score it with `reflogp score`, or "
+            f"the metadata sets {', '.join(options)} for `datasets`, which is not supported: score it with `reflogp score`, or "
             "upload it as Parquet"
         )
     paths = [_path(str(url), place) for url in splits[split]]
     if len(paths) > MOST_ENTRIES:
-        raise DatasetError(f"its split {split!r} has {len(paths):,} files; {MOST_ENTRIES:,} are supported")
+        raise DatasetError(f"split {split!r} has {len(paths):,} files; at most {MOST_ENTRIES:,} are supported")
     return paths
 
 
 def _path(url: str, place: HubPlace) -> str:
-    """Return the path of a file in the repository. Raises DatasetError for a file that is elsewhere or has another format."""
+    """Return a file's path in the repository.
+
+    Raises DatasetError if the file is not in the repository or has an unsupported format.
+    """
     path = url.removeprefix(f"{place}/")
     if path == url or HubFile.parse(f"{HubPlace(place.repository)}/{path}").path != path:
         raise DatasetError(f"a file is outside of the repository: {shortened(url)}")
     if dataset_suffix(path) is None:
-        raise DatasetError(f"its file {shortened(path)} does not end in {SUFFIXES_IN_WORDS}")
+        raise DatasetError(f"file {shortened(path)} does not end in {SUFFIXES_IN_WORDS}")
     return path
 
 

@@ -1,7 +1,8 @@
-"""Decode untrusted images: check their size first, and identify them in child processes with limits on memory and time.
+"""Check the size of untrusted images before decoding, and decode them in child processes with limits on memory and time.
 
-A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged one can crash a decoder. So each image is
-decoded once in a forked child, which returns a digest of the pixels. Later the engine's process decodes the same bytes.
+A file of a few kilobytes can take gigabytes or minutes to decode, and a damaged file can crash a decoder. So each image is
+first decoded in a forked child process, which returns a digest of the pixels. Later the engine's process decodes the same
+bytes.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ import psutil
 
 from reflogp.scoring.data.confined_process import OUT_OF_MEMORY, POLL_SECONDS, SOCKET, STILL, ConfinedProcess
 from reflogp.scoring.data.shape import RowError
-from reflogp.scoring.machine.memory import free_memory
+from reflogp.scoring.machine import free_memory
 from reflogp.store.images import Kind, kind_of_image, pixel_digest
 from reflogp.store.texts import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum pixels of a decoded image.
+#: Maximum number of pixels of an image.
 MAX_PIXELS = 89_478_485
 #: Formats that are decoded if the installed Pillow supports them. Pillow's decoders for other formats start programs or are
 #: seldom used.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF")
-#: Limits of a child: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes 1.1 GB.
+#: Limits of a child process: seconds of processor time for one image, and bytes of memory. The largest progressive JPEG takes
+#: 1.1 GB.
 SECONDS, _MEMORY = 10.0, 2 << 30
-_TOO_MUCH_MEMORY = "decoding it takes too much memory"
+_TOO_MUCH_MEMORY = "decoding the image takes too much memory"
 _LENGTH = struct.Struct("<Q")
 
 
 class ImageDecoder:
-    """Children that identify images; a context manager. Safe to use from several threads, each of which takes a child.
+    """A pool of child processes that identify images; a context manager. Several threads may use the pool at the same time.
 
     Attributes:
-        children: maximum number of children at a time: one for each core, fewer where memory is short.
+        children: maximum number of child processes: one for each core, or fewer on a machine with little memory.
     """
 
     def __init__(self) -> None:
@@ -65,21 +67,21 @@ class ImageDecoder:
         with self._lock:
             self._closed = True
             for child in self._started:
-                os.kill(child.pid, signal.SIGKILL)  # a thread that waits for its answer gets an end of stream, and reaps it
+                os.kill(child.pid, signal.SIGKILL)  # ends the wait of its thread, which then calls `end`
         with suppress(queue.Empty):
             while True:
                 if (idle := self._idle.get_nowait()) is not None:
                     self._end(idle)
         for _ in range(self.children):
-            self._idle.put(None)  # wakes a thread that waits for a child; it then gets an error
+            self._idle.put(None)  # a thread that waits for a child wakes up and gets an error
 
     def identify(self, data: bytes) -> tuple[bytes, Kind, float]:
         """Return (pixel_digest, kind, seconds of processor time) of an encoded image.
 
-        Raises RowError for data that is not an image or is damaged, and for an image that has too many pixels, or takes too
-        much memory or processor time to decode.
+        Raises RowError if the data is damaged or is not an image, and if the image has too many pixels or takes too much memory
+        or processor time to decode.
         """
-        _formats()  # decoders that are loaded here need not be loaded in each child
+        _formats()  # loads the decoders before the fork, so that the children need not load them
         child, answer = self._idle.get(), None
         try:
             for last in (False, True):
@@ -87,7 +89,7 @@ class ImageDecoder:
                     child = self._begin()
                 try:
                     answer = child.ask(data)
-                except BaseException:  # the child's next answer would still be about this image
+                except BaseException:  # the child's next answer would be about this image
                     self._end(child)
                     child = None
                     raise
@@ -96,12 +98,12 @@ class ImageDecoder:
                 status, still = self._end(child), child.still
                 child = None
                 if status == -signal.SIGPROF or still:
-                    raise RowError(f"decoding it took more than {SECONDS:g} s of processor time")
+                    raise RowError(f"decoding the image took more than {SECONDS:g} s of processor time")
                 if status == OUT_OF_MEMORY:
                     raise RowError(_TOO_MUCH_MEMORY)
                 if last or self._closed:
                     name = signal.Signals(-status).name if status < 0 else f"status {status}"
-                    raise RowError(f"decoding it ended its process ({name})")
+                    raise RowError(f"decoding the image ended its process ({name})")
         finally:
             self._idle.put(child)
         assert answer is not None
@@ -129,7 +131,7 @@ class _Child(ConfinedProcess):
     """A child that identifies one image at a time."""
 
     def ask(self, data: bytes) -> bytes | None:
-        """Return the child's answer to an encoded image; None if the child has ended."""
+        """Send an encoded image to the child and return its answer, or None if the child has ended."""
         self.stir()
         self.socket.settimeout(POLL_SECONDS)
         try:
@@ -166,11 +168,11 @@ class _Child(ConfinedProcess):
 
 
 def _work() -> None:
-    parent = socket.socket(fileno=SOCKET)  # not closed before the process ends: the parent would kill it without its status
+    parent = socket.socket(fileno=SOCKET)  # never closed: the parent kills a child whose socket is closed
     stream = parent.makefile("rwb")
     while size := stream.read(_LENGTH.size):
         data = stream.read(*_LENGTH.unpack(size))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process, whatever library runs
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process even if a library is running
         answer = json.dumps(_identified(data)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         stream.write(_LENGTH.pack(len(answer)) + answer)
@@ -216,11 +218,12 @@ def decoded(data: bytes) -> Image:
     except (RowError, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise RowError(f"it cannot be decoded: it is not an image in one of the formats {', '.join(_formats())}") from None
+        formats = ", ".join(_formats())
+        raise RowError(f"the image cannot be decoded: the data is not an image in one of the formats {formats}") from None
     except pillow.DecompressionBombError:
-        raise RowError(f"it has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
+        raise RowError(f"the image has too many pixels; at most {MAX_PIXELS:,} are allowed") from None
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error, ValueError and more
-        raise RowError(f"it cannot be decoded: {first_line(error)[:200]}") from None
+        raise RowError(f"the image cannot be decoded: {first_line(error)[:200]}") from None
     return image
 
 

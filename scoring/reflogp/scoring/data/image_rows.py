@@ -1,8 +1,9 @@
-"""Make the tokens of rows with images as TRL's DataCollatorForVisionPreference makes them, without processing their pixels.
+"""Tokenise rows with images as TRL's DataCollatorForVisionPreference does, but without processing pixels.
 
-The rule is that of TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py): messages get content parts, with the images at the
-front of the first user message unless parts of type image give other places; the chat template is rendered; prompt and
-completions are tokenised apart, without special tokens; plain text is taken as it is, without EOS. trl is not imported.
+The rules are those of TRL 1.16 (trl/trainer/dpo_trainer.py, trl/data_utils.py). The content of each message becomes a list of
+parts. The images go to the front of the first user message, unless parts of type image give other places. The chat template is
+rendered. Prompt and completions are tokenised separately, without special tokens. Plain text is used unchanged, without an EOS
+token. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
 
     Args:
         columns: the row's text columns.
-        images: (hexadecimal pixel_digest, kind) of its images, in order.
-        tokens: makes the model's tokens.
+        images: (hexadecimal pixel_digest, kind) of each of the row's images, in order.
+        tokens: converts texts with images into the model's tokens.
 
-    Raises RowError: the row is no pair with a prompt, its images and placeholders do not match, or a template or processor
-        refuses it.
+    Raises RowError if the row is not a pair with a prompt, if its images do not match its placeholders, or if a template or
+    processor fails for it.
     """
     if "prompt" not in columns:
         raise RowError("a pair with images needs a prompt column")
@@ -45,18 +46,21 @@ def image_row_tokens(columns: dict[str, Any], images: list[tuple[str, Kind]], to
         raise RowError(str(error)) from error
     except MemoryError:
         raise RowError(TOO_MUCH_MEMORY) from None
-    except Exception as error:  # a template is a program, and processors raise errors of any type
-        raise RowError(f"the processor refuses it: {first_line(error)}") from error
+    except Exception as error:  # a template is a program, and processors raise exceptions of any type
+        raise RowError(f"the processor fails for this row: {first_line(error)}") from error
 
 
 def prepare_child() -> None:
-    """Let a forked process use torch, as some image processors do: the threads of its parent's pool do not exist here."""
+    """Make torch usable in a forked process, for image processors that use torch.
+
+    torch must not wait for the threads of its parent's pool, which do not exist in the fork.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 
 def _rendered(example: Example, images: int, processor: Any) -> list[str]:
-    """Return the prompt's text and the completions'."""
+    """Return the text of the prompt and the texts of the completions."""
     if not example.conversational:
         return [example.prompt, *example.completions]
     prompt = with_image_parts(example.prompt, images)
@@ -78,9 +82,11 @@ def _rendered(example: Example, images: int, processor: Any) -> list[str]:
 def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return messages whose content is a list of parts, with `images` parts of type image among them.
 
-    A first user message whose content is text gets them at its front; otherwise parts of type image must be there.
+    If the content of the first user message is text, the parts are inserted at its front. Otherwise the messages must already
+    contain the parts.
 
-    Raises RowError if there are more or fewer of them, for an unknown role, and for parts that contain their own image.
+    Raises RowError if the messages contain more or fewer parts of type image, if a role is unknown, or if a part contains an
+    image.
     """
     found: list[dict[str, Any]] = []
     placed = False
@@ -102,12 +108,12 @@ def with_image_parts(messages: list[dict[str, Any]], images: int) -> list[dict[s
         if isinstance(part, dict) and part.get("type") == "image"
     ]
     if any(part.get("image") is not None for part in parts):
-        raise RowError("a content part brings its own image; give the images in a column images")
+        raise RowError("a content part contains an image; put the images into a column named images")
     if len(parts) != images:
-        raise RowError(f"it has {images} images, but its messages have {len(parts)} places for images")
+        raise RowError(f"the row has {images} images, but its messages have {len(parts)} places for images")
     other = media_of({"messages": [{"content": [part for part in _parts(message) if part not in parts]} for message in found]})
     if other is not None:
-        raise RowError(f"it holds {other}; only images are scored beside text")
+        raise RowError(f"the row holds {other}; only text and images can be scored")
     return found
 
 

@@ -1,6 +1,7 @@
-"""Open the images of a row: bytes, files, data URIs or decoded pictures, within limits, and identify them by their pixels.
+"""Open the images of a row (bytes, files, data URIs or decoded pictures) within limits, and identify each image by its pixels.
 
-Images are read as `datasets` and TRL read them: the first frame, turned by its EXIF orientation, in the file's own mode.
+Images are read as `datasets` and TRL read them: the first frame is used, rotated as its EXIF orientation says, in the mode of
+the file.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from reflogp.store.images import IMAGE_COLUMNS, Kind, kind_of_image, pixel_diges
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Maximum images of a row, and bytes of an encoded image.
+#: Maximum number of images of a row, and of bytes of an encoded image.
 MAX_IMAGES, MAX_BYTES = 64, 64 << 20
 #: Limits of all images of a row together: encoded bytes, pixels, and seconds of processor time for decoding them.
 MAX_ROW_BYTES, MAX_ROW_PIXELS, ROW_SECONDS = 256 << 20, 1 << 30, 30.0
-#: Images that take longer to decode are not remembered, so that a row with too many of them exceeds ROW_SECONDS in later runs
-#: too.
+#: Digests of images that take more seconds to decode are not cached, so that a row with too many such images exceeds
+#: ROW_SECONDS in later runs too.
 _SLOW_SECONDS = 0.5
-#: Opens the file that a row names, and returns its descriptor. Raises OSError, ValueError or RowError.
+#: A function that opens the file that a row names, and returns the file's descriptor. It raises OSError, ValueError or
+#: RowError.
 OpenFile = Callable[[str], int]
 #: Seconds between two calls of `check`.
 _POLL_SECONDS = 0.1
@@ -40,12 +42,12 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, eq=False)
 class RowImage:
-    """An image of a row, identified, but not held decoded.
+    """An identified image of a row. Its decoded pixels are kept in memory only if the dataset holds a decoded picture.
 
     Attributes:
         digest: see `pixel_digest`.
-        kind: its size and mode.
-        source: its encoded bytes; its file; or the decoded picture that the dataset holds.
+        kind: size and mode of the image.
+        source: the encoded bytes, the image's file, or the decoded picture that the dataset holds.
     """
 
     digest: bytes
@@ -54,23 +56,26 @@ class RowImage:
 
     @property
     def size(self) -> int:
-        """About how many bytes `encoded` returns."""
+        """Approximate number of bytes that `encoded` returns."""
         if isinstance(self.source, bytes):
             return len(self.source)
         return self.source.size if isinstance(self.source, ImageFile) else _decoded_size(self.source)
 
     @property
     def held(self) -> int:
-        """About how many bytes it takes in memory."""
+        """Approximate number of bytes that the image takes in memory."""
         return 0 if isinstance(self.source, ImageFile) else self.size
 
     def load(self) -> Image:
-        """Return the decoded image. Raises RowError if its file has been changed."""
+        """Return the decoded image. Raises RowError if the image's file has been changed."""
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         return decoded(source) if isinstance(source, bytes) else source
 
     def encoded(self) -> bytes:
-        """Return the image as the content of a file that decodes to the same pixels. Raises RowError if there is none."""
+        """Return the content of an image file that decodes to the same pixels.
+
+        Raises RowError if no format can hold the image unchanged.
+        """
         source = self.source.read() if isinstance(self.source, ImageFile) else self.source
         if isinstance(source, bytes):
             return source
@@ -88,10 +93,10 @@ class ImageFile:
     """An image file whose content was identified.
 
     Attributes:
-        path: its path as the row names it.
-        key: PixelCache.key of its content.
-        size: its size in bytes.
-        open_file: opens it.
+        path: the file's path, as the row names it.
+        key: PixelCache.key of the file's content.
+        size: the file's size in bytes.
+        open_file: function that opens the file.
     """
 
     path: str
@@ -100,7 +105,7 @@ class ImageFile:
     open_file: OpenFile
 
     def read(self) -> bytes:
-        """Return the content. Raises RowError if it has been changed."""
+        """Return the file's content. Raises RowError if the content has been changed."""
         data = _read(self.path, self.path, self.open_file)
         if PixelCache.key(data) != self.key:
             raise RowError(f"{self.path} was changed after it was read; run again")
@@ -108,18 +113,18 @@ class ImageFile:
 
 
 def below(folder: Path | None) -> OpenFile:
-    """Return a function that opens files whose relative paths start at a folder; None is the current folder."""
-    # A FIFO would wait for a writer.
+    """Return a function that opens files. Relative paths start at `folder`, or at the current folder for None."""
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     return lambda path: os.open((folder or Path()) / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 class ImageReader:
-    """Opens the images of rows in several threads.
+    """A reader that opens and identifies the images of rows in several threads.
 
     Args:
-        open_file: opens the files that rows name.
-        cache: remembers the pixel digests of encoded images.
-        decoder: identifies the other images.
+        open_file: function that opens the files that rows name.
+        cache: pixel digests of encoded images that were identified before.
+        decoder: decoder that identifies the other images.
     """
 
     def __init__(self, open_file: OpenFile, cache: PixelCache, decoder: ImageDecoder) -> None:
@@ -130,7 +135,7 @@ class ImageReader:
     def read(
         self, rows: Iterable[dict[str, Any]], check: Callable[[], None] | None = None
     ) -> list[tuple[RowImage, ...] | RowError]:
-        """Return the images of each row, or why they cannot be used. `check` is called many times a second."""
+        """Return the images of each row, or the error if they cannot be used. `check` is called many times a second."""
         threads = ThreadPoolExecutor(self._decoder.children, thread_name_prefix="reflogp-images")
         try:
             found = [_waited(future, check) for future in [threads.submit(self._of_row, columns) for columns in rows]]
@@ -150,17 +155,17 @@ class ImageReader:
                 pixels += image.kind[0][0] * image.kind[0][1]
                 seconds += took
                 if size > MAX_ROW_BYTES:
-                    raise RowError(f"its images have more than {MAX_ROW_BYTES >> 20} MiB in all")
+                    raise RowError(f"the row's images have more than {MAX_ROW_BYTES >> 20} MiB in all")
                 if pixels > MAX_ROW_PIXELS:
-                    raise RowError(f"its images have more than {MAX_ROW_PIXELS:,} pixels in all")
+                    raise RowError(f"the row's images have more than {MAX_ROW_PIXELS:,} pixels in all")
                 if seconds > ROW_SECONDS:
-                    raise RowError(f"decoding its images took more than {ROW_SECONDS:g} s of processor time in all")
+                    raise RowError(f"decoding the row's images took more than {ROW_SECONDS:g} s of processor time in all")
             return tuple(found)
         except RowError as error:
             return error
 
     def _image(self, name: str, value: Any) -> tuple[RowImage, float]:
-        """Return an image, and the seconds of processor time that decoding it took; 0 if it was known."""
+        """Return an image, and the seconds of processor time that its decoding took: 0 if the image was not decoded."""
         if hasattr(value, "tobytes") and hasattr(value, "getpalette"):  # a decoded PIL.Image
             require_pixels(name, value.size)
             value.load()
@@ -172,7 +177,7 @@ class ImageReader:
         path: str | None = None
         if isinstance(value, str):
             if "://" in value:
-                raise RowError(f"{name} is a URL ({value[:80]}); download the image and give a file or its bytes")
+                raise RowError(f"{name} is a URL ({value[:80]}); download the image and give its path or its bytes")
             path, value = value, _read(name, value, self._open_file)
         if not isinstance(value, bytes):
             raise RowError(f"{name} is a {type(value).__name__}; expected bytes, a path, a data URI or a picture")
@@ -205,12 +210,12 @@ def _waited(
 
 
 def _read(name: str, path: str, open_file: OpenFile) -> bytes:
-    """Return a file's content. Raises RowError if the path is not a file, cannot be read, or the file is too large."""
+    """Return a file's content. Raises RowError if the path is not a file, or if the file cannot be read or is too large."""
     try:
         descriptor = open_file(path)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RowError(f"{name}: {path} cannot be read: it is not a file")
+                raise RowError(f"{name}: {path} cannot be read: the path is not a file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 data = file.read(MAX_BYTES + 1)
         finally:
@@ -226,7 +231,7 @@ def _read(name: str, path: str, open_file: OpenFile) -> bytes:
 
 
 def bytes_of_images(columns: dict[str, Any]) -> int:
-    """Return about how many bytes a row's images take in memory; 0 for a row of text or of paths."""
+    """Return the approximate number of bytes that a row's images take in memory. Images that are given as paths count as 0."""
     size = 0
     for name in IMAGE_COLUMNS:
         value = columns.get(name)
@@ -244,11 +249,11 @@ def _decoded_size(image: Any) -> int:
 
 
 def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name for messages, value) of each image of a row: `image` holds one, `images` a list.
+    """Return (name for messages, value) of each image of a row. The column `image` holds one image, and `images` a list.
 
-    If a row has both columns, `image` is read, as in TRL. A row where the columns are null or missing has no image.
+    If a row has both columns, `image` is read, as in TRL. If both columns are null or missing, the row has no image.
 
-    Raises RowError if `images` is not a list, and for more than MAX_IMAGES images.
+    Raises RowError if `images` is not a list or has more than MAX_IMAGES images.
     """
     if columns.get("image") is not None:
         return [("image", columns["image"])]
@@ -258,7 +263,7 @@ def images_of(columns: dict[str, Any]) -> list[tuple[str, Any]]:
     if not isinstance(images, list | tuple):
         raise RowError(f"images is {type(images).__name__}, expected a list of images")
     if len(images) > MAX_IMAGES:
-        raise RowError(f"it has {len(images)} images, and at most {MAX_IMAGES} are allowed")
+        raise RowError(f"the row has {len(images)} images, and at most {MAX_IMAGES} are allowed")
     return [(f"image {number}", value) for number, value in enumerate(images)]
 
 

@@ -1,4 +1,4 @@
-"""Read datasets that are Python objects as rows: `datasets`, pandas, Polars, Arrow, lists of dicts."""
+"""Read rows from Python objects: datasets of `datasets`, data frames of pandas and Polars, Arrow tables, and lists of dicts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _NAME = "the dataset"
 
 
 def open_dataset(dataset: Any) -> RowSource:
-    """Open a dataset of any kind as a source of rows.
+    """Return a source of the rows of a dataset of any kind.
 
     Args:
         dataset: a path or hub name (its train split); a `datasets.Dataset` or `IterableDataset`, whose format is ignored; a
-            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. Columns as for `reflogp score`.
+            pandas or Polars data frame; a `pyarrow.Table`; or a list of dicts. The columns are those that `reflogp score`
+            accepts.
 
     Raises:
-        DatasetError: a path or name that cannot be opened.
-        UsageError: another kind of object.
+        DatasetError: the path or name cannot be opened.
+        UsageError: the dataset is an object of an unsupported type.
     """
     if isinstance(dataset, str | os.PathLike):
         return RowSource(os.fspath(dataset))
@@ -37,7 +38,10 @@ def open_dataset(dataset: Any) -> RowSource:
     kind = kind_of(dataset)
     if kind == "datasets.Dataset":
         if dataset.format["type"] == "custom":
-            raise UsageError("the dataset has a transform, which would not be applied: apply it with map, or reset_format()")
+            raise UsageError(
+                "the dataset has a transform, which would not be applied: apply the transform with map(), or remove it with "
+                "reset_format()"
+            )
         return _ObjectRows(lambda: rows_of_dataset(dataset.with_format(None)), len(dataset))
     if kind == "datasets.IterableDataset":
         return _ObjectRows(lambda: iter(without_decoding(dataset.with_format(None))), 0, stream=True)
@@ -56,7 +60,7 @@ def open_dataset(dataset: Any) -> RowSource:
 
 
 def kind_of(dataset: Any) -> str | None:
-    """Return "library.Class" for a known kind of dataset, else None, without importing libraries that are not installed."""
+    """Return "library.Class" for a dataset of a known class, else None. The libraries are not imported."""
     known = {
         "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
         "pandas": ("DataFrame",),
@@ -83,7 +87,7 @@ def _rows_of_pandas(frame: Any) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a cell as a plain Python value: None for NaN and NA, lists for arrays."""
+    """Return a cell as a plain Python value. NaN and NA become None, and arrays become lists."""
     if isinstance(value, np.ndarray):
         return [_plain(entry) for entry in value.tolist()]
     if isinstance(value, list):
@@ -96,12 +100,12 @@ def _plain(value: Any) -> Any:
 
 
 class _ObjectRows(RowSource):
-    """Rows that are in memory, or come from a stream.
+    """The rows of a dataset that is in memory or is a stream.
 
     Args:
-        rows: returns an iterator over the rows from the first one.
-        count: number of rows; 0 where it is not known.
-        stream: True for rows that may never end.
+        rows: function that returns an iterator over all rows.
+        count: number of rows, or 0 if the number is not known.
+        stream: True if the rows may never end.
     """
 
     def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]], count: int, stream: bool = False) -> None:
@@ -120,7 +124,7 @@ class _ObjectRows(RowSource):
         self._stream = stream
 
     def count(self) -> int:
-        """Return the number of rows; 0 where it is not known."""
+        """Return the number of rows, or 0 if the number is not known."""
         return self._count
 
     def has_column(self, *names: str) -> bool | None:

@@ -1,12 +1,13 @@
 """Read untrusted Parquet files in a child process with limits on memory and time.
 
-A file of a few kilobytes can claim any size, and a damaged one can crash the library that reads it. So a forked child reads it
-with pyarrow and sends its record batches as an Arrow stream. A child that runs out of memory, crashes or uses too much
-processor time makes its file unreadable; its parent continues.
+A file of a few kilobytes can decode to any size, and a damaged file can crash pyarrow. So a forked child process reads the file
+with pyarrow and sends record batches as an Arrow stream. If the child runs out of memory, crashes or uses too much processor
+time, the file counts as unreadable, and the parent process continues.
 
-The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before it reads it, and validates
-every batch. It does trust a child to send uncompressed buffers, and to end. A child that a malicious file has taken over could
-violate this trust, read a copy of its parent's memory, and act with its user's rights.
+The parent does not trust the stream: it refuses a message that is longer than `group_bytes` before reading the message, and it
+validates every batch. But the parent relies on the child to send uncompressed buffers, and to end. A malicious file that takes
+control of the child could break these assumptions, read the child's copy of the parent's memory, and act with the rights of the
+user.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one batch, in seconds.
 BATCH_SECONDS = 60.0
-#: Bytes that a child may take in addition to twice `group_bytes` (a page and what is decoded of it).
+#: Bytes that a child may take in addition to twice `group_bytes`, which a page and its decoded values take.
 _MEMORY = 64 << 20
-#: Maximum bytes of a message in addition to the batch's own: metadata and padding.
+#: Maximum number of bytes of a message in addition to its batch, for metadata and padding.
 _MESSAGE = 16 << 20
-#: A batch is sent in pieces of this size, or of one row, unless its columns cannot be sent in pieces.
+#: A batch is sent in pieces of at most this many bytes, or of one row, unless its columns cannot be split.
 _PIECE = 32 << 20
 _PARQUET_BUFFER = 64 << 10
 _MOST_COLUMNS = 1024
 #: The file's path in the child.
 _FILE = f"/dev/fd/{SOCKET + 1}"
-#: Exit statuses of a child that has left a message: for a file beyond the bounds, and for a file that pyarrow cannot read.
+#: Exit statuses of a child that left an error message: for a file that exceeds the bounds, and for a file that pyarrow cannot
+#: read.
 _REFUSED, _UNREADABLE = 4, 5
-#: Length of the message, number of rows.
+#: The child's result: length of the error message, number of rows of the file.
 _RESULT = struct.Struct("<Qq")
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to read a Parquet file.
+    """The way to read a Parquet file.
 
     Attributes:
-        rows: maximum rows that are decoded at once.
+        rows: maximum number of rows that are decoded at once.
         encoded: True to keep strings dictionary-encoded.
         skip: number of rows to leave out at the beginning.
     """
@@ -63,27 +65,27 @@ class _Plan:
     skip: int = 0
 
 
-#: Ways to read a file; each is tried if the previous one takes too much memory. Decoding a dictionary can repeat a long string
-#: in every row, and in every element of a list, so the later plans keep strings encoded.
+#: Ways to read a file. If one plan takes too much memory, the next plan is tried. A decoded dictionary can repeat a long string
+#: in every row and in every element of a list, so the later plans keep strings encoded.
 _PLANS = (_Plan(), _Plan(encoded=True), _Plan(rows=1, encoded=True))
 
 
 class _MemoryExceededError(DatasetError):
-    """Reading the file took too much memory, or crashed, which can have the same cause."""
+    """The child process took too much memory, or it crashed, possibly for lack of memory."""
 
 
 class _ReaderKilledError(_MemoryExceededError):
-    """A signal ended the reader: it crashed, or the kernel or another process killed it."""
+    """A signal ended the child process: the process crashed, or the kernel or another process killed it."""
 
 
 def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
     """Yield validated record batches of a Parquet file in bounded memory.
 
-    A reader that a signal ended is started once more. A row group that takes too much memory is read by the next plan; the
-    groups after it are read by the first plan again.
+    If a signal ends the child process, the process is started once more. A row group that takes too much memory is read with
+    the next plan. The first plan is used again for the row groups after it.
 
     Raises:
-        DatasetError: the file is beyond the bounds, or takes too much memory or time.
+        DatasetError: the file exceeds the bounds, or takes too much memory or time to read.
         pa.ArrowException, OSError: the file cannot be read.
     """
     sent = at = 0
@@ -108,7 +110,7 @@ def parquet_batches(file: Path, meter: Meter) -> Iterator[pa.RecordBatch]:
 
 
 def parquet_description(file: Path, meter: Meter) -> tuple[int, pa.Schema]:
-    """Return (number of rows, schema) of a Parquet file. Raises what `parquet_batches` raises."""
+    """Return (number of rows, schema) of a Parquet file. Raises the errors of `parquet_batches`."""
     with _reader(file, meter, None) as reader:
         return reader.description()
 
@@ -124,7 +126,7 @@ def _reader(file: Path, meter: Meter, plan: _Plan | None) -> Iterator[_Reader]:
 
 
 class _Reader(ConfinedProcess):
-    """A child that reads a file, and the stream that it sends; a file object for pyarrow."""
+    """A child process that reads a file; also a file object from which pyarrow reads the child's stream."""
 
     closed = False
 
@@ -139,7 +141,7 @@ class _Reader(ConfinedProcess):
         """Yield the batches that the child sends."""
         with self._failures(), pa.ipc.open_stream(pa.PythonFile(self, "r")) as stream:
             for batch in stream:
-                batch.validate(full=True)  # otherwise wrong offsets could expose other memory of this process
+                batch.validate(full=True)  # without this check, wrong offsets could expose other memory of this process
                 yield batch
 
     def description(self) -> tuple[int, pa.Schema]:
@@ -148,11 +150,11 @@ class _Reader(ConfinedProcess):
         return self.rows(), schema
 
     def rows(self) -> int:
-        """Return the file's number of rows, which the child leaves when it has opened the file."""
+        """Return the file's number of rows, which the child stores when it has opened the file."""
         return int(_RESULT.unpack_from(self._result)[1])
 
     def read(self, size: int) -> memoryview:
-        """Return the next `size` bytes of the stream, fewer at its end."""
+        """Return the next `size` bytes of the stream, or fewer at the end of the stream."""
         if size > self._meter.bounds.group_bytes + _MESSAGE:
             raise group_too_large(self._file, size, self._meter.bounds)
         content = memoryview(pa.allocate_buffer(size))
@@ -177,11 +179,11 @@ class _Reader(ConfinedProcess):
         return True
 
     def close(self) -> None:
-        """Do nothing: `end` closes the socket."""
+        """Do nothing. The socket is closed by `end`."""
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Run the block, then read the stream to its end and wait for the child; raise the reason if the child failed."""
+        """Run the block, read the rest of the stream, and wait for the child to end. If the child failed, raise its error."""
         problem = None
         try:
             yield
@@ -200,7 +202,7 @@ class _Reader(ConfinedProcess):
             text = shortened(self._result[_RESULT.size :][:length].decode("utf-8", "replace"))
             raise DatasetError(text) if status == _REFUSED else pa.ArrowInvalid(text)
         if self.still:
-            raise DatasetError(f"{self._file}: reading it made no progress for {STILL * BATCH_SECONDS:g} s")
+            raise DatasetError(f"{self._file}: reading the file made no progress for {STILL * BATCH_SECONDS:g} s")
         if status == -signal.SIGPROF:
             raise DatasetError(f"{self._file}: reading a batch took more than {BATCH_SECONDS:g} s of processor time")
         if status == OUT_OF_MEMORY:
@@ -220,8 +222,8 @@ class _Reader(ConfinedProcess):
 
 
 def _work(file: Path, bounds: ReadBounds, plan: _Plan | None, result: mmap.mmap) -> None:
-    """Send a file's batches; without a plan, send its schema alone and leave its number of rows as the result."""
-    pa.set_memory_pool(pa.system_memory_pool())  # others reuse inherited address space, which the limit does not count
+    """Send a file's batches, or only its schema if there is no plan. Store the number of rows in `result`."""
+    pa.set_memory_pool(pa.system_memory_pool())  # other pools use inherited memory, which the limit does not count
     signal.setitimer(signal.ITIMER_PROF, BATCH_SECONDS)
     try:
         opened = _open(file, bounds, plan is not None and plan.encoded)
@@ -243,12 +245,15 @@ def _leave(result: mmap.mmap, text: str, status: int) -> None:
 
 
 def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, bounds: ReadBounds) -> None:
-    """Send a stream of batches, each with a deadline of its own. Raises DatasetError for a batch beyond `group_bytes`."""
+    """Send a stream of batches, with a separate time limit for each.
+
+    Raises DatasetError for a batch larger than `group_bytes`.
+    """
     with os.fdopen(SOCKET, "wb", 1 << 18, closefd=False) as sink, pa.ipc.new_stream(sink, schema) as writer:
         sink.flush()
         for batch in batches:
             for piece in _pieces(batch, min(_PIECE, bounds.group_bytes)):
-                piece.validate()  # otherwise wrong offsets could send other memory of this process
+                piece.validate()  # without this check, wrong offsets could send other memory
                 if piece.nbytes > bounds.group_bytes:
                     raise group_too_large(file, piece.nbytes, bounds)
                 writer.write_batch(piece)
@@ -257,7 +262,10 @@ def _send(schema: pa.Schema, batches: Iterable[pa.RecordBatch], file: Path, boun
 
 
 def _pieces(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    """Yield a batch in pieces of at most `size` bytes or one row; whole if every piece would contain the values of all rows."""
+    """Yield a batch in pieces of at most `size` bytes or one row.
+
+    A batch whose pieces would share the values of all rows is not split.
+    """
     whole = batch.num_rows <= BATCH_ROWS and batch.nbytes <= size
     if whole or batch.num_rows <= 1 or any(_shares_values(field.type) for field in batch.schema):
         yield batch
@@ -275,7 +283,7 @@ def _shares_values(kind: pa.DataType) -> bool:
 
 
 def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
-    """Open a Parquet file. Raises DatasetError when its metadata claims more than the bounds, or contradicts itself."""
+    """Open a Parquet file. Raises DatasetError if its metadata states sizes beyond the bounds, or is contradictory."""
     options: dict[str, Any] = {
         "thrift_string_size_limit": max(bounds.group_bytes // 256, 1 << 20),
         "thrift_container_size_limit": max(bounds.group_bytes // 1024, 100_000),
@@ -311,7 +319,7 @@ def _open(file: Path, bounds: ReadBounds, encoded: bool) -> pq.ParquetFile:
 
 
 def _batches(opened: pq.ParquetFile, file: Path, plan: _Plan) -> Iterator[pa.RecordBatch]:
-    """Yield a file's batches. A plan that keeps strings encoded stops after the row group in which it starts."""
+    """Yield a file's batches. If the plan keeps strings encoded, stop after the first row group that is not skipped."""
     skip = plan.skip
     for number in range(opened.metadata.num_row_groups):
         rows = opened.metadata.row_group(number).num_rows

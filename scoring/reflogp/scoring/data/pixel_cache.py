@@ -1,6 +1,6 @@
 """Remember the pixel digests of encoded images between runs, so that images are decoded once.
 
-A SQLite file in the user's cache folder. If it cannot be used, images are decoded again.
+The digests are in a SQLite file in the user's cache folder. If the file cannot be used, images are decoded again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from reflogp.store.images import DIGEST_BYTES, Kind
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to wait for another process that writes.
+#: Seconds to wait while another process writes to the file.
 _PATIENCE = 5.0
-#: Rows that the file keeps, about 100 bytes each; when it has more, the older half is deleted.
+#: Maximum number of rows in the file, of about 100 bytes each. If the file has more rows, the older half is deleted.
 _MOST = 4_000_000
 
 
 class PixelCache:
-    """Pixel digests and kinds of encoded images; a context manager. Safe to use from several threads.
+    """A cache of the pixel digests and kinds of encoded images; a context manager. Several threads may use it at the same time.
 
-    The folder must belong to this user and must not be writable by others, who could otherwise choose the keys of rows.
+    The cache folder must belong to this user and must not be writable by other users, because they could otherwise choose the
+    keys of rows.
     """
 
     def __init__(self) -> None:
@@ -61,11 +62,14 @@ class PixelCache:
 
     @staticmethod
     def key(data: bytes) -> bytes:
-        """Return the key of an encoded image. It depends on the version of Pillow, whose decoders make the pixels."""
+        """Return the key of an encoded image.
+
+        The key depends on the version of Pillow, because Pillow's decoders determine the pixels.
+        """
         return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=PIL.__version__.encode()[:64]).digest()
 
     def get(self, key: bytes) -> tuple[bytes, Kind] | None:
-        """Return (pixel digest, kind), or None if it is not known."""
+        """Return (pixel digest, kind) of the image with this key, or None if the cache does not have the image."""
         with self._lock:
             if key in self._new:
                 return self._new[key]
@@ -82,12 +86,12 @@ class PixelCache:
         return found[0], ((int(found[1]), int(found[2])), str(found[3]))
 
     def put(self, key: bytes, digest: bytes, kind: Kind) -> None:
-        """Remember an image in memory; `write` saves it."""
+        """Add an image to the cache, in memory only; `write` saves it."""
         with self._lock:
             self._new[key] = (digest, kind)
 
     def write(self) -> None:
-        """Save the images that are not in the file yet."""
+        """Write the digests that are not in the file yet to the file."""
         with self._lock:
             new, self._new = self._new, {}
             if self._file is None or not new:

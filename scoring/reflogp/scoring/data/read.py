@@ -1,7 +1,7 @@
 """Read rows from JSON lines, JSON, CSV, Parquet or Arrow files, from a dataset saved by `datasets`, or from the hub.
 
-A row that cannot be read is an item of its own in the stream, with its number and an error message, so that one bad line never
-hides the good ones. The limits on memory and on decoded bytes are in `bounds`.
+A row that cannot be read is yielded as a `Row` with an error message, so that the rows after it can still be read. The limits
+on memory and on decoded bytes are in `bounds`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from reflogp.scoring.data.arrow_bounds import arrow_batches
-from reflogp.scoring.data.bounds import BATCH_ROWS, Meter, ReadBounds, RecordLines, lines, open_text, read_group, rows_of
+from reflogp.scoring.data.bounds import (
+    BATCH_ROWS,
+    Meter,
+    ReadBounds,
+    RecordLines,
+    arrow_batches,
+    lines,
+    open_text,
+    read_group,
+    rows_of,
+)
 from reflogp.scoring.data.images import OpenFile, below, bytes_of_images
 from reflogp.scoring.data.parquet_process import parquet_batches, parquet_description
 from reflogp.scoring.errors import DatasetError
@@ -41,7 +50,7 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-#: Suffixes that `dataset_suffix` accepts, for messages, after "ends in" or "end in".
+#: The suffixes that `dataset_suffix` accepts, as a text for messages such as "files end in …".
 SUFFIXES_IN_WORDS = ".jsonl, .json, .csv, .parquet or .arrow; text files may be compressed, as .jsonl.gz or .csv.zst"
 _COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 _TEXT: set[FileFormat] = {"jsonl", "json", "csv"}
@@ -53,7 +62,7 @@ _STATE_BYTES = 16 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-#: (a row's columns or None, its error or None, its size in bytes as read, 0 if unknown).
+#: (columns of a row or None, error of the row or None, size in bytes of the row as read, or 0 if the size is unknown).
 _Read = tuple[dict[str, Any] | None, str | None, int]
 
 
@@ -62,10 +71,10 @@ class Row:
     """One row of a dataset.
 
     Attributes:
-        number: its number in the dataset, from 0.
-        columns: its columns; None for an unreadable row.
-        problem: the reason why it is unreadable; None for a readable row.
-        size: its size in bytes as read; 0 if unknown.
+        number: number of the row in the dataset, from 0.
+        columns: columns of the row; None for an unreadable row.
+        problem: the reason why the row is unreadable; None for a readable row.
+        size: size of the row in bytes as read; 0 if the size is unknown.
     """
 
     number: int
@@ -83,12 +92,12 @@ class RowSource:
         split: the split of a hub dataset or a saved DatasetDict.
         bounds: limits for untrusted data; None for no limits. With limits, three things are refused: data that exceeds them, a
             saved dataset that names files outside its folder, and hub names.
-        check: called at every step of reading; may raise to stop.
+        check: called many times while the dataset is read; may raise to stop.
         open_image: opens the image files that rows name, and returns their descriptors; None opens any file, and relative paths
             start at the folder of the dataset's files.
 
     Attributes:
-        open_image: see above.
+        open_image: function that opens the image files that rows name.
 
     Raises:
         DatasetError: the dataset cannot be opened.
@@ -134,17 +143,17 @@ class RowSource:
     def only(self, numbers: Iterable[int]) -> RowSource:
         """Return a view of the dataset that iterates over these rows only.
 
-        Row numbers stay the same. `count` still counts the whole dataset. Of text and Arrow files, `schema` reads only these
-        rows.
+        Row numbers stay the same. `count` still counts all rows of the dataset. For text and Arrow files, `schema` uses only
+        these rows.
         """
         some = copy(self)
         some._numbers = frozenset(numbers)
         return some
 
     def check_unchanged(self) -> None:
-        """Raise FileChangedError when a local file was replaced or written to since the dataset was opened.
+        """Raise FileChangedError if a local file was replaced or written to after the dataset was opened.
 
-        Code that reads a dataset more than once must call this before it publishes its result.
+        Code that reads a dataset more than once must call this method before publishing its result.
         """
         for file, identity in self._identities.items():
             try:
@@ -155,9 +164,10 @@ class RowSource:
                 raise FileChangedError(f"{file} was changed or replaced while it was read; run again")
 
     def count(self) -> int:
-        """Return the number of rows, readable or not.
+        """Return the number of rows, including unreadable rows.
 
-        Parquet files, saved datasets and hub datasets are counted from metadata, all other formats by reading them.
+        The number comes from metadata for Parquet files, saved datasets and hub datasets. For all other formats, all rows are
+        read.
         """
         if self._dataset is not None:
             return len(self._dataset)
@@ -170,13 +180,14 @@ class RowSource:
     def schema(self, usable: Callable[[dict[str, Any]], bool] = lambda columns: True) -> pa.Schema:
         """Return the Arrow schema of the readable rows' columns.
 
-        The schema comes from metadata, except for text and Arrow files, whose rows are all read once.
+        The schema comes from metadata, except for text and Arrow files: all their rows are read.
 
         Args:
-            usable: returns True for rows that affect the schema; a row that will be left out must not decide a column's type.
+            usable: function that returns True for rows that affect the schema. It must return False for rows that will be left
+                out.
 
         Raises:
-            DatasetError: the rows give one column types that cannot be combined.
+            DatasetError: a column has values of types that cannot be combined.
         """
         if self._dataset is not None:
             return self._dataset.with_format("arrow")[:1].schema if len(self._dataset) else pa.schema([])
@@ -184,7 +195,7 @@ class RowSource:
             return pa.unify_schemas([schema for _, schema in self._parquet_descriptions()])
         schemas: list[pa.Schema] = []
         for rows in batched((row for row in self if row.columns is not None and usable(row.columns)), BATCH_ROWS):
-            # Table.from_pylist would take the columns of the first row only.
+            # Table.from_pylist would use only the columns of the first row.
             names = dict.fromkeys(name for row in rows for name in row.columns or {})
             try:
                 found = pa.table({name: [(row.columns or {}).get(name) for row in rows] for name in names}).schema
@@ -194,10 +205,10 @@ class RowSource:
         return schemas[0] if schemas else pa.schema([])
 
     def has_column(self, *names: str) -> bool | None:
-        """Return True if any row of the whole dataset has one of these columns, null or not.
+        """Return True if any row of the dataset has one of these columns, even if its value is null.
 
-        Columns of Parquet files, saved datasets and hub datasets are known from metadata. All other formats are read up to the
-        first such row. Return None for a stream, which may never end.
+        The columns of Parquet files, saved datasets and hub datasets are in their metadata. All other formats are read up to
+        the first row with such a column. The result is None for a stream, which may never end.
         """
         if self._dataset is not None:
             return any(name in self._dataset.column_names for name in names)
@@ -233,7 +244,7 @@ class RowSource:
                 yield from read(file, meter)
 
     def _lines(self) -> Iterator[bytes | None]:
-        """Yield the lines that are not blank; None for a line that is too long."""
+        """Yield the lines that are not blank. Yield None for a line that is too long."""
         meter = Meter(self._bounds, self.name, self._check)
         for file in self.files:
             with _as_dataset_error(file, self.format), open_text(file, meter) as reader:
@@ -241,9 +252,9 @@ class RowSource:
 
 
 def rows_of_dataset(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `datasets.Dataset`, with its output format applied, reading a batch of rows at a time.
+    """Yield the rows of a `datasets.Dataset` in its output format. Rows are read in batches.
 
-    Images are yielded as the dataset holds them, {"bytes": …, "path": …}, and not decoded, unless the dataset converts them.
+    Images are not decoded: they are yielded as {"bytes": …, "path": …}, unless the dataset converts them to a mode.
     """
     dataset = without_decoding(dataset)
     for batch in dataset.iter(batch_size=BATCH_ROWS):
@@ -261,7 +272,7 @@ def without_decoding(dataset: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature of `datasets` that does not decode images; the same object if it has none."""
+    """Return the feature without decoding of images. A feature that decodes no images is returned itself."""
     import datasets
 
     if isinstance(feature, datasets.Image):
@@ -275,7 +286,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
-    """Yield lists of up to `count` rows; lists of long rows are shorter, so that each list is bounded in memory."""
+    """Yield lists of up to `count` rows. Lists of long rows are shorter, to limit the memory that each list takes."""
     batch: list[Row] = []
     size = 0
     for row in rows:
@@ -289,7 +300,7 @@ def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
 
 
 def dataset_suffix(name: str) -> str | None:
-    """Return the suffix of a dataset file's name in lower case (`.jsonl`, `.csv.gz`, …); None if no reader supports it."""
+    """Return the suffix of a file's name in lower case (`.jsonl`, `.csv.gz`, …), or None for an unsupported suffix."""
     path = PurePosixPath(name)
     packed = path.suffix.lower() if path.suffix.lower() in _COMPRESSED else ""
     suffix = PurePosixPath(path.stem).suffix.lower() if packed else path.suffix.lower()
@@ -327,7 +338,7 @@ def _folder_format(folder: Path) -> tuple[FileFormat, tuple[Path, ...]]:
 
 
 def _downloaded(uri: str) -> Path:
-    """Return the local copy of a file of the Hub. Raises DatasetError."""
+    """Return the path of the local copy of a file of the Hub. Raises DatasetError."""
     try:
         file = HubFile.parse(uri)
         if dataset_suffix(file.path) is None:
@@ -342,7 +353,7 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
     try:
         loaded = datasets.load_from_disk(data) if form == "folder" else datasets.load_dataset(data, split=split)
-    except Exception as error:  # the hub client raises dozens of types, all of which mean that the dataset is not available
+    except Exception as error:  # the hub's client raises exceptions of many types, all because the dataset is not available
         raise DatasetError(
             f"dataset {data!r} is neither a local file nor a hub dataset that can be reached ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''})"
@@ -355,7 +366,10 @@ def _load_with_datasets(data: str, form: FileFormat, split: str) -> Any:
 
 
 def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files that a saved dataset's state.json lists. Raises DatasetError for a file outside of the folder."""
+    """Return the Arrow files that a saved dataset's state.json lists.
+
+    Raises DatasetError if a file is outside of the folder.
+    """
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _state(folder / "dataset_dict.json").get("splits", [])]
         if split not in splits:
@@ -367,7 +381,10 @@ def _saved_files(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def _state(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a saved dataset's file, with `splits` and `_data_files` checked to be lists if present."""
+    """Return the JSON object in a file of a saved dataset.
+
+    Raises DatasetError if `splits` or `_data_files` is present and is not a list.
+    """
     try:
         with file.open("rb") as raw:
             state = json.loads(raw.read(_STATE_BYTES))
@@ -400,7 +417,7 @@ def _json_lines(reader: io.BufferedReader, bounds: ReadBounds) -> Iterator[_Read
 
 
 def _json_row(line: bytes) -> _Read:
-    """Return the row in a line of JSON; an unreadable row if the line is not JSON or escapes half of a surrogate pair."""
+    """Return the row in a line of JSON. The row is unreadable if the line is not JSON or contains half of a surrogate pair."""
     try:
         text = line.decode(json.detect_encoding(line))
         value = json.loads(text)
@@ -412,27 +429,27 @@ def _json_row(line: bytes) -> _Read:
 def _object(value: Any, size: int, text: str) -> _Read:
     """Return the row for a JSON value and its source text."""
     if not isinstance(value, dict):
-        return None, f"not a JSON object but a {type(value).__name__}", 0
+        return None, f"the row is not a JSON object but a {type(value).__name__}", 0
     problem = _surrogate_problem(value) if _SURROGATE.search(text) else None
     return (value, None, size) if problem is None else (None, problem, 0)
 
 
 def _surrogate_problem(value: Any) -> str | None:
-    """Return a message for half of a surrogate pair in keys or values, or for too deep nesting; None for valid text.
+    """Return an error message if a text in the value has half of a surrogate pair, or if it is nested too deeply, else None.
 
-    Two escapes that form a pair are one character after decoding, and are valid.
+    Two escapes that form a surrogate pair are valid: they become one character.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "it has half of a surrogate pair (such as \\ud800), which no tokenizer or file can hold"
+        return "the row has half of a surrogate pair (such as \\ud800), which no tokenizer or file can hold"
     except RecursionError:
-        return "it is nested too deeply"
+        return "the row is nested too deeply"
     return None
 
 
 def _json(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Read an array of objects, decoded one at a time, or JSON lines in a file with the wrong suffix."""
+    """Yield the rows of a JSON file. It has an array of objects, which are decoded one at a time, or JSON lines."""
     with open_text(file, meter) as reader:
         while (head := reader.peek()) and not head.strip():
             reader.read(len(head))
@@ -473,7 +490,10 @@ def _json_array(text: str) -> Iterator[_Read]:
 
 
 def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
-    """Read every column as text. An empty cell is null, as in `datasets`. A record with too few or many cells is a bad row."""
+    """Yield the rows of a CSV file, with text in every column.
+
+    An empty cell is null, as in `datasets`. A record with too few or too many cells is a bad row.
+    """
     csv.field_size_limit(min(meter.bounds.row_bytes, 1 << 30))
     with open_text(file, meter) as reader:
         records = RecordLines(reader, meter.bounds.row_bytes, file)
@@ -485,7 +505,7 @@ def _csv(file: Path, meter: Meter) -> Iterator[_Read]:
         for cells in rows:
             size = records.next_record()
             if len(cells) != len(header):
-                yield None, f"it has {len(cells)} columns, but the header has {len(header)}", 0
+                yield None, f"the row has {len(cells)} columns, but the header has {len(header)}", 0
             else:
                 yield {name: cell or None for name, cell in zip(header, cells, strict=True)}, None, size
 

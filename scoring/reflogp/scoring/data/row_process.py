@@ -1,13 +1,13 @@
 """Tokenise rows in child processes that can be killed.
 
-A chat template is a program and a row is its input. The two may run for ever or build a string of terabytes, and neither
-Python nor a tokenizer can be interrupted in the middle of one operation. So rows are rendered and encoded in forked children of
-this process, which inherit the loaded tokenizer. Each row has a limit of processor time, which the kernel enforces
-(ITIMER_PROF), and on Linux a limit of memory (RLIMIT_AS). A row that ends its child is a bad row; a new child continues with
-the other rows. A callback of the caller runs many times a second and can stop the work.
+A chat template is a program whose input is a row. It may run for ever or build a string of terabytes, and neither Python nor a
+tokenizer can be interrupted during an operation. So rows are rendered and encoded in forked child processes, which inherit the
+loaded tokenizer. The kernel limits the processor time of each row (ITIMER_PROF) and, on Linux, the memory of the child
+(RLIMIT_AS). If a row ends its child process, the row is a bad row, and a new child continues with the other rows. The caller's
+`check` is called many times a second and can stop the work.
 
-The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except that socket and
-standard error. It opens only /dev/null and, on Linux, two files of /proc/self that concern its limits.
+The processes exchange JSON and raw token ids over a socket pair. A child closes every inherited file except the socket and
+standard error. The child opens only /dev/null and, on Linux, two files of /proc/self that it needs to set its limits.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from reflogp.store.texts import shortened
 
 #: Processor time limit for one row, in seconds.
 ROW_SECONDS = 10.0
-#: A pass over a dataset fails after this many timed-out rows: the cause is then the template or the dataset, not single rows.
+#: A pass over a dataset fails after this many rows that timed out, because the cause is then the template or the whole dataset.
 SLOW_ROWS = 20
-#: Bytes that a child may take in addition to the memory that it inherits; half of the machine's memory if that is less.
+#: Bytes that a child may take in addition to the memory that it inherits, but never more than half of the machine's memory.
 _MEMORY = 8 << 30
-#: Maximum number of children of one pass; fewer on a machine with fewer cores.
+#: Maximum number of child processes of one pass. On a machine with fewer cores, there are fewer.
 _CHILDREN = 4
-#: Maximum rows and bytes of JSON in one chunk for a child.
+#: Maximum number of rows, and of bytes of JSON, in one chunk for a child.
 _CHUNK_ROWS, _CHUNK_BYTES = 128, 1 << 18
 #: Rows whose rendered text has at most this many characters are encoded in one batch with other rows, which is faster.
 _TOGETHER = 1 << 17
 _LENGTHS = struct.Struct("<QQ")
 _MARK = struct.Struct("<q")
-#: Marks in place of a row's index: no row has begun, or several rows are encoded together.
+#: Values that a child writes instead of a row's index: no row has begun, or several rows are encoded together.
 _NO_ROW, _SEVERAL = -1, -2
 
 Ids = npt.NDArray[np.int64]
@@ -66,9 +66,9 @@ class RowLimits:
     """Resource limits for tokenising one row.
 
     Attributes:
-        seconds: processor time, in seconds.
-        memory: bytes in addition to the memory that the process already takes.
-        children: number of parallel processes.
+        seconds: seconds of processor time.
+        memory: bytes of memory in addition to the memory that the process already takes.
+        children: maximum number of parallel child processes.
     """
 
     seconds: float = ROW_SECONDS
@@ -85,9 +85,9 @@ class RowTokenizer:
     """A tokeniser of one dataset's rows; a context manager that ends its child processes on exit.
 
     Args:
-        tokenizer: the loaded tokenizer, or ImageTokens for pairs with images; children inherit it.
+        tokenizer: the loaded tokenizer, or ImageTokens for pairs with images. Child processes inherit it.
         form: "preference" or "kto".
-        limits: limits of each row; None for the defaults.
+        limits: resource limits for each row; None for the defaults.
         check: called about ten times a second while rows are tokenised; may raise to stop.
     """
 
@@ -116,12 +116,12 @@ class RowTokenizer:
         """Tokenise rows.
 
         Args:
-            rows: their columns.
-            images: the images of each row, or why it has none; None for rows of text.
+            rows: the columns of each row.
+            images: the images of each row, or the error that occurred while opening them. None for rows of text.
 
         Returns:
-            For each row, in order, a list with one entry per example: its token ids, or the error. A row that cannot be used at
-            all has one entry.
+            For each row, in order, a list with one entry for each example: the example's token ids or its error. For a row that
+            cannot be used at all, the list has one entry.
 
         Raises:
             TokenizerError: the tokenizer lacks something that the rows need.
@@ -135,7 +135,7 @@ class RowTokenizer:
             for key, events in self._selector.select(POLL_SECONDS):
                 child: _Child = key.data
                 if child.chunk is None:
-                    self._end(child)  # killed from outside while it was idle
+                    self._end(child)  # another process killed the idle child
                     continue
                 if child.pump(events):
                     self._selector.modify(child.socket, child.events(), child)
@@ -186,7 +186,7 @@ class RowTokenizer:
 
     def _end(self, child: _Child) -> int:
         self._children.remove(child)
-        with suppress(KeyError):  # Ctrl-C came before it was registered
+        with suppress(KeyError):  # Ctrl-C came before the socket was registered
             self._selector.unregister(child.socket)
         return child.end()
 
@@ -200,7 +200,10 @@ class RowTokenizer:
             found[at] = examples
 
     def _lost(self, child: _Child, found: list[list[TokenArrays | RowError]], waiting: deque[_Chunk]) -> None:
-        """Handle the end of a child: report its current row as bad, or retry the row alone if another cause is possible."""
+        """Handle a child that has ended.
+
+        Report its current row as bad, or retry the row alone if the cause may be another row.
+        """
         chunk, place, still = child.chunk, child.mark(), child.still
         status = self._end(child)
         assert chunk is not None
@@ -223,18 +226,18 @@ class RowTokenizer:
             self._slow += 1
             if self._slow >= SLOW_ROWS:
                 raise DatasetError(
-                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: with this chat template or "
-                    "the content of these rows, tokenising does not end"
+                    f"{self._slow} rows took more than {self._limits.seconds:g} s each to tokenise: "
+                    "tokenising does not end with this chat template or with the content of these rows"
                 )
 
     def _why(self, status: int, still: bool) -> str:
         if still:
-            return f"tokenising it made no progress for {STILL * self._limits.seconds:g} s"
+            return f"tokenising the row made no progress for {STILL * self._limits.seconds:g} s"
         if status == -signal.SIGPROF:
-            return f"tokenising it took more than {self._limits.seconds:g} s of processor time"
+            return f"tokenising the row took more than {self._limits.seconds:g} s of processor time"
         if status < 0:
-            return f"tokenising it ended its process ({signal.Signals(-status).name}; too much memory, perhaps)"
-        return f"tokenising it ended its process (status {status})"
+            return f"tokenising the row ended its process ({signal.Signals(-status).name}; perhaps it took too much memory)"
+        return f"tokenising the row ended its process (status {status})"
 
 
 @dataclass
@@ -253,11 +256,11 @@ class _Chunk:
 
 
 class _Child(ConfinedProcess):
-    """A forked process and the data in flight to and from it.
+    """A forked child process, and the data that is sent to and received from it.
 
     Attributes:
-        chunk: the chunk that it processes; None for an idle child.
-        answer: the complete answer (head, token ids); None until it has arrived.
+        chunk: the chunk that the child processes; None for an idle child.
+        answer: the complete answer (head, token ids); None until the answer has arrived.
         ended: True if the child's end of the socket is closed.
     """
 
@@ -275,7 +278,7 @@ class _Child(ConfinedProcess):
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
 
     def give(self, chunk: _Chunk) -> None:
-        """Start to send a chunk."""
+        """Begin to send a chunk to the child."""
         body = b"[" + b",".join(chunk.texts) + b"]"
         self.chunk = chunk
         self.stir()
@@ -283,7 +286,7 @@ class _Child(ConfinedProcess):
         self._to_send = memoryview(_LENGTHS.pack(len(body), 0) + body)
 
     def pump(self, events: int) -> bool:
-        """Send and receive without blocking; return True if the events to wait for have changed."""
+        """Send and receive without blocking. Return True if the result of `events` has changed."""
         waited_for = self.events()
         try:
             if events & selectors.EVENT_WRITE:
@@ -307,7 +310,7 @@ class _Child(ConfinedProcess):
         return self.events() != waited_for
 
     def mark(self) -> int:
-        """Return the index in the chunk of the row that the child processes, or _NO_ROW, or _SEVERAL."""
+        """Return the index, in the chunk, of the row that the child processes now, or _NO_ROW, or _SEVERAL."""
         return int(_MARK.unpack_from(self._place)[0])
 
     def end(self) -> int:
@@ -317,9 +320,9 @@ class _Child(ConfinedProcess):
 
 
 def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | None) -> bytes:
-    """Return the columns that tokens are made from, as JSON. In it, `images` has the digests and kinds of the row's images.
+    """Return, as JSON, the columns that tokens are made from, and `images`: the digests and kinds of the row's images.
 
-    Raises RowError for values that JSON text cannot hold, and for images that cannot be used.
+    Raises RowError if a value cannot be written as JSON, or if the row's images cannot be used.
     """
     if isinstance(images, RowError):
         raise images
@@ -334,18 +337,18 @@ def _as_json(columns: dict[str, Any], images: tuple[RowImage, ...] | RowError | 
     try:
         return json.dumps(used, ensure_ascii=False, default=_placeholder).encode()
     except UnicodeEncodeError:
-        raise RowError("it has half of a surrogate pair (such as \\ud800), which no tokenizer accepts") from None
+        raise RowError("the row has half of a surrogate pair (such as \\ud800), which no tokenizer accepts") from None
     except (RecursionError, ValueError, TypeError) as error:
-        raise RowError(f"it cannot be written as JSON: {error}") from error
+        raise RowError(f"the row cannot be written as JSON: {error}") from error
 
 
 def _placeholder(value: Any) -> str:
-    """Return the text that transformers gives a chat template in place of a value without JSON form (chat_template_utils)."""
+    """Return the text that stands for a value without a JSON form; transformers passes the same text to chat templates."""
     return f"<{type(value).__name__}>"
 
 
 def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[TokenArrays | RowError]]:
-    """Yield each row's examples, rebuilt from lengths and one array of token ids."""
+    """Yield each row's examples, made from the lengths and the array of token ids in a child's answer."""
     start = 0
     for examples in rows:
         found: list[TokenArrays | RowError] = []
@@ -365,8 +368,8 @@ def _read_answer(rows: list[list[list[int] | str]], ids: Ids) -> Iterable[list[T
 
 
 def _work(tokenizer: Any, form: Format, limits: RowLimits, place: mmap.mmap) -> None:
-    """Answer chunks until the parent closes the socket."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads; children run in parallel instead
+    """Tokenise the chunks that the parent sends, until the parent closes the socket."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads do not exist in a fork
     prepare_child()
     with os.fdopen(SOCKET, "rb", closefd=False) as reader:
         while (texts := _read_chunk(reader)) is not None:
@@ -391,7 +394,7 @@ def _answer(
         _MARK.pack_into(place, 0, row)
         signal.setitimer(signal.ITIMER_PROF, limits.seconds)
 
-    #: For each row, its examples: rendered texts, token ids or errors.
+    #: The examples of each row, as rendered texts, token ids or errors.
     found: list[list[Any]] = []
     rendered: list[tuple[int, int]] = []  # (row, example) of the texts to encode together
     try:
@@ -422,7 +425,7 @@ def _answer(
 
 
 def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
-    """Return the result of `work`, or its exception as that row's error. Only TokenizerError is raised."""
+    """Return the result of `work`, or the error of the row if `work` raises an exception. Raises TokenizerError only."""
     try:
         return work()
     except TokenizerError:
@@ -432,7 +435,7 @@ def _of_row(work: Callable[[], list[Any]]) -> list[Any]:
     except MemoryError:
         return [RowError(TOO_MUCH_MEMORY)]
     except Exception as error:
-        return [RowError(f"it cannot be tokenised: {type(error).__name__}: {_first_line(error)}")]
+        return [RowError(f"the row cannot be tokenised: {type(error).__name__}: {_first_line(error)}")]
 
 
 def _with_images(columns: dict[str, Any], tokens: ImageTokens) -> list[Tokens]:
@@ -451,7 +454,10 @@ def _rendered(columns: dict[str, Any], form: Format, tokenizer: Any) -> list[lis
 
 
 def _add(example: Tokens | RowError, ids: array[int]) -> list[int] | str:
-    """Append an example's token ids to `ids` and return the lengths of its prompt and completions, or its error as text."""
+    """Append an example's token ids to `ids` and return the lengths of the prompt and completions.
+
+    Return an example's error as text.
+    """
     if isinstance(example, RowError):
         return shortened(str(example))
     prompt, completions = example

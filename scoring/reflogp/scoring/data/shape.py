@@ -1,6 +1,7 @@
-"""Interpret a row's columns: preference pair, KTO row or tokens, plain or conversational, explicit or implicit prompt.
+"""Make examples from the columns of a preference pair, a KTO row or a row of token ids.
 
-Columns are read as TRL 1.16 reads them (trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
+Rows are plain text or conversations, with an explicit or an implicit prompt. They are interpreted as in TRL 1.16
+(trl/data_utils.py: is_conversational, extract_prompt, unpair_preference_dataset).
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ FORMATS = get_args(Format)
 
 #: Columns from which a row's tokens are made.
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "tools", "chat_template_kwargs")
-#: Parameters of apply_chat_template that are data for the template, as TRL passes `tools`.
+#: Parameters of apply_chat_template that are data for the template. TRL passes `tools` in this way.
 _DATA_PARAMETERS = frozenset({"tools", "documents"})
 
 
 class RowError(ValueError):
-    """A row cannot be used. The message says why, without the row's number."""
+    """A row cannot be used. The error message gives the reason, but not the row's number."""
 
 
 class RowLimitError(RowError):
-    """A row exceeds its limit of time or memory; with a higher limit it might be usable."""
+    """A row exceeds its limit of time or memory. With a higher limit, the row might be usable."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Example:
 
     Attributes:
         prompt: text, or a list of messages.
-        completions: one per output column: (chosen, rejected), or (completion,).
+        completions: one completion for each output column: (chosen, rejected), or (completion,).
         template_kwargs: variables of the chat template in addition to the messages: `tools` and the row's chat_template_kwargs.
-            They exclude parameters of apply_chat_template that change the template, the encoding or the rendered messages.
+            Parameters of apply_chat_template that change the template, the encoding or the rendered messages are never
+            included.
     """
 
     prompt: Any
@@ -58,7 +60,7 @@ class Example:
 def detect_format(columns: dict[str, Any]) -> Format:
     """Return the format of a dataset whose first readable row has these columns.
 
-    Raises DatasetError, which lists the columns, when no format fits them.
+    Raises DatasetError, which lists the columns, if no format fits the columns.
     """
     names = set(columns)
     if "prompt_ids" in names and ({"chosen_ids", "rejected_ids"} <= names or "completion_ids" in names):
@@ -79,7 +81,7 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
     Args:
         form: the dataset's format.
-        first: columns of its first readable row.
+        first: columns of the dataset's first readable row.
     """
     if form == "preference" or (form == "tokens" and "completion_ids" not in first):
         return ("chosen_ids", "rejected_ids")
@@ -89,12 +91,13 @@ def output_columns(form: Format, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> list[Example]:
-    """Return a row's examples: one, or two for a pair that is read as KTO rows (unpaired as TRL does).
+    """Return a row's examples. A row has one example, but a pair that is read as KTO rows has two, as in TRL.
 
     Args:
         columns: the row's columns.
         form: the dataset's format.
-        images: True if the caller scores the row's images and checks its message parts; False refuses rows with media.
+        images: True if the caller scores the row's images and checks the parts of messages. If False, rows with media are
+            refused.
 
     Raises:
         RowError: a column is missing, null or of the wrong type; a conversation has an empty prompt; there is no prompt column
@@ -127,11 +130,11 @@ def examples_of(columns: dict[str, Any], form: Format, images: bool = False) -> 
 
 
 def split_implicit_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return (prompt, chosen, rejected) of a pair whose prompt is the common start of both sides; text or messages.
+    """Return (prompt, chosen, rejected) of a pair whose prompt is the common beginning of both sides, as text or messages.
 
-    The cut is the same as in TRL's extract_prompt, edge cases included, because another cut would give other keys. A space
-    before the first difference belongs to the completions. If one side is a prefix of the other, the last element of the
-    shorter side belongs to the completions. Raises RowError when a side is empty.
+    The prompt ends where TRL's extract_prompt ends it, also in edge cases, because a different prompt would give different
+    keys. A space before the first difference belongs to the completions. If one side is a prefix of the other, the last element
+    of the shorter side belongs to the completions. Raises RowError if a side is empty.
     """
     if not len(chosen) or not len(rejected):
         raise RowError("chosen or rejected is empty, and there is no prompt column")
@@ -151,7 +154,7 @@ def is_conversational(*values: Any) -> bool:
 def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[int], tuple[list[int], ...]]:
     """Return (prompt_ids, completions) of a row that already holds token ids.
 
-    Raises RowError when a column is not a list of integers in [0, 2**32), and when the row holds images, video or audio.
+    Raises RowError if a column is not a list of integers in [0, 2**32), or if the row holds images, video or audio.
     """
     require_text(columns)
     found = []
@@ -164,10 +167,13 @@ def token_row(columns: dict[str, Any], outputs: tuple[str, ...]) -> tuple[list[i
 
 
 def require_text(columns: dict[str, Any]) -> None:
-    """Raise RowError for a row with images, video or audio: scored as text, it would get the values of a different input."""
+    """Raise RowError for a row with images, video or audio.
+
+    If only its text were scored, the values would be those of another input.
+    """
     media = media_of(columns)
     if media is not None:
-        raise RowError(f"it holds more than text ({media}), and only text is scored; remove the other content, or the row")
+        raise RowError(f"the row holds more than text ({media}), and only text is scored; remove the other content, or the row")
 
 
 def _check_type(name: str, value: Any, conversational: bool) -> None:
@@ -205,7 +211,7 @@ def _template_kwargs(columns: dict[str, Any]) -> dict[str, Any]:
 def reserved_kwargs() -> frozenset[str]:
     """Return the names of apply_chat_template's own parameters, which a row must not set.
 
-    They are read from the signatures of transformers' functions: every other name becomes a variable of the template.
+    The names come from the signatures of functions of transformers. Every other name becomes a variable of the template.
     """
     parameters: set[str] = {"messages"}  # the template's name for the conversation
     for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):

@@ -1,7 +1,7 @@
-"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys are those of the sequences that a trainer trains on.
+"""Load a tokenizer and tokenise datasets exactly as TRL does, so that keys belong to the sequences that a trainer trains on.
 
-The tokenizer is the model's or another one, with its own chat template or the user's. Text is rendered and encoded by `encode`,
-in child processes that `row_process` may kill. trl is not imported.
+The user may choose another tokenizer than the model's, and another chat template. Text is rendered and encoded by `encode`, in
+child processes that `row_process` can kill. This module does not import trl.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from reflogp.store.texts import shortened, shortened_names
 
 @dataclass(frozen=True)
 class TokenizedRows:
-    """Some rows of a dataset as token ids.
+    """Rows of a dataset as token ids.
 
     Attributes:
         table: columns row (int64: the row's number in the dataset), prompt_ids and one column per completion
             (list<int64>): chosen_ids and rejected_ids, or completion_ids (and KL_completion_ids).
-        rows: columns of the same rows as read from the dataset, in the table's order.
-        problems: row number -> the reason why an example of the row is not in the table.
-        last_row: number of the last row that was read, usable or not.
-        limited: True if some problems are limits of time or memory, so that another run might have another result.
-        images: the images of the same rows; empty for a dataset of text.
+        rows: columns of the table's rows, as read from the dataset, in the table's order.
+        problems: for each row with an example that is not in the table, row number -> reason.
+        last_row: number of the last row that was read, even if that row is not usable.
+        limited: True if a row exceeded a limit of time or memory. Another run might then have a different result.
+        images: the images of the table's rows; empty for a dataset of text.
         vision: converts the images' pixels into the model's inputs; None for a dataset of text.
     """
 
@@ -61,9 +61,9 @@ class TokenizedRows:
 
 
 def load_tokenizer(model: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder; for an adapter's folder without a tokenizer, that of its base model.
+    """Load the tokenizer of a model folder. If an adapter's folder has no tokenizer, load the base model's tokenizer.
 
-    Raises TokenizerError when there is no tokenizer, FileChangedError when its files are being written.
+    Raises TokenizerError if there is no tokenizer, and FileChangedError if its files are being written.
     """
     with open_tokenizer(model) as files:
         return files.load(trust_remote_code)
@@ -83,22 +83,23 @@ def tokenize_dataset(
 
     Args:
         source: the rows.
-        tokenizer: the reference model's tokenizer; may be None for the tokens format.
+        tokenizer: the reference model's tokenizer. It may be None for the tokens format.
         form: "preference", "kto" or "tokens"; None detects it from the first row whose columns fit a format.
-        window: maximum rows per item.
-        limits: limits for tokenising a row, beyond which it is a bad row; None for the defaults.
-        check: called about ten times a second, and for each row of tokens; may raise to stop.
+        window: maximum number of rows in each yielded item.
+        limits: limits for tokenising a row; None for the defaults. A row that exceeds a limit is a bad row.
+        check: called about ten times a second, and for each row in the tokens format; may raise to stop.
         load_vision: loads the model's image processor, for pairs with a column `image` or `images`. If any row of the dataset
-            has such a column, all its rows are pairs with images. None, or a function that returns None for a model of text,
-            makes rows that hold images bad rows.
+            has such a column, all its rows are pairs with images. If load_vision is None or returns None, rows that hold images
+            are bad rows.
 
     Yields:
         The rows of one window, in the dataset's order.
 
     Raises:
-        DatasetError: no row is readable, no row in the first window with a readable row has columns that fit the format,
-            many rows took too long, or a stream has a column of images only after its first window.
-        TokenizerError: there is no tokenizer for text rows, or it lacks a chat template or an EOS token that the rows need.
+        DatasetError: no row is readable; in the first window with a readable row, no row has columns that fit the format; many
+            rows took too long; or a stream has a column of images only after its first window.
+        TokenizerError: there is no tokenizer for text rows, or the tokenizer lacks a chat template or an EOS token that the
+            rows need.
     """
     outputs: tuple[str, ...] | None = None
     why = "it is empty"
@@ -130,7 +131,7 @@ def tokenize_dataset(
                 first = next(row.number for row in rows if _have_images([row]))
                 raise DatasetError(
                     f"row {first} is the first row of the stream with a column of images, and the rows before it were read as "
-                    "text; give the stream's first row the column images, with an empty list"
+                    "text; add the column images, with an empty list, to the stream's first row"
                 )
             with span("tokenise", rows=len(rows)) as tokenising:
                 tokenized = _tokenize_window(rows, children, outputs, check, images)
@@ -141,9 +142,9 @@ def tokenize_dataset(
 
 
 def _settle(form: Format | None, rows: list[dict[str, Any]]) -> tuple[Format, tuple[str, ...]]:
-    """Return the format of the first row whose columns fit one, and the names of its completion columns.
+    """Return the format of the first row whose columns fit a format, and the names of its completion columns.
 
-    Raises DatasetError, with the first row's problem, when no row fits.
+    Raises DatasetError, with the first row's problem, if no row fits a format.
     """
     error: DatasetError | None = None
     for columns in rows:
@@ -169,12 +170,13 @@ class _Images:
 def _vision(
     source: RowSource, rows: list[Row], load_vision: Callable[[], VisionProcessor | None]
 ) -> tuple[VisionProcessor | None, bool]:
-    """Return the image processor if the dataset has a column of images, else None; and True if such a column may still come.
+    """Return (the image processor, or None for a dataset without images; True if later rows of a stream may have images).
 
     Args:
-        source: the dataset. It is read to its end only where the model takes images and these rows have no such column.
-        rows: its first rows.
-        load_vision: see `tokenize_dataset`. Its TokenizerError is raised only if the dataset has a column of images.
+        source: the dataset. It is read to its end only if the model takes images and `rows` have no column of images.
+        rows: the dataset's first rows.
+        load_vision: see `tokenize_dataset`. A TokenizerError of this function is raised only if the dataset has a column of
+            images.
     """
     if _have_images(rows):
         return load_vision(), False
@@ -271,7 +273,7 @@ def chosen_tokenizer(
     Args:
         model: the reference model's folder.
         tokenizer: folder or hub id of another tokenizer; None for the model's own.
-        chat_template: a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's.
+        chat_template: a file with a Jinja template that replaces the tokenizer's template; None keeps the tokenizer's template.
 
     Raises:
         TokenizerError: there is no tokenizer.
@@ -288,7 +290,7 @@ def chosen_tokenizer(
 def chosen_processor(
     model: str, tokenizer: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> VisionProcessor | None:
-    """Load the processor for pairs with images; return None for a model of text.
+    """Load the processor for pairs with images. Return None for a model that takes only text.
 
     The arguments and errors are those of `chosen_tokenizer`.
     """

@@ -1,8 +1,8 @@
-"""Tokenise a dataset window by window, and optionally keep the token ids in a file for later passes.
+"""Tokenise a dataset in windows of rows, and optionally keep the token ids in a file for later passes.
 
-Two tokenisations are the same if the dataset's content, the tokenizer's files, the format, the split and the versions of the
-libraries are the same; names do not matter. A second or a restarted job of the service reads kept token ids and tokenises
-nothing.
+A file of token ids belongs to the dataset's content, the tokenizer's files, the format, the split and the versions of the
+libraries. Names of files do not matter. When the service runs a second job with the same dataset, or a job again, it reads the
+file instead of tokenising.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class StoppedError(Exception):
 
 
 class TokenizedDataset:
-    """Rows of a dataset as token ids, which can be iterated over any number of times.
+    """The rows of a dataset as token ids. The object can be iterated over any number of times.
 
     Args:
         source: the rows.
-        load: returns the tokenizer; called once, when something must be tokenised.
+        load: function that returns the tokenizer; called once, before the first row is tokenised.
         form: the dataset's format; None detects it.
-        kept: a file for the token ids. If it exists, token ids are read from it; if not, the first complete pass writes it.
-            Name it by `cache_name`, so that it cannot belong to another dataset. The rows' original columns are not kept.
-            Nothing is kept when a row reached a limit of time or memory, because the row may be usable under another limit, or
-            when rows have images, because the files of images are no part of the dataset's content.
-        unchanged: called after each pass over `source`, before its tokens are kept; raises if the content that was read may
-            differ from the content that `kept` is named after.
+        kept: a file for the token ids. If the file exists, token ids are read from it; otherwise, the first complete pass
+            writes the file. Its name must come from `cache_name`, so that it cannot belong to another dataset. The rows'
+            original columns are not kept. The file is not written if a row reached a limit of time or memory, because the row
+            may be usable under another limit, or if rows have images, because the files of images are not part of the dataset's
+            content.
+        unchanged: called after each pass over `source`, before the token ids are kept. It must raise an error if the content
+            that was read may differ from the content that `kept` is named after.
         limits: limits for tokenising a row; None for the defaults.
         check: called many times a second while rows are read and tokenised; may raise to stop.
         load_vision: loads the model's image processor, for pairs with images; see `tokenize_dataset`.
@@ -79,11 +80,11 @@ class TokenizedDataset:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The dataset's tokenizer, loaded when it is first needed."""
+        """The dataset's tokenizer, which is loaded on first use."""
         return self._load()
 
     def only(self, numbers: Iterable[int]) -> TokenizedDataset:
-        """Return a view of these rows only; see RowSource.only. Its token ids are neither read from a file nor kept."""
+        """Return a view of these rows only; see RowSource.only. The view does not use a file of token ids."""
         return TokenizedDataset(
             self.source.only(numbers),
             lambda: self.tokenizer,
@@ -95,7 +96,10 @@ class TokenizedDataset:
         )
 
     def stop(self) -> None:
-        """Make iterations in other threads raise StoppedError while they tokenise; those that read kept ids continue."""
+        """Make iterations that tokenise in other threads raise StoppedError.
+
+        Iterations that read token ids from a file continue.
+        """
         self._stopped.set()
 
     def _check(self) -> None:
@@ -105,7 +109,7 @@ class TokenizedDataset:
             self._check_given()
 
     def count(self) -> int:
-        """Return the number of rows, readable or not."""
+        """Return the number of rows, including unreadable rows."""
         if self._kept is not None and self._kept.is_file():
             with pa.memory_map(str(self._kept)) as file:
                 return int(pa.ipc.open_file(file).schema.metadata[b"rows"])
@@ -139,7 +143,7 @@ class TokenizedDataset:
             for window in self._tokenized():
                 problems |= window.problems
                 complete &= not window.limited and window.vision is None
-                if window.table.num_columns > 2:  # a window before the first readable row has no completions yet
+                if window.table.num_columns > 2:  # a window before the first readable row has no completion columns
                     if writer is None:
                         schema = window.table.schema.with_metadata({"rows": str(rows)})
                         writer = pa.ipc.new_file(str(partial), schema, options=pa.ipc.IpcWriteOptions(compression="lz4"))
@@ -158,7 +162,7 @@ class TokenizedDataset:
 
 
 def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, split: str) -> str:
-    """Return the file name of a tokenisation: a digest of everything that the token ids depend on."""
+    """Return the name of the file for token ids: a digest of everything that the token ids depend on."""
     content = {
         "dataset": dataset_digest,
         "tokenizer": tokenizer_digest,
@@ -171,7 +175,7 @@ def cache_name(dataset_digest: str, tokenizer_digest: str, form: Format | None, 
 
 
 def delete_oldest(folder: Path, max_bytes: int) -> None:
-    """Delete the least recently used tokenisations until the rest takes at most `max_bytes`."""
+    """Delete the least recently used files of token ids until the other files take at most `max_bytes`."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime, reverse=True)
     kept = 0
     for file in files:
@@ -181,9 +185,9 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete partial files of killed processes. A process holds a lock on the file that it writes, until it ends."""
+    """Delete partial files of processes that were killed. Each process locks the file that it writes until the process ends."""
     for partial in folder.glob(".*.partial"):
-        with suppress(OSError):  # the file is locked, or has just been renamed
+        with suppress(OSError):  # the file is locked, or was renamed a moment ago
             descriptor = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,14 +200,14 @@ def delete_abandoned(folder: Path) -> None:
 def _partial(kept: Path) -> Iterator[Path]:
     """Yield the path of a new file next to `kept`.
 
-    The file is locked while the block writes it, and deleted afterwards unless it was renamed.
+    The file is locked during the block. After the block, the file is deleted unless the block has renamed it.
     """
     while True:
         partial = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}.partial")
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not partial.exists():  # another process deleted it as abandoned before it was locked
+            if not partial.exists():  # another process deleted the file before it was locked
                 continue
             yield partial
             return

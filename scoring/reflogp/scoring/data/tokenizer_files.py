@@ -1,4 +1,4 @@
-"""Open a tokenizer's files together, identify them by their content, and load the tokenizer from the open files."""
+"""Open a tokenizer's files, compute a digest of their content, and load the tokenizer from the open files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reflogp.store.texts import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Suffixes of files that no tokenizer is read from: weights, their indexes, and documentation.
+#: Suffixes of files that tokenizers are never read from: weights, indexes of weights, and documentation.
 _NOT_READ = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".md")
 #: Folder of named chat templates in the tokenizer's folder (transformers.utils.CHAT_TEMPLATE_DIR).
 _TEMPLATES = "additional_chat_templates"
@@ -26,11 +26,11 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Open files of a tokenizer.
+    """The open files of a tokenizer.
 
     Attributes:
         folder: the folder that contains the files.
-        files: the open files; they include every file that a tokenizer may be read from.
+        files: the open files, which include every file that a tokenizer may be read from.
         digest: digest of the files' names and content.
     """
 
@@ -39,13 +39,13 @@ class TokenizerFiles:
     digest: str
 
     def load(self, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-        """Load the tokenizer from the open files, even if the files at their paths have been replaced since.
+        """Load the tokenizer from the open files, even if other files have been put at their paths meanwhile.
 
         Raises:
-            TokenizerError: there is no tokenizer, or it cannot be loaded.
+            TokenizerError: there is no tokenizer, or the tokenizer cannot be loaded.
             FileChangedError: a file was written to while it was loaded.
         """
-        from transformers import AutoTokenizer  # not needed to compute a digest only
+        from transformers import AutoTokenizer  # not needed to compute the digest
 
         opened = {str(path.relative_to(self.folder)): file for path, file in self.files.files.items()}
         with folder_of_open_files(opened, f"tokenizer_{self.digest}") as folder:
@@ -62,9 +62,10 @@ class TokenizerFiles:
 
 @contextmanager
 def open_tokenizer(model: str) -> Iterator[TokenizerFiles]:
-    """Open the tokenizer files of a model folder; close them at the end of the `with` block.
+    """Open the tokenizer's files of a model folder during the block.
 
-    An adapter's folder without a tokenizer uses its base model's. Raises TokenizerError when the files cannot be read.
+    If an adapter's folder has no tokenizer, the base model's files are opened. Raises TokenizerError if the files cannot be
+    read.
     """
     folder = resolve_model(model)
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
@@ -107,7 +108,7 @@ class TokenizerCache:
         if key not in self._loaded:
             with open_tokenizer(named.model) as opened:
                 if opened.digest != named.digest:
-                    raise FileChangedError(f"the tokenizer's files in {opened.folder} changed meanwhile; run again")
+                    raise FileChangedError(f"the tokenizer's files in {opened.folder} were changed during the run; run again")
                 self._loaded[key] = opened.load(named.trust_remote_code)
         self._loaded.move_to_end(key)
         while len(self._loaded) > self._most:
@@ -117,11 +118,11 @@ class TokenizerCache:
 
 @dataclass(frozen=True)
 class TokenizerRef:
-    """A tokenizer identified by its content: `load` returns exactly this tokenizer, or fails if its files have changed.
+    """A tokenizer that is identified by the content of its files.
 
     Attributes:
-        model: its folder.
-        digest: digest of its files.
+        model: folder of the tokenizer.
+        digest: digest of the tokenizer's files.
     """
 
     model: str
@@ -132,6 +133,7 @@ class TokenizerRef:
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer.
 
-        Raises TokenizerError when it cannot be loaded, FileChangedError when its files have changed and it is no longer cached.
+        Raises TokenizerError if the tokenizer cannot be loaded, and FileChangedError if it is no longer cached and its files
+        have changed.
         """
         return self.cache.get(self)

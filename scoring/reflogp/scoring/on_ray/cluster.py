@@ -1,6 +1,6 @@
-"""Connect to a Ray cluster or start Ray on this machine; describe the cluster's resources and errors in words.
+"""Connect to a Ray cluster or start Ray on this machine, and describe the cluster's resources and errors in words.
 
-A folder is shared with another node if that node sees a temporary file that this process writes into the folder.
+To check that another node shares a folder, this process writes a temporary file there, and the node looks for the file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _CONNECT_SECONDS = 5.0
 
 
 def connect(address: str | None) -> bool:
-    """Connect to the cluster at an address; return False if this process is connected to a cluster already and keeps it.
+    """Connect to the cluster at an address. If this process is already connected to a cluster, change nothing and return False.
 
     Args:
-        address: "auto", host:port, ray://host:port, or "local"; None for $RAY_ADDRESS, or this machine if that is not set.
+        address: "auto", host:port, ray://host:port, or "local"; None for $RAY_ADDRESS, or for this machine if $RAY_ADDRESS is
+            not set.
 
     Raises UsageError if there is no cluster at the address.
     """
@@ -40,18 +41,21 @@ def connect(address: str | None) -> bool:
     where = address or os.environ.get("RAY_ADDRESS") or LOCAL
     own = {"include_dashboard": False} if where == LOCAL else {}
     try:
-        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray would try for minutes
+        if (named := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", where)) is not None:  # Ray itself would try for minutes
             socket.create_connection((named[1], int(named[2])), _CONNECT_SECONDS).close()
         ray.init(where, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        hint = "`ray start --head` starts one; if the cluster requires a token, set RAY_AUTH_MODE=token"
+        hint = "`ray start --head` starts a cluster; if the cluster requires a token, set RAY_AUTH_MODE=token"
         raise UsageError(f"no Ray cluster at {where}: {_first_line(error)} ({hint})") from error
     return True
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connect to a cluster for the block; see `connect`. A connection made here is closed afterwards, which ends its actors."""
+    """Connect to a cluster during the block; see `connect`.
+
+    After the block, a new connection is closed, which ends its actors.
+    """
     ours = connect(address)
     try:
         yield
@@ -61,7 +65,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def on_workers(choice: EngineChoice) -> EngineChoice:
-    """Return the choice with the device of Ray's workers: "auto" becomes "cuda" if the cluster has a GPU, else "cpu".
+    """Return the engine choice for Ray's workers. The device "auto" becomes "cuda" if the cluster has a GPU, else "cpu".
 
     Raises UsageError for a device with a number, because Ray assigns the GPUs.
     """
@@ -72,7 +76,7 @@ def on_workers(choice: EngineChoice) -> EngineChoice:
 
 
 def default_workers(choice: EngineChoice) -> int:
-    """Return how many workers the whole cluster has room for, at least one, because Ray may add nodes."""
+    """Return the number of workers that the whole cluster has room for. It is at least 1, because Ray may add nodes."""
     resources = ray.cluster_resources()
     room = resources.get("GPU", 0) // choice.gpus() if choice.gpus() else resources.get("CPU", 0)
     return max(1, int(room))
@@ -90,22 +94,22 @@ def describe_cluster() -> str:
 
 
 def this_node() -> str:
-    """Return the name of the node that an actor runs on: IP address and short node id."""
+    """Return the name of the node that this actor runs on: the IP address and a short node id."""
     return f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:8]})"
 
 
 def reason_of(error: RayError) -> str:
-    """Return in a few words why an actor is gone."""
+    """Return the reason, in a few words, why an actor has ended."""
     text = str(error)
     if "its node has died" in text or "node was terminated" in text:
-        return "its node died"
+        return "the worker's node died"
     if isinstance(error, ActorDiedError) and not error.actor_init_failed:
-        return "its process was killed or crashed"
+        return "the worker's process was killed or crashed"
     return _first_line(error)
 
 
 def raised_on(node: str, error: RayTaskError) -> ReflogpError:
-    """Return an error that our own code raised on a node, with the node's name in the message."""
+    """Return the error that our code raised on a node, with the node's name in its message."""
     cause = error.cause
     kind = UsageError if isinstance(cause, UsageError) else EngineError
     said = str(cause) if isinstance(cause, ReflogpError) else f"{type(cause).__name__}: {cause}"
@@ -118,7 +122,10 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def probe(folder: Path) -> Iterator[str]:
-    """Write a file into the folder while the block runs; yield its path. Raises EngineError if the file cannot be written."""
+    """Write a temporary file into the folder for the block, and yield the file's path.
+
+    Raises EngineError if the file cannot be written.
+    """
     file = folder / f"probe-{uuid.uuid4()}"
     try:
         file.write_bytes(b"reflogp")
@@ -131,6 +138,8 @@ def probe(folder: Path) -> Iterator[str]:
 
 
 def require_visible(file: str) -> None:
-    """Raise EngineError if a probe that another node wrote is not visible on this node."""
+    """Raise EngineError if a temporary file that another node wrote does not exist on this node."""
     if not Path(file).is_file():
-        raise EngineError(f"{Path(file).parent} is not the same folder here: it must lie on a filesystem that all nodes share")
+        raise EngineError(
+            f"{Path(file).parent} is a different folder on this node: use a folder on a filesystem that all nodes share"
+        )

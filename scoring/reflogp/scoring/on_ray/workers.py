@@ -1,4 +1,4 @@
-"""Run workers as actors on a Ray cluster, on nodes with room."""
+"""Run workers as actors on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference
 from reflogp.store.storage import is_local, split_table_uri
 
-#: Seconds without any placed worker until a warning, and until the run fails: nodes that Ray adds need minutes to start.
+#: Seconds without any placed worker until a warning is given, and until the run fails. A node that Ray adds takes minutes to
+#: start.
 _SAID_SECONDS, PLACE_SECONDS = 60.0, 600.0
 
 
 class NodeWorker(ScoringWorker):
-    """A ScoringWorker that reports its node, and checks that the store's folder is the run's."""
+    """A ScoringWorker that reports its node, and checks that its node shares the folder of the run's store."""
 
     def place(self) -> str:
         """Return the name of the worker's node."""
@@ -45,8 +46,8 @@ class NodeWorker(ScoringWorker):
         """Load the engine and open the store; see `prepare`.
 
         Args:
-            file: probe file in the store's folder, or None if the store is not a local folder. Raises EngineError if this node
-                does not see the file.
+            file: probe file in the store's folder, or None if the store is not a local folder. EngineError is raised if the
+                file does not exist on this node.
         """
         if file is not None:
             require_visible(file)
@@ -57,12 +58,12 @@ class ClusterWorkers:
     """A source of workers on the cluster that this process is connected to (see `cluster.connected`).
 
     Args:
-        model: folder or hub id, as each node resolves it.
+        model: folder or hub id of the model; each node resolves it itself.
         revision: revision of a hub id.
         reference: the reference whose values are computed.
         choice: engine of each worker.
         count: number of workers; None for as many as the cluster has room for (see `cluster.default_workers`).
-        place_seconds: give up after this many seconds without any placed worker.
+        place_seconds: seconds without any placed worker after which the run fails.
     """
 
     may_come = True
@@ -93,7 +94,7 @@ class ClusterWorkers:
     def begin(self, have: int) -> list[Worker]:
         """Start the missing workers; see Workers.begin. Workers that Ray has not placed yet count as existing."""
         store, _ = split_table_uri(self._table_folder)
-        actor_class: Any = ray.remote(NodeWorker)  # ray's types know neither options nor a class's methods
+        actor_class: Any = ray.remote(NodeWorker)  # ray's types lack `options` and the methods of a class
         lives = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": IN_FLIGHT + 2}
         placed = actor_class.options(**self._resources, **lives)
         return [_RayWorker(placed.remote(*self._made_of, store, 1), self._table_folder) for _ in range(self.count - have)]
@@ -158,7 +159,7 @@ class _RayWorker:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """Return a future for a Ray reference. It raises the actor's error, and WorkerGoneError if the actor is gone."""
+    """Return a future for a Ray reference. The future raises the actor's error, or WorkerGoneError if the actor has ended."""
     answer: Future[Any] = Future()
 
     def take(arrived: Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks for the progress and the outcomes of a scoring run, a join or a report, and a tqdm progress bar driven by them."""
+"""Callbacks for the progress of a scoring run, a join or a report, and callbacks that show a tqdm progress bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class ProgressCallbacks:
-    """Callbacks for the progress of a scoring run, a join or a report. Each does nothing unless a subclass overrides it."""
+    """Callbacks for the progress of a scoring run, a join or a report.
+
+    A callback does nothing unless a subclass overrides it.
+    """
 
     def begin(self, sequences: int) -> None:
         """Report the estimated number of sequences in the dataset; called once, when the first rows were read."""
@@ -20,10 +23,10 @@ class ProgressCallbacks:
         """Report that `rows` rows in total have been read and tokenized."""
 
     def advance(self, sequences: int, tokens: int) -> None:
-        """Report that `sequences` more sequences are done, and that `tokens` tokens were computed for them."""
+        """Report that `sequences` more sequences are done, for which the engine computed `tokens` tokens."""
 
     def bad_row(self, row: int, problem: str) -> None:
-        """Report a row that has no values after this run, and why."""
+        """Report a row that has no values after this run; `problem` is the reason."""
 
     def note(self, row: int, remark: str) -> None:
         """Report a remark about a row that has values."""
@@ -37,10 +40,10 @@ _PRINTED_ROWS = 10
 
 
 class ProgressBar(ProgressCallbacks):
-    """Callbacks that move a progress bar, which counts sequences, and collect the rows that were left out.
+    """Callbacks that update a progress bar, which counts sequences, and record the rows that were left out.
 
     Args:
-        bar: the bar.
+        bar: the progress bar.
     """
 
     def __init__(self, bar: tqdm) -> None:
@@ -64,7 +67,7 @@ class ProgressBar(ProgressCallbacks):
             self._bad.append(f"row {row} was left out: {problem}")
 
     def print_bad_rows(self) -> None:
-        """Print the first rows that were left out, and how many more there are."""
+        """Print the first rows that were left out, and the number of further rows that were left out."""
         for line in self._bad:
             self._bar.write(line)
         if self._bad_rows > len(self._bad):
@@ -73,13 +76,13 @@ class ProgressBar(ProgressCallbacks):
 
 @contextmanager
 def progress_bar(label: str, show: bool | None) -> Iterator[ProgressBar]:
-    """Show a bar while the block runs.
+    """Show a progress bar during the block.
 
     Args:
-        label: what is being done.
-        show: None shows it in terminals and notebooks only.
+        label: the text in front of the bar, such as "scoring".
+        show: True shows the bar, False hides it; None shows it in terminals and notebooks only.
     """
-    from tqdm.auto import tqdm  # the command line has a bar of its own, and is installed without tqdm
+    from tqdm.auto import tqdm  # the command line has its own bar and is installed without tqdm
 
     with tqdm(desc=label, unit=" sequences", disable=None if show is None else not show) as bar:
         progress = ProgressBar(bar)

@@ -14,13 +14,13 @@ from reflogp.store import LogprobTable
 from reflogp.store.compaction import compact_if_many, small_shards_allowed
 from reflogp.store.schema import shard_table
 
-#: Maximum number of sequences, and of seconds, between two commits: the work that a crash can lose.
+#: Maximum number of sequences, and of seconds, between two commits. A crash loses the work since the last commit.
 COMMIT_SEQUENCES = 4096
 COMMIT_SECONDS = 30.0
 
 
 class Committer:
-    """A committer of values to one table.
+    """An object that commits values to one table.
 
     Args:
         table: table of the values.
@@ -38,11 +38,11 @@ class Committer:
         logps: list[Logps],
         provenance: dict[str, Any],
     ) -> int:
-        """Append values; return the number of the snapshot that has them.
+        """Append values to the table and return the number of the snapshot that contains them.
 
         Args:
             keys: keys of the whole sequences, binary (n,).
-            sequences: the sequences as they were scored, n.
+            sequences: the n sequences, truncated as they were scored.
             completion_lens: number of tokens of each whole completion, (n,).
             logps: token_logps of each sequence, float32.
             provenance: how the values were computed.

@@ -13,21 +13,22 @@ from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, Score
 from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
-#: Seconds between two checks whether there is room for a group.
+#: Seconds between two attempts to queue a group of misses.
 _LOOK_SECONDS = 0.02
 
 
 class LocalScorer:
-    """A Scorer with one engine. A ScoringPipeline computes and commits in threads of its own.
+    """A Scorer with one engine. Its ScoringPipeline computes and commits in separate threads.
 
     Args:
-        make_engine: called for the first misses, in the caller's thread. A run with only cache hits loads no model.
-        commit_sequences, commit_seconds: a commit is made when either is reached.
+        make_engine: function that loads the engine. It is called in the caller's thread when the first misses arrive, so a run
+            with only cache hits loads no model.
+        commit_sequences, commit_seconds: maximum number of sequences, and of seconds, between two commits.
 
     Attributes:
         batch: number of misses worth collecting before `score`; see Scorer.batch.
         scored: number of misses that have values.
-        done: number of misses that have values or failed.
+        done: number of misses that have values or could not be scored.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LocalScorer:
         return self._computing is None or self._computing.is_starved()
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """See Scorer.score; returns when the group is queued for the engine."""
+        """See Scorer.score. This method returns when the misses are queued for the engine."""
         computing, engine = self._begin()
         problems = engine.problems([miss.sequence for miss in misses])
         for index, problem in problems.items():
@@ -97,7 +98,7 @@ class LocalScorer:
         return self._work
 
     def close(self) -> None:
-        """Stop computing and close the engine, if one was made."""
+        """Stop computing, and close the engine if it was loaded."""
         self.stop()
         if self._engine is not None:
             self._engine.close()
@@ -120,7 +121,7 @@ class LocalScorer:
         return self._computing, self._engine
 
     def _tell(self, callbacks: OutcomeCallbacks, patience: float | None = 0.0) -> bool:
-        """Pass events on to the callbacks; return True after the last event of the pipeline.
+        """Report the pipeline's events to the callbacks. Return True after the last event.
 
         Args:
             callbacks: called in this thread.

@@ -1,4 +1,4 @@
-"""Define the interface between a scoring run and a scorer: misses, outcome callbacks, and the Scorer protocol."""
+"""Define the interface between a scoring run and a scorer: misses, callbacks for outcomes, and the Scorer protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Miss:
         key: key of the whole sequence.
         sequence: the sequence as it is scored; its completion may be truncated.
         completion_len: number of tokens of the whole completion.
-        rows: numbers of the rows that need the sequence; grows until the miss is done.
+        rows: numbers of the rows that need the sequence. Rows may be added until the miss is done.
     """
 
     key: bytes
@@ -30,13 +30,13 @@ class OutcomeCallbacks(Protocol):
     """Callbacks for the outcomes of misses."""
 
     def scored(self, miss: Miss) -> None:
-        """Report that the values of a miss are computed; a later `committed` reports that they are in the store."""
+        """Report that the values of a miss are computed. A later call of `committed` reports that the store has the values."""
 
     def failed(self, miss: Miss, problem: str) -> None:
-        """Report that a miss has no values, and why."""
+        """Report that a miss has no values; `problem` is the reason."""
 
     def committed(self, misses: list[Miss], snapshot: int) -> None:
-        """Report that the values of these misses are in the store, from snapshot number `snapshot` on."""
+        """Report that the store has the values of these misses in snapshot number `snapshot` and all later ones."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Work:
     Attributes:
         seconds: seconds in which an engine computed.
         operations: operations of the scored sequences.
-        peak: matrix product rate of all devices together, operations per second; None if nothing was computed or an engine
-            cannot measure it.
+        peak: matrix product rate of all devices together, in operations per second; None if nothing was computed or an engine
+            cannot measure its rate.
         provenance: how the values were computed; None if nothing was computed.
         workers: largest number of engines that computed at the same time.
     """
@@ -60,39 +60,42 @@ class Work:
 
 
 class Scorer(Protocol):
-    """Scores misses and commits their values."""
+    """An object that scores misses and commits their values."""
 
     @property
     def batch(self) -> int:
-        """Number of misses worth collecting before `score` is called, unless the scorer is starved."""
+        """Number of misses to collect before a call of `score`. If the scorer is starved, fewer misses are passed."""
 
     def open(self, table: LogprobTable) -> None:
-        """Set the table that workers commit values to. Called once, before any other method."""
+        """Set the table to which values are committed. This method is called once, before any other method."""
 
     def is_starved(self) -> bool:
-        """Return True if the scorer would compute misses at once, however few."""
+        """Return True if the scorer needs more misses now, even if only a few have been collected."""
 
     def score(self, misses: list[Miss], to_come: int, callbacks: OutcomeCallbacks) -> None:
-        """Queue misses; return when there is room for more. Remaining outcomes are reported by a later call.
+        """Queue misses, and return when there is room for more. Later calls report the outcomes that are not known yet.
 
         Args:
-            misses: misses to score. A key whose outcome is not reported yet may come again only with a longer part of its
-                completion.
-            to_come: about how many more sequences the run still has to read.
-            callbacks: called during this call, in this thread.
+            misses: misses to score. Until a key's outcome is reported, the key may be passed again only with a longer part of
+                its completion.
+            to_come: estimated number of sequences that the run has not read yet.
+            callbacks: callbacks for outcomes; they are called during this call, in this thread.
 
         Raises:
-            ReflogpError: the scorer cannot go on. Computed values are committed.
+            ReflogpError: the scorer cannot continue. The values that were computed are committed.
         """
 
     def tell(self, callbacks: OutcomeCallbacks) -> None:
-        """Report outcomes without waiting; called while there are no misses to score. Raises the errors of `score`."""
+        """Report outcomes without waiting.
+
+        This method is called while there are no misses to score, and raises the errors of `score`.
+        """
 
     def finish(self, callbacks: OutcomeCallbacks) -> None:
-        """Return when the outcomes of all misses are reported. Raises the errors of `score`."""
+        """Wait until the outcomes of all misses are reported. Raises the errors of `score`."""
 
     def stop(self) -> None:
-        """Begin no further pass; return when computed values are committed. No further outcomes are reported."""
+        """Stop scoring, and return when the values that were computed are committed. No further outcomes are reported."""
 
     def work(self) -> Work:
         """Return the time and operations that scoring took."""

@@ -1,9 +1,9 @@
-"""Compute with one engine and commit to one table at the same time: groups of misses go in, events come out.
+"""Compute with one engine and commit to one table at the same time. The input is groups of misses, and the output is events.
 
     put ──▶ groups ──▶ the engine ──▶ passes ──▶ commits ──▶ events
             bounded    its own thread  bounded    their own thread
 
-The device thus waits neither for tokenizing nor for a commit.
+So the device waits neither for the tokenizer nor for commits.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from reflogp.scoring.tracing import span
 from reflogp.store import LogprobTable
 
 #: Maximum number of groups that wait for the engine, and of passes that wait for a commit. A pass of 65,536 tokens takes about
-#: 1 MB.
+#: 1 MB of memory.
 _GROUPS, _PASSES = 1, 32
-#: Seconds that `stop` waits for the pass in flight.
+#: Seconds that `stop` waits for the current pass of the engine.
 _LAST_SECONDS = 20.0
-#: Longest wait for a new group, in seconds, while the engine has none.
+#: Maximum seconds to wait for a new group before the engine is asked again.
 _LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A miss has values; they are committed later."""
+    """The event that a miss has values, which are committed later."""
 
     miss: Miss
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A miss has no values; `problem` says why."""
+    """The event that a miss has no values; `problem` is the reason."""
 
     miss: Miss
     problem: str
@@ -54,7 +54,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Committed:
-    """The values of these misses are in the store, from this snapshot number on."""
+    """The event that the store has the values of these misses, in this snapshot and all later ones."""
 
     misses: list[Miss]
     snapshot: int
@@ -62,7 +62,10 @@ class Committed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last event. `error` ended the engine or the commits, or is None; computed values are lost only if commits failed."""
+    """The last event.
+
+    `error` is the error that ended the engine or the commits, or None. Computed values are lost only if a commit failed.
+    """
 
     error: BaseException | None
 
@@ -71,14 +74,14 @@ Event = Scored | Failed | Committed | Ended
 
 
 class ScoringPipeline:
-    """Two threads that compute and commit until `finish` or `stop`.
+    """Two threads that compute and commit until `finish` or `stop` is called.
 
     Args:
-        engine: its `flow` runs in one thread of this object only.
+        engine: the engine, whose `flow` runs in a single thread of the pipeline.
         table: table of the values.
         provenance: provenance of the values.
-        tell: called with each event, in a thread of this object.
-        commit_sequences, commit_seconds: a commit is made when either is reached.
+        tell: function that is called with each event, in a thread of the pipeline.
+        commit_sequences, commit_seconds: maximum number of sequences, and of seconds, between two commits.
 
     Attributes:
         seconds: seconds in which the engine computed.
@@ -114,11 +117,11 @@ class ScoringPipeline:
             thread.start()
 
     def put(self, misses: list[Miss], at_once: bool = False) -> bool:
-        """Queue a group of misses; return False if there is no room for it now.
+        """Queue a group of misses. Return False if there is no room for the group now.
 
         Args:
-            misses: misses in which Engine.problems found no problem.
-            at_once: commit as soon as the whole group is computed.
+            misses: misses that the engine can score (see Engine.problems).
+            at_once: True commits as soon as the whole group is computed.
         """
         return self._groups.put(_Group(misses, at_once))
 
@@ -127,13 +130,13 @@ class ScoringPipeline:
         return self._groups.is_empty()
 
     def finish(self) -> None:
-        """Take no further group. `Ended` is reported when all groups are committed."""
+        """Accept no further groups. The event `Ended` is reported when all groups are committed."""
         self._groups.close()
 
     def stop(self) -> None:
-        """Compute no further pass; return when computed values are committed.
+        """Begin no further pass, and return when the values that were computed are committed.
 
-        A pass that takes more than another 20 seconds is abandoned, because a pass of vLLM may take minutes.
+        After 20 seconds, this method does not wait for the current pass any more, because a pass of vLLM may take minutes.
         """
         self._stopped.set()
         self._groups.close()
@@ -159,7 +162,7 @@ class ScoringPipeline:
                         since = time.monotonic()
                         continue
                     now = time.monotonic()
-                    self.seconds += now - since  # includes waiting for a commit: the device computes meanwhile
+                    self.seconds += now - since  # includes waits for a commit, because the device computes meanwhile
                     since = now
                     self._passes.put(landed)
         except BaseException as caught:
@@ -167,7 +170,10 @@ class ScoringPipeline:
         self._passes.put(Ended(error))
 
     def _land(self, flow: Iterator[list[tuple[int, Outcome]]]) -> _Pass | None:
-        """Return the outcomes of the engine's next pass; an empty list if it has no group, None after the last pass."""
+        """Return the outcomes of the engine's next pass.
+
+        Return an empty list if the engine has no group, and None after the last pass.
+        """
         with span("score") as scoring:
             numbered = next(flow, None)
             if not numbered:
@@ -178,7 +184,7 @@ class ScoringPipeline:
         return landed
 
     def _commit_passes(self) -> None:
-        """Commit until the engine has ended; if the store fails, only wait for the engine to end."""
+        """Commit values until the engine has ended. If a commit fails, only wait until the engine has ended."""
         error: BaseException | None = None
         is_failed = False
         while True:
@@ -203,13 +209,16 @@ class ScoringPipeline:
                 return
 
     def _patience(self) -> float | None:
-        """Return the seconds until a commit is due; None if no values wait for a commit."""
+        """Return the seconds until the next commit, or None if no values wait for a commit."""
         if not self._done:
             return None
         return max(0.0, self._since + self._commit_seconds - time.monotonic())
 
     def _take(self, arrived: _Pass) -> bool:
-        """Report a pass's outcomes and commit full batches; return True if an `at_once` group is complete."""
+        """Report the outcomes of a pass, and commit when enough sequences are done.
+
+        Return True if an `at_once` group is complete.
+        """
         is_due = False
         for miss, group, outcome in arrived:
             group.left -= 1
@@ -242,7 +251,7 @@ class ScoringPipeline:
 
 @dataclass
 class _Group:
-    """Misses that are computed together; `left` of them have no outcome yet."""
+    """Misses that are computed together; `left` is the number of those that have no outcome yet."""
 
     misses: list[Miss]
     at_once: bool
@@ -256,7 +265,10 @@ _Pass = list[tuple[Miss, _Group, Outcome]]
 
 
 class _Groups(Iterator[list[Sequence]]):
-    """The groups that wait for the engine. Iteration never waits: it yields an empty group while there is none."""
+    """A queue of the groups that wait for the engine.
+
+    Iteration never waits: it yields an empty list while the queue is empty.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[_Group] = deque()
@@ -278,13 +290,13 @@ class _Groups(Iterator[list[Sequence]]):
         return not self._waiting
 
     def close(self) -> None:
-        """End the iteration after the groups that wait."""
+        """End the iteration after the groups in the queue."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for a group, or for `close`."""
+        """Wait up to `seconds` for a group or for a call of `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed, seconds)
 
@@ -301,6 +313,6 @@ class _Groups(Iterator[list[Sequence]]):
             return [miss.sequence for miss in group.misses]
 
     def computed(self, number: int) -> tuple[Miss, _Group]:
-        """Remove and return the miss with this number in the engine's flow, and its group; the engine is done with it."""
+        """Remove and return the miss with this number, and its group. Numbers count the sequences of the engine's flow."""
         with self._changed:
             return self._begun.pop(number)

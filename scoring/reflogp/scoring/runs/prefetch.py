@@ -1,4 +1,4 @@
-"""Iterate in a background thread, a few items ahead of the consumer, so that making and using items overlap."""
+"""Iterate in a background thread, a few items ahead of the consumer, so that items are made while earlier items are used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Seconds that `close` waits for the item that is being made. A slower thread ends with the process at the latest.
+#: Maximum seconds that `close` waits for the thread. A thread that is still making an item then ends after that item, or with
+#: the process.
 _LAST_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
 class Prefetch(Generic[T]):
-    """Items of an iterable, made ahead in a thread; a context manager, which ends the thread.
+    """An iterator over items that a background thread makes in advance; a context manager that ends the thread.
 
     The thread runs in a copy of the caller's context, so that its spans belong to the caller's trace.
 
     Args:
         items: the iterable; it is iterated and closed in the thread.
-        depth: maximum number of finished items that wait. One more may be in preparation.
+        depth: maximum number of finished items in the queue. The thread may be making one more item.
         name: name of the thread.
     """
 
@@ -43,7 +44,7 @@ class Prefetch(Generic[T]):
         return self.items(lambda: None)
 
     def items(self, meanwhile: Callable[[], None]) -> Iterator[T]:
-        """Yield the items; if making an item raised, raise that error after the items before it.
+        """Yield the items. If an error occurred while an item was made, raise the error after the items before it.
 
         Args:
             meanwhile: called several times a second while the next item is not ready.
@@ -61,7 +62,7 @@ class Prefetch(Generic[T]):
             yield made[0]
 
     def close(self) -> None:
-        """Make no further items, and wait a few seconds for the thread to end."""
+        """Stop making items, and wait a few seconds for the thread to end."""
         self._closing.set()
         self._thread.join(_LAST_SECONDS)
 
@@ -76,7 +77,7 @@ class Prefetch(Generic[T]):
             last = error
         finally:
             if isinstance(items, Iterator) and hasattr(items, "close"):
-                items.close()  # in this thread, where the generator entered its own context managers
+                items.close()  # in this thread, in which the generator entered its context managers
         self._put(last)
 
     def _put(self, made: tuple[T] | BaseException | None) -> bool:

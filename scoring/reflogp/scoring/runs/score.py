@@ -1,4 +1,4 @@
-"""Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and hand misses to a scorer.
+"""Score a dataset: read and tokenize rows, look up the keys of their sequences in the store, and pass misses to a scorer.
 
 The scorer computes the values and commits them.
 """
@@ -29,13 +29,13 @@ from reflogp.store.snapshot import Found
 from reflogp.store.texts import counted, hide_secrets, short_repr
 from reflogp.store.windows import TrainerSettings, Windows, check_truncation, windows
 
-#: Windows of rows that are read, tokenized and looked up in advance, while earlier windows are scored.
+#: Maximum number of windows of rows that are read, tokenized and looked up while earlier windows are scored.
 _WINDOWS_AHEAD = 2
-#: Misses are handed to the scorer when their images take more bytes of memory than this.
+#: Misses are passed to the scorer when their images take more than this many bytes of memory.
 _IMAGE_BYTES = 256 << 20
 #: Maximum number of failed sequences whose keys are remembered.
 _FAILED_KEYS = 10_000
-#: Counts of a summary that the root span of its trace has.
+#: Fields of the summary that become attributes of the trace's root span.
 _TRACED = ("rows", "bad_rows", "sequences", "hits", "duplicates", "scored", "failed", "tokens", "snapshot")
 #: Maximum number of row numbers that a summary lists; further rows are only counted.
 NAMED_ROWS = 100
@@ -43,28 +43,30 @@ NAMED_ROWS = 100
 
 @dataclass
 class ScoreSummary:
-    """The counts and rates of a scoring run. `sequences` is hits + duplicates + scored + failed.
+    """The counts and rates of a scoring run. `sequences` is the sum of `hits`, `duplicates`, `scored` and `failed`.
 
     Attributes:
-        rows: rows read.
-        bad_rows: rows without values after the run.
+        rows: rows that were read.
+        bad_rows: rows that have no values after the run.
         bad_row_numbers: row numbers of the first hundred bad rows, counted from 0.
         dropped_rows: rows whose prompt alone fills max_length, which TRL drops before training.
-        empty_prompts: rows without a prompt; the first completion token is context and has no value, as in TRL's loss.
+        empty_prompts: rows without a prompt. The first completion token of such a row is context and has no value, as in TRL's
+            loss.
         sequences: sequences of usable rows.
         hits: sequences that the store had before the run.
         duplicates: sequences that occurred earlier in the same run.
         scored: sequences that were computed.
         failed: sequences that could not be scored.
-        tokens: prompt and completion tokens of the scored sequences.
+        tokens: number of tokens of the scored sequences, prompts included.
         seconds: wall time of the run.
         scoring_seconds: part of the wall time in which an engine computed.
         tokens_per_second: tokens divided by scoring_seconds.
-        model_flops_utilization: operations computed per scoring second, divided by the measured matmul throughput (random
-            matrices) of all devices together: at most 1. Shared tokens count once and padding does not count (see Operations).
+        model_flops_utilization: operations per second of scoring_seconds, divided by the measured rate of products of random
+            matrices on all devices together: at most 1. Shared tokens count once and padding does not count (see Operations).
             None if nothing was computed, or if the engine cannot count.
-        sharing_gain: operations of a forward pass over each scored sequence on its own, divided by the operations computed: at
-            least 1. None if nothing was computed, or if the engine cannot count.
+        sharing_gain: number of operations without shared prefixes (a separate forward pass over each scored sequence), divided
+            by the number of operations that were computed: at least 1. None if nothing was computed, or if the engine cannot
+            count.
         workers: largest number of engines that computed at the same time; 0 if nothing was computed.
         reference_id: reference of the values, 32 hex digits.
         snapshot: number of the first snapshot that has all values.
@@ -98,7 +100,7 @@ class ScoreSummary:
         return short_repr("ScoreSummary", *self.lines(), f"{counted(self.bad_rows, 'bad row')}" if self.bad_rows else "")
 
     def lines(self) -> list[str]:
-        """Return what the run did as lines for people: counts, rates if anything was computed, and where the values are."""
+        """Return lines of text about the run: counts, rates if anything was computed, and the store's snapshot."""
         counts = (
             f"{counted(self.rows, 'row')}, {counted(self.sequences, 'sequence')}: {self.hits:,} hits, {self.scored:,} scored"
             + (f", {self.duplicates:,} duplicates" if self.duplicates else "")
@@ -135,18 +137,19 @@ def score_dataset(
         dataset: the tokenized dataset.
         store: store of the values.
         reference: the model that the scorer computes with.
-        scorer: computes and commits; it gets no sequences if the store already has all of them.
-        settings: max_length and truncation_mode: score no token past position max_length (keep_start), or only the last
-            max_length tokens (keep_end); ld_alpha is ignored. None scores whole sequences.
+        scorer: computes and commits values. The scorer gets no sequences if the store already has all values.
+        settings: the trainer's max_length and truncation_mode. "keep_start" scores no token after position max_length;
+            "keep_end" scores only the last max_length tokens. ld_alpha is ignored. None scores whole sequences.
         watcher: callbacks for progress and bad rows.
-        strict_engine: name of an engine; raise if the store has values of another engine for a row.
+        strict_engine: name of an engine. OtherEngineError is raised if the store has values of another engine for a row.
 
     Returns:
-        The counts and rates of the run. An interrupt (KeyboardInterrupt) or an error of the engine is raised again; committed
-        values stay in the store.
+        The counts and rates of the run. If KeyboardInterrupt or an error of the engine ends the run, committed values stay in
+        the store.
 
     Raises:
-        OtherEngineError: a row's values were computed by another engine than `strict_engine`; values committed by then stay.
+        OtherEngineError: another engine than `strict_engine` computed a row's values. Values that were committed before stay in
+            the store.
         UsageError or a subclass: the input cannot be used.
         StoreError: the store cannot be written.
     """
@@ -162,7 +165,7 @@ def score_dataset(
     ) as root:
         table = store.create_table(reference)
         before = table.snapshot()
-        before.require_whole()  # values of a damaged shard could be stored again, slightly different
+        before.require_whole()  # otherwise values of a damaged shard could be stored again with small differences
         summary = ScoreSummary(reference_id=reference.reference_id, snapshot=before.number, store=store.uri)
         run = _Run(table, before, scorer, summary, watcher, strict_engine)
         scorer.open(table)
@@ -185,16 +188,16 @@ def score_dataset(
 
 @dataclass(frozen=True)
 class _Window:
-    """Some rows as tokens, looked up in the snapshot from before the run.
+    """Tokenized rows, with the values that the snapshot from before the run has for them.
 
     Attributes:
         rows_in_all: estimated number of rows in the dataset.
         sides: number of completions of a row.
         last_row: number of the last row that was read.
-        problems: row number -> why the row cannot be used.
+        problems: row number -> the reason why the row cannot be used.
         rows: numbers of the rows in the views, int64 (n,).
-        bare: True for rows without a prompt, bool (n,).
-        looked_up: for each completion its view, its keys, and what the snapshot found for them.
+        bare: array that is True for rows without a prompt, bool (n,).
+        looked_up: (windows, keys, stored values that were found) of each completion column.
         images: the images of each row in the views; empty for rows of text.
     """
 
@@ -209,7 +212,7 @@ class _Window:
 
 
 def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSettings) -> Iterator[_Window]:
-    """Yield the windows of a dataset, looked up in the snapshot. Runs in a thread of its own."""
+    """Yield the windows of a dataset with their values in the snapshot. This generator runs in a separate thread."""
     rows_in_all: int | None = None
     for window in dataset:
         rows_in_all = dataset.count() if rows_in_all is None else rows_in_all
@@ -223,7 +226,7 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
             looking_up.set(sequences=sum(map(len, keys)), hits=hits)
         yield _Window(
             rows_in_all,
-            len(window.table.column_names) - 2,  # all but row and prompt_ids
+            len(window.table.column_names) - 2,  # all columns but row and prompt_ids
             window.last_row,
             window.problems,
             window.table["row"].to_numpy(),
@@ -234,7 +237,10 @@ def _looked_up(dataset: TokenizedDataset, before: Snapshot, settings: TrainerSet
 
 
 class _Run:
-    """The state of one scoring run: misses without values, and counts. It is the scorer's OutcomeCallbacks."""
+    """The state of one scoring run: its counts, and the misses that have no values yet.
+
+    The scorer calls it as its OutcomeCallbacks.
+    """
 
     def __init__(
         self,
@@ -253,15 +259,15 @@ class _Run:
         self._watcher = watcher
         self._strict_engine = strict_engine
         self._rows = self._sides = 0
-        self._collected: dict[bytes, Miss] = {}  # not handed to the scorer yet
+        self._collected: dict[bytes, Miss] = {}  # not passed to the scorer yet
         self._image_bytes = 0
-        self._handed: dict[bytes, Miss] = {}  # handed to the scorer; `_now` does not have their values
+        self._handed: dict[bytes, Miss] = {}  # passed to the scorer; `_now` does not have their values
         self._fresh: list[Miss] = []  # committed after the snapshot `_now`
         self._bad: set[int] = set()
-        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, why)
+        self._failed: dict[bytes, tuple[int, str]] = {}  # key -> (tokens of the completion that failed, reason)
 
     def take(self, window: _Window) -> None:
-        """Count a window's rows and hand its misses to the scorer once there are enough."""
+        """Count the rows of a window, and collect its misses. Pass misses to the scorer when there are enough."""
         if not self._rows:
             self._rows, self._sides = window.rows_in_all, max(1, window.sides)
             if self._watcher:
@@ -282,7 +288,7 @@ class _Run:
         for row in rows[window.bare & ~dropped]:
             self._summary.empty_prompts += 1
             if self._watcher:
-                self._watcher.note(int(row), "its prompt is empty: the first completion token is context and has no value")
+                self._watcher.note(int(row), "the prompt is empty, so the first completion token is context and has no value")
         self._look_again()
         for view, keys, stored in window.looked_up:
             hit_before = stored.lengths >= view.needed
@@ -302,8 +308,8 @@ class _Run:
             self._hand_on()
 
     def finish(self) -> None:
-        """Return when each miss has values or a problem."""
-        self._rows = self._summary.rows  # no further rows follow
+        """Score the remaining misses, and return when each miss has values or has failed."""
+        self._rows = self._summary.rows  # the dataset has no further rows
         self._hand_on()
         self._scorer.finish(self)
 
@@ -370,7 +376,7 @@ class _Run:
         self._scorer.score(misses, (self._rows - self._summary.rows) * self._sides, self)
 
     def _look_again(self) -> None:
-        """Read a new snapshot if values were committed, and drop the misses whose values it has."""
+        """If values were committed, read a new snapshot, and forget the misses whose values it has."""
         if not self._fresh:
             return
         self._now = self._table.snapshot()
@@ -379,7 +385,7 @@ class _Run:
         self._fresh = []
 
     def _forget(self, miss: Miss) -> None:
-        if self._handed.get(miss.key) is miss:  # a miss with a longer completion may have replaced it
+        if self._handed.get(miss.key) is miss:  # a miss with a longer completion may have replaced this one
             del self._handed[miss.key]
 
     def _advance(self, sequences: int, tokens: int) -> None:
@@ -398,7 +404,7 @@ class _Run:
 
 
 def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
-    """Return what an engine needs of each row's images; an empty list for rows of text."""
+    """Return, for each row, the data that an engine needs about its images. Return an empty list for rows of text."""
     vision = rows.vision
     if vision is None:
         return []
@@ -411,7 +417,7 @@ def images_for_engine(rows: TokenizedRows) -> list[SequenceImages | None]:
 
 
 def _refuse_other_engines(stored: Found, places: npt.NDArray[np.int64], engine: str) -> None:
-    """Raise OtherEngineError if values at these places were computed by another engine than `engine`."""
+    """Raise OtherEngineError if another engine than `engine` computed any of the values at these indices."""
     others = {str(made.get("engine", "unknown")) for made in stored.provenances(places)} - {engine}
     if others:
         raise OtherEngineError(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from reflogp.scoring.errors import OutOfMemoryError
-from reflogp.scoring.machine.memory import free_memory, total_memory
+from reflogp.scoring.machine import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from reflogp.scoring.errors import EngineError, OutOfMemoryError
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine.processes import without_growing_segments
+from reflogp.scoring.machine import without_growing_segments
 from reflogp.scoring.torch_engine.sequences import SequenceImages
 from reflogp.scoring.vllm_engine.answers import Answer, Request, VllmEndedError, answers_of, requests_body
 from reflogp.scoring.vllm_engine.engine import PASSES

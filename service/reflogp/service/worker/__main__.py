@@ -32,8 +32,7 @@ from reflogp.scoring.data.row_process import RowLimits
 from reflogp.scoring.data.tokenizer_files import TokenizerCache
 from reflogp.scoring.engines import EngineChoice, PassEngine
 from reflogp.scoring.frames import encode, read_frame
-from reflogp.scoring.machine.memory import return_freed_memory
-from reflogp.scoring.machine.processes import quiet_libraries
+from reflogp.scoring.machine import quiet_libraries, return_freed_memory
 from reflogp.scoring.runs.spread.units import VisionCache
 from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device

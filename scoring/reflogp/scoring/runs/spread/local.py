@@ -17,8 +17,7 @@ import torch
 
 from reflogp.scoring.engines import EngineChoice
 from reflogp.scoring.errors import EngineError, WorkerGoneError
-from reflogp.scoring.machine.devices import Place
-from reflogp.scoring.machine.processes import exit_reason, quiet_libraries
+from reflogp.scoring.machine import Place, exit_reason, quiet_libraries
 from reflogp.scoring.runs.spread.scorer import Worker, settle, settled
 from reflogp.scoring.runs.spread.units import IN_FLIGHT, ScoringWorker
 from reflogp.store import LogprobTable, Reference, ReflogpError, UsageError

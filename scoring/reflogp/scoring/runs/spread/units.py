@@ -25,7 +25,7 @@ from reflogp.scoring.data.image_decoder import decoded
 from reflogp.scoring.data.shape import RowError
 from reflogp.scoring.engines import Engine, EngineChoice
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.machine.processes import growing_segments
+from reflogp.scoring.machine import growing_segments
 from reflogp.scoring.runs.pending import Miss
 from reflogp.scoring.runs.pipeline import Committed, Ended, Event, Failed, ScoringPipeline
 from reflogp.scoring.torch_engine.sequences import Ids, Operations, Sequence, SequenceImages

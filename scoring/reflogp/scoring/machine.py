@@ -1,0 +1,265 @@
+"""Assign devices to engines, measure and release memory, and prepare processes that load a model.
+
+This module imports psutil, pyarrow and transformers only where they are used, and never torch: a service's main process does
+not load torch, and the command line is installed without psutil.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from reflogp.store import UsageError
+
+# Devices
+
+#: Files in /dev of a machine with a GPU: those of NVIDIA's driver, of WSL and of AMD's driver.
+_DEVICE_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+_ASK = "import torch; print(torch.cuda.device_count())"
+_ASK_SECONDS = 300.0
+_NAME = re.compile(r"all|auto|cpu|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device or the GPUs of one engine.
+
+    Attributes:
+        name: name of the place in messages.
+        device: the `device` of the engine's EngineChoice.
+        visible: CUDA_VISIBLE_DEVICES of the engine's process, if the process must see only some GPUs; None for no change.
+    """
+
+    name: str
+    device: str
+    visible: str | None = None
+
+
+def places(
+    devices: Sequence[str], count_gpus: Callable[[], int], gpus_each: int = 1, chooses_itself: bool = False
+) -> list[Place]:
+    """Return the place of each engine.
+
+    Args:
+        devices: torch's device names; "all" stands for all GPUs, or the CPU if there is no GPU. "auto" stands for one device.
+        count_gpus: function that returns the number of GPUs that are visible to this process. It is called only if a name needs
+            it.
+        gpus_each: number of GPUs that an engine is spread over.
+        chooses_itself: True if the engine chooses among the GPUs that its process sees, as vLLM does.
+
+    Raises UsageError if a name is unknown, if a GPU does not exist, or if the last group has too few GPUs.
+    """
+    if unknown := [name for name in devices if not _NAME.fullmatch(name)]:
+        raise UsageError(f"device {unknown[0]!r}: use all, auto, cpu, cuda or cuda:NUMBER")
+    numbered = "all" in devices or any(":" in name for name in devices)
+    count = count_gpus() if numbered else 0
+    every = [f"cuda:{number}" for number in range(count)] or ["cpu"]
+    names = [name for entry in devices for name in (every if entry == "all" else [entry])]
+    for name in names:
+        if name.startswith("cuda:") and int(name[5:]) >= count:
+            instead = f"use cuda:0 to cuda:{count - 1}" if count else "use cpu"
+            raise UsageError(f"device {name}: this machine has {count} GPUs; {instead}")
+    if not chooses_itself and gpus_each == 1:
+        return [Place(name, name) for name in names]
+    if names in (["cpu"], ["auto"], ["cuda"]):  # the engine chooses its device itself
+        return [Place(names[0], names[0])]
+    if others := [name for name in names if not name.startswith("cuda:")]:
+        raise UsageError(f"device {others[0]}: this engine needs the numbers of its GPUs, such as cuda:0,cuda:1")
+    groups = [names[at : at + gpus_each] for at in range(0, len(names), gpus_each)]
+    if "all" in devices and len(groups) > 1:  # leave out the GPUs of an incomplete group
+        groups = [group for group in groups if len(group) == gpus_each]
+    if len(groups[-1]) < gpus_each:
+        raise UsageError(f"{len(names)} GPUs cannot be split into groups of {gpus_each}: give a multiple of {gpus_each} GPUs")
+    return [Place("+".join(group), "cuda", _visible(group, count)) for group in groups]
+
+
+def gpus_in_a_child() -> int:
+    """Return the number of GPUs that torch finds, in a separate process. Return 0 if /dev has no GPU.
+
+    Raises UsageError if the separate process fails.
+    """
+    if not any(True for name in _DEVICE_FILES for _ in Path("/dev").glob(name)):
+        return 0
+    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    counted = asked.stdout.split()
+    if asked.returncode or not counted or not counted[-1].isdigit():
+        said = (asked.stderr.strip().splitlines() or ["no error message"])[-1]
+        raise UsageError(f"the GPUs of this machine could not be counted ({said}): name them, such as cuda:0,cuda:1 or cpu")
+    return int(counted[-1])
+
+
+def _visible(group: Sequence[str], count: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for these GPUs. The GPUs that this process sees may be only some of the machine's."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(count)]
+    return ",".join(names[int(name[5:])] for name in group)
+
+
+# Memory
+#
+# A process may use the machine's memory, or less if its control group (cgroup v1 or v2) has a limit. Containers, systemd units
+# and batch schedulers set such limits. The kernel kills a process of a group that exceeds its limit.
+# glibc and Arrow keep freed memory for reuse, in an arena for each of a few dozen threads. Over many small jobs the arenas
+# grow, although their memory is not in use.
+
+_LIMIT_FILES = {"cgroup2": ("memory.max", "memory.high"), "cgroup": ("memory.limit_in_bytes",)}
+#: For cgroup versions 2 and 1: the file with the memory use of a group and its subgroups, and the prefix of the page cache's
+#: fields in memory.stat.
+_USAGE_FILES = (("memory.current", ""), ("memory.usage_in_bytes", "total_"))
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Return the number of bytes of memory that this process and its workers may use together.
+
+    Args:
+        root: root of the file system that has /proc and the cgroup file systems.
+    """
+    import psutil
+
+    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _limits(root))])
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the number of bytes that this process may still take: the machine's free memory, or less if a cgroup has a limit.
+
+    The page cache counts as free, because the kernel drops it when memory is needed.
+
+    Args:
+        root: see `total_memory`.
+    """
+    import psutil
+
+    left = [limit - used for folder, limit in _limits(root) if (used := _used(folder)) is not None]
+    return max(0, min([int(psutil.virtual_memory().available), *left]))
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield (cgroup's folder, limit in bytes) of each memory limit of this process's cgroup and its parent cgroups."""
+    groups = _own_groups(root)
+    for kind, mounted_group, mount_point in _memory_mounts(root):
+        folder = root / mount_point.lstrip("/")
+        group = PurePosixPath(groups.get(kind, "/"))
+        # In a container without a cgroup namespace, the path is that of the host, and the mount has only a part of the host's
+        # tree.
+        inside = group.relative_to(mounted_group) if group.is_relative_to(mounted_group) else PurePosixPath(".")
+        for place in [inside, *inside.parents]:
+            for name in _LIMIT_FILES[kind]:
+                for limit in _limit(folder / place / name):
+                    yield folder / place, limit
+
+
+def _used(group: Path) -> int | None:
+    """Return the number of bytes that a cgroup uses, without its page cache.
+
+    Return None if its files do not state the number.
+    """
+    for usage, prefix in _USAGE_FILES:
+        taken = list(_limit(group / usage))
+        if taken:
+            counts = dict(line.split(" ", 1) for line in _lines(group / "memory.stat") if " " in line)
+            cached = (counts.get(f"{prefix}{name}", "") for name in ("inactive_file", "active_file"))
+            return taken[0] - sum(int(number) for number in cached if number.isdigit())
+    return None
+
+
+def _own_groups(root: Path) -> dict[str, str]:
+    """Return the paths of this process's memory cgroups, with the keys "cgroup2" and "cgroup" (version 1)."""
+    found: dict[str, str] = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            found["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            found["cgroup"] = path
+    return found
+
+
+def _memory_mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, group at the top of the mount, mount point) of each cgroup file system with memory limits."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(" ")[-1].split(",")):
+            fields = before.split(" ")
+            yield kind, _plain(fields[3]), _plain(fields[4])
+
+
+def _plain(text: str) -> str:
+    """Decode a path of mountinfo, in which spaces and similar characters are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def _limit(file: Path) -> Iterator[int]:
+    """Yield the number of bytes that a limit file states. Yield nothing for "max" or 0, which mean no limit."""
+    for line in _lines(file)[:1]:
+        if line.strip().isdigit() and int(line) > 0:
+            yield int(line)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def return_freed_memory() -> None:
+    """Return unused memory to the operating system, if the C library can do so (glibc). The call takes milliseconds."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# Processes
+# torch's CUDA allocator is configured to use segments that grow, instead of many segments that are too small for a large
+# tensor. torch reads this setting when a process first uses a GPU, so the variable must be set before. Progress bars and
+# notices of transformers are turned off, to keep them out of a worker's log.
+
+#: Environment variables with the allocator's settings; all of torch's backends read the first.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_GROWING = "expandable_segments:True"
+
+
+def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to an environment so that segments grow: none if the user has configured the allocator."""
+    return {} if any(name in environment for name in _VARIABLES) else {_VARIABLES[0]: _GROWING}
+
+
+def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of `growing_segments`.
+
+    vLLM's shared memory does not work with growing segments.
+    """
+    return {name: value for name, value in environment.items() if (name, value) != (_VARIABLES[0], _GROWING)}
+
+
+def quiet_libraries() -> None:
+    """Make transformers log only errors and show no progress bars."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def exit_reason(status: int, log: str) -> str:
+    """Return a text that says why a process ended.
+
+    Args:
+        status: exit status of the process. A negative status is the negated number of a signal.
+        log: name of the log with the process's output.
+    """
+    if status < 0:
+        name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else str(-status)
+        return f"killed by {name}" + (" (perhaps out of memory)" if -status == signal.SIGKILL else "")
+    return f"the process ended with status {status}; its last messages are in {log}"
