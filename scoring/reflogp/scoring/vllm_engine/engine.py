@@ -143,7 +143,7 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was started again.
         vocab_size: number of tokens of the model's vocabulary.
-        claim: provenance of a server's weights, which cannot be read; see vllm_engine.claim. Empty for a local process.
+        claim: provenance of a server's weights, which cannot be read; see `server.check_claim`. Empty for a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:

@@ -1,6 +1,7 @@
 """Connect to a running `vllm serve`: a Transport over HTTP, with many requests at the same time and retries.
 
-`claim` checks whether the server has the reference's weights. Requests are JSON in one of three forms, the best first:
+The server's weights cannot be read. So `check_claim` scores a few sequences with the local weights and on the server, and
+compares the values. Requests are JSON in one of three forms, the best first:
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
@@ -25,10 +26,11 @@ import httpx
 import numpy as np
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.sequences import SequenceImages
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vllm_engine.answers import Answer, Request
-from reflogp.scoring.vllm_engine.engine import PASSES
-from reflogp.store import UsageError
+from reflogp.scoring.vllm_engine.engine import PASSES, VllmEngine
+from reflogp.store import Reference, UsageError
+from reflogp.store.checkpoint import Checkpoint
 
 Form = Literal["token_ids", "prompt", "completions"]
 FORMS: tuple[Form, ...] = ("token_ids", "prompt", "completions")
@@ -263,3 +265,52 @@ def _said(response: httpx.Response) -> str:
 def _some(names: Any) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "") if listed else "none"
+
+
+#: (prompt, completion) lengths of the sequences that `check_claim` scores. Three have at most 512 tokens, and one is longer:
+#: with speculative decoding, values of prompts of up to 512 tokens can be wrong (github.com/vllm-project/vllm/issues/53488).
+_CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
+
+
+def check_claim(
+    engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Score a few sequences locally and on the server; return the result for the provenance.
+
+    Args:
+        engine: engine of the server.
+        model: checkpoint with the reference's weights.
+        reference: the reference that the server should serve.
+        device: device for the local weights.
+        trust_remote_code: run modelling code from the checkpoint.
+
+    Raises:
+        EngineError: the server's values differ, or the weights cannot be loaded here.
+    """
+    import torch
+
+    from reflogp.scoring.torch_engine.engine import TorchEngine
+    from reflogp.scoring.torch_engine.selfcheck import tolerance_of
+
+    here = TorchEngine(
+        model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code
+    )
+    sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
+    sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
+    difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
+    tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
+    if difference > tolerance:
+        raise EngineError(
+            f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
+            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square), {tolerance:.3g} is allowed"
+        )
+    return {"reference": "checked", "reference_difference": difference}
+
+
+def _claim_sequences(vocab_size: int) -> list[Sequence]:
+    random = np.random.default_rng(0)
+    return [
+        Sequence(random.integers(0, vocab_size, prompt), random.integers(0, vocab_size, completion))
+        for prompt, completion in _CLAIM_LENGTHS
+    ]
