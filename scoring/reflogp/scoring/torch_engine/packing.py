@@ -33,8 +33,8 @@ class Branch:
 
     Attributes:
         start, stop: places of the added tokens in the pack, start … stop - 1.
-        path: places of the whole sequence, from its first token to its last, int64 (length,). Its last places are those of the added tokens;
-            the places before these are shared with earlier branches.
+        path: places of the whole sequence, from its first token to its last, int64 (length,). Its last places are those of the
+            added tokens; its other places are shared with earlier branches.
         sequence: index of the sequence.
     """
 
