@@ -99,7 +99,8 @@ class Content:
 
 def render_page(content: Content) -> str:
     """Return the whole page as HTML."""
-    # The template escapes every text of a dataset; the policy is a second protection, under which nothing runs or loads.
+    # The template escapes every text of a dataset. As a second protection, the content security policy blocks scripts and
+    # requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -130,7 +131,7 @@ def _signed(value: float) -> str:
 
 
 def draw_histograms(name: str, values: Histograms) -> Markup:
-    """Draw the bars of every series over the same edges, one series behind the other, and a line at zero if `values.zero`."""
+    """Draw the bars of every series, which overlap, and a line at zero if `values.zero`."""
     low, high = values.edges[0], values.edges[-1]
     most = max(max(counts) for counts in values.counts.values())
     ticks = round_ticks(0, most, 3, whole=True)
@@ -165,7 +166,7 @@ def draw_histograms(name: str, values: Histograms) -> Markup:
 
 
 def draw_density(name: str, density: Density) -> Markup:
-    """Draw cells, darker for higher counts, and a line through the columns' medians."""
+    """Draw the cells of a density, darker for higher counts, and a line through the columns' medians."""
     left, right, low, high = density.lengths[0], density.lengths[-1], density.means[0], density.means[-1]
     fullest = max(max(column) for column in density.counts)
     ticks = [tick for tick in round_ticks(low, high, 4) if low <= tick <= high]
@@ -221,7 +222,7 @@ def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
         parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
     described = (
         f"Share of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
-        f"{curve.max_lengths[-1]:,}: both fall to zero where the longest row fits."
+        f"{curve.max_lengths[-1]:,}: both are zero when the longest row fits."
     )
     return chart(name, "What each max_length would cut", described, Markup("").join(parts))
 

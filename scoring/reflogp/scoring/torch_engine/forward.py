@@ -82,8 +82,8 @@ def forward_pack(
     """Return the log-probs of `pack.predicted`, float32 (predictions,) on the device. The model must use packed attention.
 
     Args:
-        refused: names of attention kernels that may not be used. inputs: the decoder's inputs for a pack with images; None for
-            a pack of text.
+        refused: names of attention kernels that may not be used.
+        inputs: the decoder's inputs for a pack with images; None for a pack of text.
 
     Raises:
         UnsupportedAttentionError: a layer does not support packed attention.
@@ -98,7 +98,7 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
     """Return the last hidden states of a pack's tokens, (tokens, hidden size).
 
     Args:
-        inputs: what the decoder gets for a pack with images; None for a pack of text.
+        inputs: the decoder's inputs for a pack with images; None for a pack of text.
     """
     with packed(layout):
         if inputs is None:
