@@ -243,7 +243,7 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """Return KTO labels. The two examples of an unpaired pair are neighbours, chosen first."""
+    """Return KTO labels. The two examples of an unpaired pair are adjacent, with chosen first."""
     found = []
     for at, columns in enumerate(rows):
         if "completion" in columns or "chosen" not in columns:

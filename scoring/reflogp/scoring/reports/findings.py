@@ -1,4 +1,4 @@
-"""Write a report's findings: its numbers in plain sentences, with a next step where there is one.
+"""Write a report's findings: its numbers in plain sentences, with the next step if there is one.
 
 A sentence must not claim more than its numbers show.
 """

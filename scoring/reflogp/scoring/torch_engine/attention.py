@@ -574,7 +574,7 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """Compile a function once for all sizes of its tensors (and once more for sizes of 1).
 
-    Without `use_duck_shape=False` two sizes that are equal in the first call, such as two key heads and two blocks of a pack,
+    Without `use_duck_shape=False` two sizes that are equal in the first call, for example 2 key heads and 2 blocks of a pack,
     are compiled as the same size. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's
     template for CUDA loads as a pointer.
     """

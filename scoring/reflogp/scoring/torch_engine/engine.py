@@ -73,7 +73,7 @@ class TorchEngine:
         image_check: result of the check on the first sequences with images; None before.
 
     Raises:
-        UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
+        UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
         OutOfMemoryError: the model does not fit the memory of the device.
         EngineError: the model cannot be loaded.
 
@@ -138,7 +138,8 @@ class TorchEngine:
             temperature: divisor of the logits (RLOO and GRPO compute log-probs at their sampling temperature).
 
         Raises:
-            InvalidSequencesError: some sequences cannot be scored; its `results` hold the values of the others.
+            InvalidSequencesError: some sequences cannot be scored; the error's `results` hold the values of the other
+                sequences.
         """
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
@@ -439,7 +440,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {first_line(error)}") from error
-        except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these for images
+        except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these errors for images
             raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         self._features.clear()
         # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.

@@ -71,7 +71,7 @@ class ForwardFlops:
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each."""
+        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each path."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 

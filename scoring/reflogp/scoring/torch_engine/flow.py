@@ -62,7 +62,7 @@ class InFlight:
         return outcomes
 
     def tokens_per_second(self) -> float:
-        """Return the speed at which the device computed the pass, which must have landed."""
+        """Return the speed at which the device computed the pass, whose values must be on the host."""
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 
@@ -88,8 +88,8 @@ class Prepared:
     def take(self, flying: InFlight | None) -> Unit | None:
         """Wait until the next unit is made, and return it.
 
-        Returns None if the pass in flight has landed and no unit is ready, or if no pass is in flight and there is nothing to
-        prepare at the moment.
+        Returns None if the values of the pass in flight are on the host and no unit is ready, or if no pass is in flight and
+        there is nothing to prepare at the moment.
 
         Raises StopIteration after the last unit, and any error raised while a unit was made.
         """

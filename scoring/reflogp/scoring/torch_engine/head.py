@@ -48,11 +48,12 @@ class Head:
 
     A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
     computed in float32: rounding that logit to bfloat16 would cause the largest single error of a log-prob, and one more dot
-    product per token avoids it. For any other head the model's own forward is called on the given hidden states, so no
+    product per token avoids this error. For any other head the model's own forward is called on the given hidden states, so no
     architecture-specific code is needed.
 
-    Under autocast the rounded logit is kept: such values are compared with values of a run whose logits are rounded the same
-    way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
+    Under autocast the rounded logit is kept, because values under autocast are compared with values of a run whose logits are
+    rounded the same way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in
+    float32).
 
     Args:
         model: a causal language model.
@@ -130,7 +131,7 @@ class Head:
         Blocks of the vocabulary are the outer loop, so that a weight that is not in the product's dtype is cast once per block.
         """
         assert self.logits is not None
-        # Mamba keeps its residual stream, and so these states, in float32.
+        # Mamba keeps its residual stream in float32, so these states are float32 too.
         dtype = torch.float32 if self._float32 else self._rounded or hidden.dtype
         as_they_are = self._factors.dtype == dtype or _is_widened(hidden, self._factors, dtype)
         blocks = list(_slices(self._weight.shape[0], self._columns_at_once(as_they_are)))

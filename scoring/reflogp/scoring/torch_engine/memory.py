@@ -22,9 +22,9 @@ from reflogp.scoring.machine.memory import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 
-#: Number of tokens above which a longer pass is not faster, because the matrix products are large enough. On a CPU it is per
-#: core, because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048 tokens
-#: are a tenth faster than 4,096).
+#: Number of tokens above which a longer pass is not faster, because the matrix products are large enough. On a CPU this number
+#: is per core, because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048
+#: tokens are a tenth faster than 4,096).
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
 _LEAST_TOKENS = 512
 #: Share of the free memory that activations may take; the rest is for the head's chunks, kernels and fragmentation.

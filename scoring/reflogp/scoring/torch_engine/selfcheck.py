@@ -262,7 +262,7 @@ def _try_compiled(
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
         problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
-    except Exception as error:  # compilers fail in many ways
+    except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
         forward.uncompile_layers(model)

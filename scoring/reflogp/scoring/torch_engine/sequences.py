@@ -164,7 +164,7 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
         outcomes: (index, outcome) of the other sequences, in any order.
 
     Raises:
-        InvalidSequencesError: some sequences have no values; its `results` hold the values of the others.
+        InvalidSequencesError: some sequences have no values; the error's `results` hold the values of the other sequences.
     """
     results: list[Any] = [None] * count
     for index, outcome in outcomes:

@@ -88,7 +88,7 @@ class VllmProcess:
         if ours != theirs:
             return (
                 f"images are resized with {ours} here and with {theirs} in vLLM's environment, which round differently: "
-                "install torchvision in both or in neither"
+                "install torchvision in both environments or in neither"
             )
         if not images.independent:
             return "the images of a prompt change each other's tokens, but vLLM processes each image alone"
@@ -116,7 +116,7 @@ class VllmProcess:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
                 undo.callback(running.close)
-            if self._is_closed:  # closed while vLLM was loading
+            if self._is_closed:  # the engine was closed while vLLM was loading
                 raise EngineError("the engine was closed")
             undo.pop_all()
         self._running = running

@@ -61,7 +61,7 @@ class ImagePrompts:
         settings: hexadecimal `settings_digest` of the image processor that vLLM loaded.
         library: see `library_of`.
 
-    Raises ImageRefusedError if this vLLM has no such processor.
+    Raises ImageRefusedError if vLLM has no image processor for the model.
     """
 
     def __init__(self, engine: Any) -> None:

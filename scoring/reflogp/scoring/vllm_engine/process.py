@@ -235,12 +235,12 @@ class Scorer:
                 self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
                 [answer] = self._finished()
                 if answer.values is None or not np.isfinite(answer.values).all():
-                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a first image")
+                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a test image")
                 found.append(answer.values)
         except ImageRefusedError:
             raise
         except Exception as error:
-            raise ImageRefusedError(f"vLLM fails with a first image: {first_line(error)[:200]}") from error
+            raise ImageRefusedError(f"vLLM fails with a test image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
             raise ImageRefusedError("vLLM's values do not depend on the image")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
