@@ -152,9 +152,8 @@ def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
         return " with features of several layers"
     rope = config.get("text_config", {})
     rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
-    if kind == "qwen3_vl" and not rope.get(
-        "mrope_interleaved"
-    ):  # transformers always interleaves, vLLM only if the config says so
+    # transformers always interleaves, vLLM only if the config says so.
+    if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):
         return " without mrope_interleaved in their config"
     return ""
 
