@@ -7,7 +7,7 @@ Needs torch >= 2.11 and transformers >= 5.16, no network and no files: weights a
 random in the lengths of UltraFeedback. Sides take turns in one run. The JSON file is written after every run of a side, so an
 early end loses no results. For a side that is not installed, fails or has no time left, the file has the reason.
 
-Results of a side: seconds of each run; tokens of the data per second (medians; both sequences of a pair count whole, without
+Results of a side: seconds of each run; tokens of the data per second (medians; both sequences of a pair count in full, without
 sharing and padding); the steady rate without the first and the last pass; utilization (computed operations per second, divided
 by the rate of a matrix product in the same run); peak memory; and the error against float32 forwards, in nats per token.
 """

@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         seconds: from the first sequence to the last value on the host.
-        tokens: tokens of the data: both sequences of a pair count whole, without sharing and padding.
+        tokens: tokens of the data: both sequences of a pair count in full, without sharing and padding.
         operations: computed operations, two per multiply-add; padding counts, shared tokens count once. 0 if unknown.
         passes: (seconds, tokens of the data) of each pass or batch.
         complete: False if the time was up before the last pair.

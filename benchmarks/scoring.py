@@ -1,6 +1,6 @@
 """Measure the scoring speed of every side on this machine, in one run: `make bench`.
 
-Rates are tokens of the data per second (both sequences of a pair count whole, without sharing and padding), so sides can be
+Rates are tokens of the data per second (both sequences of a pair count in full, without sharing and padding), so sides can be
 compared although slow sides run on a sample. Each round runs every side once; the table shows medians.
 
     python benchmarks/scoring.py [--data FILE:ROWS …] [--shape 0.1B] [--rounds 3] [--trl-rows 12] [--out benchmarks/results]

@@ -1,7 +1,7 @@
 """Run the cases of one environment with its Python: cached trainers, and TRL's trainers with a reference model in memory.
 
-Writes a line of JSON for each case. The rows that the cached trainer lacks are scored in the main environment with the command
-from its error message, as by a user.
+The output is one line of JSON for each case. The rows that the cached trainer lacks are scored in the main environment with the
+command from its error message, as by a user.
 """
 
 from __future__ import annotations
