@@ -3,7 +3,7 @@
 By default TRL loads a model, given by name, in float32 and sets bf16=True, so accelerate runs the policy and the reference
 under torch.autocast. The benchmark scores the same pairs with TRL's own `_precompute_ref_logps` under its defaults and with the
 engine in each dtype, and compares the sums of completions. The table also has TRL at another batch size: stored values cannot
-be expected to differ less from TRL's reference than that reference differs from itself.
+be expected to be closer to TRL's reference than TRL's references at two batch sizes are to each other.
 
     python benchmarks/autocast.py [--data FILE:PAIRS] [--shape 20M] [--out benchmarks/results]
 """
@@ -27,7 +27,7 @@ from trl import DPOConfig, DPOTrainer
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from scoring import SHIPPED
 
-#: Standard deviation of the random weights: wide enough that log-probs are far from uniform, as a trained model's are.
+#: Standard deviation of the random weights: so large that log-probs are far from uniform, like those of a trained model.
 _WIDTH = 0.05
 
 
@@ -99,7 +99,7 @@ def as_trained_on(trainer: DPOTrainer) -> list[Sequence]:
 
 def trl_sums(trainer: DPOTrainer, batch: int) -> Any:
     """Return TRL's reference log-probs, summed over each completion, chosen and rejected in turn."""
-    trainer._precompute_model_hash = f"{trainer.args.output_dir} {batch}"  # its cache has never seen it
+    trainer._precompute_model_hash = f"{trainer.args.output_dir} {batch}"  # so that TRL's cache does not contain it
     found = trainer._precompute_ref_logps(trainer.train_dataset, "train", batch)
     return np.array([found["ref_chosen_logps"], found["ref_rejected_logps"]], np.float64).T.flatten()
 

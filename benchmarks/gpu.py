@@ -5,9 +5,9 @@
 
 Needs torch >= 2.11 and transformers >= 5.16, no network and no files: weights are random, drawn on the device, and tokens are
 random in the lengths of UltraFeedback. Sides take turns in one run. The JSON file is written after every run of a side, so an
-early end loses nothing. For a side that is not installed, fails or comes too late, the file has the reason.
+early end loses no results. For a side that is not installed, fails or has no time left, the file has the reason.
 
-Results of a side: seconds of each run; tokens of the data per second (medians; both sequences of a pair count whole, without
+Results of a side: seconds of each run; tokens of the data per second (medians; both sequences of a pair count in full, without
 sharing and padding); the steady rate without the first and the last pass; utilization (computed operations per second, divided
 by the rate of a matrix product in the same run); peak memory; and the error against float32 forwards, in nats per token.
 """
@@ -52,19 +52,19 @@ from reflogp.scoring.torch_engine.head import Head  # noqa: E402
 
 OURS = "reflogp"
 PADDED = {"transformers, padded": True, "transformers, padded, head on completions": False}
-#: Tokens of the data: more than 20 passes of 65,536 once prompts are shared. And the vocabulary of current models.
+#: Number of tokens of the data (more than 20 passes of 65,536 tokens after prompts are shared), and size of the vocabulary.
 TOKENS, VOCABULARY = {"tiny": 3_000}, {"tiny": 2_048}
 MOST_TOKENS, MOST_VOCABULARY = 2_200_000, 151_936
-#: Shares of the time, where several shapes are measured.
+#: Relative shares of the time if several shapes are measured.
 TIME = {"1.5B": 1.3, "7B": 3.0}
-#: Part of a shape's time that one run may take.
+#: Maximum part of a shape's time that one run may take.
 MOST_OF_TIME = 0.4
-#: Every so many pairs: those that other kernels and the padded sides score, and those that a batch size is chosen on.
+#: Steps with which pairs are sampled: for other kernels, for the padded sides, and for the choice of a batch size.
 KERNEL_STEP, PADDED_STEP, TRIAL_STEP = 4, 16, 48
 BATCHES = (4, 8, 16, 32, 64)
-#: Sequences, of so many tokens at most, that errors are measured on.
+#: Number of sequences on which errors are measured, and their maximum number of tokens.
 ERROR_SEQUENCES, ERROR_TOKENS = 8, 1024
-#: Rows of the head's comparison.
+#: Number of rows in the comparison of heads.
 HEAD_ROWS = {"cuda": 8192, "cpu": 256}
 LIBRARIES = ("trl", "vllm", "flash-attn", "cut-cross-entropy", "liger-kernel", "triton", "transformers")
 
@@ -135,7 +135,7 @@ def main() -> None:
             else:
                 names = [OURS, *PADDED, *(f"{OURS}, {kernel}" for kernel in kernel_names(device.type)), Vllm.name]
                 found["sides"] = {name: {"skipped": "no time left"} for name in names}
-        except Exception as error:  # the model itself does not fit; the other shapes are measured all the same
+        except Exception as error:  # the model itself does not fit; the other shapes are still measured
             found["failed"] = reason(error)
         report.write()
     print(f"written to {file}")
@@ -146,8 +146,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5B", "1.5B", "7B"])
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no run begins after so long")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, where the time allows")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which no run begins")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, if the time allows")
     parser.add_argument("--tokens", type=int, help="tokens of the data, instead of the shape's own number")
     parser.add_argument("--out", default=str(REPOSITORY / "benchmarks" / "results"), help="folder of the JSON file")
     parser.add_argument("--verbose", action="store_true", help="show vLLM's messages")
@@ -171,7 +171,7 @@ def measure_shape(
     """Measure all sides that share one set of weights; return the model's config."""
     longest = MOST_OF_TIME * (end - time.perf_counter())
     forget_unused_memory()
-    torch.compiler.reset()  # what was compiled for another shape would count towards the limit of recompilations
+    torch.compiler.reset()  # code compiled for another shape would count towards the limit of recompilations
     vocabulary = VOCABULARY.get(shape, MOST_VOCABULARY)
     pairs = drawn_pairs(options.tokens or TOKENS.get(shape, MOST_TOKENS), vocabulary)
     model = random_model(shape, vocabulary, str(device))
@@ -186,7 +186,7 @@ def measure_shape(
     few = [shortened(s) for s in pairs.spread(ERROR_SEQUENCES // 2).sequences()]
     try:
         exact = exact_values(model, few)
-    except RuntimeError as error:  # a float32 copy of the weights does not fit beside them
+    except RuntimeError as error:  # a float32 copy of the weights does not fit in addition
         few, exact = [], []
         found["errors_failed"] = reason(error)
         report.write()
@@ -251,14 +251,14 @@ def best_padded(model: Any, trial: Pairs, attention: str, whole_logits: bool, de
         try:
             side.run(trial.spread(batch // 2), float("inf"))
             run = side.run(trial, float("inf"))
-        except RuntimeError as error:  # out of memory, or more numbers than a kernel can count
+        except RuntimeError as error:  # out of memory, or more elements than a kernel can index
             if not rates:
                 raise
             failed[batch] = reason(error)
             break
         rates[batch] = run.tokens / run.seconds
         if rates[batch] < max(rates.values()) / 2 or time.perf_counter() > deadline:
-            break  # padding has eaten what larger products gain, or there is no time for more
+            break  # padding costs more than larger products gain, or there is no time for more
     best = Padded(model, max(rates, key=lambda batch: rates[batch]), attention, whole_logits)
     best.about |= {"tokens_per_second_at_batch": rates, "failed_at_batch": failed}
     return best
@@ -290,12 +290,10 @@ def first_run(
         side.run(plan.pairs.spread(16), end)  # kernels are compiled, memory is taken
         entry["prepare_s"] = round(time.perf_counter() - start, 1)
         if time.perf_counter() > end:
-            entry["skipped"] = "no time left after it was prepared"
+            entry["skipped"] = "no time left after the side was prepared"
             return None
         measured_run(side, plan.pairs, entry, min(end, time.perf_counter() + longest))
-    except (
-        Exception
-    ) as error:  # whatever a kernel, a compiler or an engine can raise: the other sides are measured all the same
+    except Exception as error:  # a kernel, a compiler or an engine may raise any error; the other sides are still measured
         entry["failed"] = reason(error)
         return None
     finally:

@@ -20,7 +20,7 @@ from reflogp.scoring.torch_engine.attention import installed_kernels
 from reflogp.scoring.torch_engine.load import in_memory
 from reflogp.scoring.torch_engine.packing import Pack, packs
 
-#: Logits of the padded side's head in float32 at once: 2**28 are 1 GiB.
+#: Maximum number of float32 logits that the padded side's head computes at once: 2**28 are 1 GiB.
 _LOGITS_AT_ONCE = 1 << 28
 
 
@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         seconds: from the first sequence to the last value on the host.
-        tokens: tokens of the data: both sequences of a pair count whole, without sharing and padding.
+        tokens: tokens of the data: both sequences of a pair count in full, without sharing and padding.
         operations: computed operations, two per multiply-add; padding counts, shared tokens count once. 0 if unknown.
         passes: (seconds, tokens of the data) of each pass or batch.
         complete: False if the time was up before the last pair.
@@ -70,7 +70,7 @@ class Work:
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device has finished; return the time."""
+    """Wait until the device has finished; return the current time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -104,7 +104,7 @@ class Packed:
 
     Args:
         model: the weights.
-        kernel: the only attention kernel that it may use; None leaves the choice to its self-check.
+        kernel: the only attention kernel that the engine may use; None leaves the choice to the engine's self-check.
     """
 
     def __init__(self, model: Any, kernel: str | None = None) -> None:
@@ -151,7 +151,7 @@ class Padded:
         batch: number of sequences per batch.
         attention: transformers' name of an attention implementation.
         whole_logits: True to take log_softmax of the model's logits at all positions, in the model's dtype. Otherwise the head
-            runs on completion tokens only, some rows at a time, with log_softmax in float32, as TRL's fused head since 1.16.
+            runs on completion tokens only, some rows at a time, with log_softmax in float32, as in TRL's fused head since 1.16.
     """
 
     def __init__(self, model: Any, batch: int, attention: str, whole_logits: bool) -> None:

@@ -33,8 +33,8 @@ from tests.service.serving import running
 from tests.store.rows import REFERENCE
 
 MIB = 1 << 20
-#: What a service takes beside the memory of requests: allocators, buffers of connections and threads; and what a worker takes
-#: for the online requests that may wait for it, beside its models.
+#: Memory of a service in addition to the memory of requests (allocators, buffers of connections and threads), and memory of a
+#: worker in addition to its models, for the online requests that may wait for it.
 SERVICE_BESIDE, WORKER_BESIDE = 256 * MIB, 512 * MIB
 
 
@@ -49,10 +49,14 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="of each route, over its cases")
-    parser.add_argument("--seconds", type=float, default=0, help="go to the next case after this; 0: send all requests")
-    parser.add_argument("--only", nargs="*", default=[], metavar="METHOD/PATH", help="these routes alone, and write no file")
-    parser.add_argument("--unread-mib", type=int, default=256, help="of bodies that are sent to routes that read none")
+    parser.add_argument("--requests", type=int, default=1000, help="number of requests of each route, over its cases")
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="seconds after which the next case begins; 0: send all requests"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="METHOD/PATH", help="measure only these routes, and write no file"
+    )
+    parser.add_argument("--unread-mib", type=int, default=256, help="size of bodies that are sent to routes that read no body")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.serving import float32, running, settings_file, token_rows
 from tools.stress_jobs import make_model
 
-#: Jobs that wait or run at a time.
+#: Number of jobs that wait or run at the same time.
 _AT_ONCE = 20
 
 

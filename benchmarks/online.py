@@ -1,10 +1,10 @@
-"""Compare the step time of online trainers whose reference model is in a service with TRL's, which load their own.
+"""Compare the step times of online trainers whose reference model is in a service or, as in TRL, in the trainer's process.
 
     python benchmarks/online.py [--shape tiny] [--steps 12] [--rounds 3] [--out benchmarks/results]
 
 Each side trains in its own process, in turns, on the shipped prompts: float32, random weights, the same seeds. On a CPU the
 trainer and the service get one thread each, so that a reference pass computes at the same speed in both. `step_seconds` is the
-median over all steps but the first. `hidden` is the share of the requests' time in which the trainer did something else.
+median over all steps after the first. `hidden` is the share of the requests' time in which the trainer did something else.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(side: str, trainer: str, url: str, folder: Path, options: argparse.N
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Train one side; runs in its own process."""
+    """Train one side. This function runs in its own process."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

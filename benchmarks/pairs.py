@@ -13,7 +13,7 @@ from reflogp.scoring.torch_engine import Sequence
 PERCENTILES = (0, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
 PROMPT_TOKENS = (4, 10, 13, 21, 32, 52, 86, 116, 159, 237, 419, 605, 1040, 1502)
 COMPLETION_TOKENS = (1, 7, 17, 43, 81, 134, 208, 296, 405, 521, 660, 781, 997, 1306)
-#: Correlation of the two completions' lengths there; a prompt's length says next to nothing about them (-0.1).
+#: Correlation of the two completions' lengths in these rows; the correlation with the prompt's length is negligible (-0.1).
 COMPLETIONS_CORRELATION = 0.63
 
 

@@ -48,9 +48,9 @@ from reflogp.service.worker.protocol import JobOrder
 from reflogp.store import Store, describe_reference
 
 _ANSWER_SECONDS = 60.0
-#: Tokens of a pass, of which the time is given.
+#: Number of tokens of the pass whose time is given.
 PASS_TOKENS = 65_536
-#: Where clocked engines write the passes that they began: a line of "start end tokens", monotonic seconds, for each.
+#: File to which simulated engines write a line "start end tokens" for each pass that they began, in monotonic seconds.
 LOG, SECONDS = "REFLOGP_CLOCKED_LOG", "REFLOGP_CLOCKED_SECONDS"
 
 
@@ -90,7 +90,7 @@ class _Mark:
 
 
 def clocked(model: str) -> ClockedEngine:
-    """Return the engine. Its seconds and its log come from environment variables, which workers inherit."""
+    """Return the engine. The seconds and the log of the device come from environment variables, which workers inherit."""
     return ClockedEngine(model, float(os.environ[SECONDS]), Path(os.environ[LOG]))
 
 
@@ -284,7 +284,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=6000)
     parser.add_argument("--seconds", type=float, nargs="+", default=[1.5, 0.15], help="of 65,536 tokens")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--online", action="store_true", help="ask online requests beside the job")
+    parser.add_argument("--online", action="store_true", help="send online requests while the job runs")
     parser.add_argument("--json", action="store_true", help="one line")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Measure the scoring speed of every side on this machine, in one run: `make bench`.
 
-Rates are tokens of the data per second (both sequences of a pair count whole, without sharing and padding), so sides can be
+Rates are tokens of the data per second (both sequences of a pair count in full, without sharing and padding), so sides can be
 compared although slow sides run on a sample. Each round runs every side once; the table shows medians.
 
     python benchmarks/scoring.py [--data FILE:ROWS …] [--shape 0.1B] [--rounds 3] [--trl-rows 12] [--out benchmarks/results]
@@ -42,7 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.vllm.serving import free_port, vllm_serve
 
 SHIPPED = Path(__file__).resolve().parent.parent / "examples" / "data" / "gsm8k_pairs.jsonl"
-#: Of the wider data, when REFLOGP_TEST_DATA names it: long single-turn answers, and two sets with shared prompts.
+#: Files of the additional data, if REFLOGP_TEST_DATA names its folder: long single-turn answers, and two sets with shared
+#: prompts.
 WIDER = {"ultrafeedback_1k": 48, "mmlupro_sharedprompt_dev": 256, "gsm8k_pairs_dev": 400}
 
 
@@ -80,9 +81,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", nargs="*", default=[], metavar="FILE:ROWS", help="preference pairs as JSON lines")
     parser.add_argument("--shape", choices=SHAPES, default="0.1B")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trl-rows", type=int, default=12, help="rows, evenly spread, that the slow sides run on")
+    parser.add_argument("--trl-rows", type=int, default=12, help="number of evenly spaced rows that the slow sides score")
     parser.add_argument("--out", default="benchmarks/results")
-    parser.add_argument("--cpu", action="store_true", help="use the CPU where there is a GPU")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     parser.add_argument("--verbose", action="store_true", help="show vLLM's messages")
     return parser.parse_args()
 

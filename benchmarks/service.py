@@ -1,4 +1,4 @@
-"""Measure the service's speed on this machine, next to what it is compared with, in one run: `make bench`.
+"""Measure the speed of the service and of what it is compared with, on this machine in one run: `make bench`.
 
 Steps: a job over HTTP and `reflogp score`; a job with only cache hits; lookups; the time of online requests in addition to the
 engine's time; eight callers and one offline stream of packs; online requests while a job runs; idle connections and a long
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.service.serving import Service, running
 
 _COMMAND = [sys.executable, "-c", "from reflogp.cli import main; main()"]
-#: One online request: what a training step asks for.
+#: An online request, with the sequences of one training step.
 SEQUENCES, TOKENS = 16, 200
 
 
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=[], metavar="STEP", help="run these steps alone and write no file")
+    parser.add_argument("--only", nargs="*", default=[], metavar="STEP", help="run only these steps and write no file")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 
@@ -204,7 +204,7 @@ def eight_callers(folder: Path, model: Path, data: Path, rounds: int) -> dict[st
 
 
 def pack_seconds(model: Path, data: Path, count: int = 40) -> list[float]:
-    """Return the seconds of the first packs of this data, without the very first, on an idle machine."""
+    """Return the seconds of the first packs of this data after the very first pack, on an idle machine."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     pairs = tokenize(data.name, rows, load_tokenizer(str(model)))
     passes, took = TorchEngine(str(model), "bfloat16").passes(pairs.sequences()), []

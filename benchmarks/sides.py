@@ -55,7 +55,7 @@ def make_model(folder: Path, shape: str, vocab_size: int = 32_000) -> int:
 
 
 def synchronized(device: str) -> float:
-    """Wait until the device has finished; return the time."""
+    """Wait until the device has finished; return the current time."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -145,7 +145,7 @@ class Trl:
         self._trainer = DPOTrainer(
             policy, copy.deepcopy(policy), args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer
         )
-        reference = self._trainer.ref_model  # only this one runs: let the policy go
+        reference = self._trainer.ref_model  # only the reference runs: free the policy
         self._trainer.model = self._trainer.model_wrapped = reference
         self._dataset = Dataset
         self._runs = 0
@@ -156,7 +156,7 @@ class Trl:
             dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), map(list, columns), strict=True))
         )
         self._runs += 1
-        self._trainer._precompute_model_hash = f"{self._batch} {self._runs}"  # a name that its cache has never seen
+        self._trainer._precompute_model_hash = f"{self._batch} {self._runs}"  # a name that TRL's cache does not contain
         start = synchronized(self._device)
         self._trainer._precompute_ref_logps(dataset, "train", self._batch)
         return synchronized(self._device) - start

@@ -3,9 +3,9 @@
     python benchmarks/store.py [--rows 1000000 10000000] [--pairs 1000000] [--folder DIR] [--out benchmarks/results]
 
 Rows have 16 to 400 tokens, uniformly distributed (mean 208). Pairs have a prompt and two completions of such lengths. The rows
-include the pairs' sequences; all other rows have random keys. Every measurement runs in its own process. It reports the peak of
-the process's memory, and its memory without file pages at the end. Needs about 1 GB of disk per million rows, twice that while
-compacting, and 2.5 GB per million pairs.
+include the pairs' sequences; all other rows have random keys. Every measurement runs in its own process. The results include
+the peak of the process's memory, and its memory without file pages at the end. Needs about 1 GB of disk per million rows, twice
+that while compacting, and 2.5 GB per million pairs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reflogp.store.schema import shard_table
 
 LEAST, MOST = 16, 400
 REFERENCE = Reference("be" * 16, "benchmark", "bfloat16", "bfloat16", ("00" * 32,), {})
-#: Rows of one append; pairs of one record batch.
+#: Number of rows of one append, and number of pairs of one record batch.
 APPEND_ROWS, BATCH_PAIRS = 100_000, 10_000
 LOOKUPS, ROUNDS = 1_000_000, 3
 
@@ -69,9 +69,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=int, default=[1_000_000, 10_000_000])
     parser.add_argument(
-        "--pairs", type=int, default=1_000_000, help="at most half of the least --rows is in the table of that size"
+        "--pairs", type=int, default=1_000_000, help="number of pairs; a table has at most half as many pairs as rows"
     )
-    parser.add_argument("--folder", help="where the data goes; default: a temporary folder")
+    parser.add_argument("--folder", help="folder of the data; default: a temporary folder")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, help=argparse.SUPPRESS)

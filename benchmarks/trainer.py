@@ -1,4 +1,4 @@
-"""Measure the trainer extension: warm start compared with TRL's from its own cache, and memory without a reference model.
+"""Measure the warm start and the memory of a cached trainer, compared with TRL's trainer, its cache and its reference model.
 
     python benchmarks/trainer.py [--rows 61000] [--shape 0.5B] [--rounds 3] [--data FILE] [--out benchmarks/results]
 
@@ -57,12 +57,12 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=61_000, help="0 leaves the warm start out")
-    parser.add_argument("--shape", default="0.5B", help="the policy whose start is timed")
-    parser.add_argument("--memory-shape", default="0.1B", help="the policy whose memory is measured")
+    parser.add_argument("--rows", type=int, default=61_000, help="0 skips the warm start")
+    parser.add_argument("--shape", default="0.5B", help="shape of the policy whose start is timed")
+    parser.add_argument("--memory-shape", default="0.1B", help="shape of the policy whose memory is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", default=str(REPOSITORY / "examples" / "data" / "gsm8k_pairs.jsonl"), help="preference pairs")
-    parser.add_argument("--folder", help="where the data goes; default: a temporary folder")
+    parser.add_argument("--folder", help="folder of the data; default: a temporary folder")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -108,7 +108,7 @@ def measure(side: str, folder: Path) -> dict[str, Any]:
 
 
 def start(side: str, folder: Path) -> dict[str, Any]:
-    """Start one side's trainer, or prepare the data; runs in its own process."""
+    """Start one side's trainer, or prepare the data. This function runs in its own process."""
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -132,7 +132,7 @@ def start(side: str, folder: Path) -> dict[str, Any]:
     else:
         options["reference"] = ReferenceSource(folder / "store", model=model)
         options["policy_starts_at_reference"] = False  # the values are made up
-    describe_reference(model, "bfloat16")  # digests of the files are remembered
+    describe_reference(model, "bfloat16")  # digests of the files are cached
 
     def first_step(*args: Any, **kwargs: Any) -> None:
         raise FirstStep

@@ -1,6 +1,6 @@
-"""Measure pairs with images: reflogp's engine, and the reference model that TRL's DPOTrainer runs beside the policy.
+"""Measure the speed of scoring pairs with images: with reflogp's engine, and with the reference model of TRL's DPOTrainer.
 
-Each side runs in a process of its own, in turns. TRL's side is the forward pass of the reference alone, on batches that its
+Each side runs in its own process, in turns. TRL's side is the forward pass of the reference alone, on batches that TRL's
 collator made before; reflogp's side also reads and processes the images. Rates are pairs per second.
 
     python benchmarks/vision.py [--family llava] [--rows 8] [--shape 20M] [--image-side 448] [--rounds 3] [--out FOLDER]
@@ -81,7 +81,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8, help="pairs, each with an image of its own")
+    parser.add_argument("--rows", type=int, default=8, help="number of pairs, each with its own image")
     parser.add_argument("--family", choices=FAMILIES, default="llava")
     parser.add_argument("--shape", choices=SHAPES, default="20M", help="shape of the language model")
     parser.add_argument("--image-side", type=int, default=448, help="pixels; an image has (side / 14)² tokens")
@@ -103,7 +103,8 @@ def make(folder: Path, options: argparse.Namespace) -> None:
     model, processor, placeholder = random_vision_model(options.family, options.shape, options.image_side, tokenizer)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    (folder / "processor").write_bytes(pickle.dumps(processor))  # some cannot be loaded from a folder without torchvision
+    # Some processors cannot be loaded from a folder without torchvision.
+    (folder / "processor").write_bytes(pickle.dumps(processor))
     random = np.random.default_rng(0)
     lines = []
     for number, row in enumerate(rows):
@@ -175,7 +176,7 @@ def trl(model: Path, data: Path, options: argparse.Namespace) -> float:
         for part in picked
     ]
     del policy
-    trainer.model = trainer.model_wrapped = reference = trainer.ref_model  # only this one runs
+    trainer.model = trainer.model_wrapped = reference = trainer.ref_model  # only the reference runs
 
     def forward(inputs: Any) -> None:
         inputs = dict(inputs)

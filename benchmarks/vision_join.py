@@ -1,9 +1,9 @@
 """Measure the join of pairs with images, with an empty cache of pixel digests and again: the command and the trainer.
 
-Each pair has an image of its own, a JPEG file of 640 × 480 pixels. The values in the store are made up, since a join does not
-depend on them. Joining decodes each image once to make the row's key; the
-second join reads the digests of unchanged files from the cache. The trainer is measured from the dataset to the joined columns,
-that is its construction. Every measurement runs in a process of its own, and includes its start.
+Each pair has its own image, a JPEG file of 640 × 480 pixels. The values in the store are made up, since a join does not depend
+on them. Joining decodes each image once to make the row's key; the second join reads the digests of unchanged files from the
+cache. For the trainer, its construction is measured: from the dataset to the joined columns. Every measurement runs in its own
+process, and includes the start of the process.
 
     python benchmarks/vision_join.py [--rows 10000] [--rounds 3] [--folder DIR] [--out benchmarks/results]
 """
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="dataset_num_proc of the trainer")
-    parser.add_argument("--folder", help="where the data goes (about 0.1 MB a row); default: a temporary folder")
+    parser.add_argument("--folder", help="folder of the data (about 0.1 MB a row); default: a temporary folder")
     parser.add_argument("--out", default="benchmarks/results")
     parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     return parser.parse_args()

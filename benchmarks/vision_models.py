@@ -23,7 +23,7 @@ def random_vision_model(family: str, shape: str, image_side: int, tokenizer: Any
 
     Args:
         family: a key of FAMILIES.
-        shape: of the language model, a key of SHAPES.
+        shape: shape of the language model, a key of SHAPES.
         image_side: pixels; an image has (side / PATCH)² tokens, of Qwen2.5-VL about as many.
         tokenizer: gets the family's special tokens.
     """
@@ -76,7 +76,7 @@ def _qwen2_5_vl(tokenizer: Any, text: dict[str, Any], side: int) -> tuple[Any, A
     _add_tokens(tokenizer, start=named["vision_start"], end=named["vision_end"])
     pixels = (2 * side) ** 2  # a token is made of 2 x 2 patches
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": pixels, "longest_edge": pixels}, patch_size=PATCH)
-    # The video processor needs torchvision; something that only takes its place is enough here.
+    # The video processor needs torchvision; a placeholder object is enough here.
     with mock.patch.object(ProcessorMixin, "check_argument_for_proper_class", lambda *args: None):
         processor = tf.Qwen2_5_VLProcessor(images, tokenizer, SimpleNamespace(merge_size=2, to_dict=dict))
     half = text["hidden_size"] // text["num_attention_heads"] // 2

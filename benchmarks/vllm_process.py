@@ -1,4 +1,4 @@
-"""Run vLLM in its own process, for the benchmarks: token ids in, seconds out."""
+"""Run vLLM in its own process, for the benchmarks: it gets token ids and returns seconds."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ import os
 import sys
 import time
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # its engine process fails to start where there are few cores
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; by default it asks for most of the machine, which others use too
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine process fails to start on machines with few cores
+# In GiB. By default vLLM takes most of the machine's memory, which other processes use too.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
-from vllm import LLM, SamplingParams, TokensPrompt  # reads the environment when it is imported
+from vllm import LLM, SamplingParams, TokensPrompt  # vLLM reads the environment when it is imported
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from sides import make_model, make_tokenizer, quiet, read_pairs
 
 from scoring import SHIPPED
 
-#: Of the command line, in a process of its own, with one thread.
+#: Code that runs the command line in its own process, with one thread.
 _REFLOGP = [sys.executable, "-c", "from reflogp.cli import main; main()"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="20M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--no-ray", dest="ray", action="store_false", help="without the side that needs Ray")
+    parser.add_argument("--no-ray", dest="ray", action="store_false", help="leave out the side that needs Ray")
     parser.add_argument("--out", default="benchmarks/results")
     return parser.parse_args()
 

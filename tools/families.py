@@ -1,4 +1,4 @@
-"""Tiny random models of many families, for the fidelity tests and for the table in docs/fidelity.md."""
+"""Build tiny random models of many families, for the fidelity tests and for the table in docs/fidelity.md."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             qk_nope_head_dim=32,
             qk_rope_head_dim=16,
             v_head_dim=32,
-            first_k_dense_replace=3,  # no experts: attention alone
+            first_k_dense_replace=3,  # the family without experts, to test attention alone
         )
     ),
     "Mamba": lambda: tf.MambaForCausalLM(
@@ -109,12 +109,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def build(name: str) -> Any:
-    """The family's model with weights wide enough that every token's log-prob depends on its whole context."""
+    """Return the family's model, with weights so large that every token's log-prob depends on its whole context."""
     torch.manual_seed(3)
     model = FAMILIES[name]().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            recurrent = "mixer" in parameter_name or "mamba" in parameter_name  # a state that grows is no fair test
+            # A recurrent state that grows without limit would not be a fair test.
+            recurrent = "mixer" in parameter_name or "mamba" in parameter_name
             if parameter.dim() >= 2 and not recurrent:
                 parameter.mul_(3)
             if "embed" in parameter_name or "wte" in parameter_name or "head" in parameter_name:

@@ -1,4 +1,4 @@
-"""Measures what docs/fidelity.md tells: for every family the path it took and how far its values are from plain ones.
+"""Measure the table of docs/fidelity.md: the scoring path of every family, and its errors against plain forward passes.
 
 `make fidelity` writes the table; the tests assert the same numbers.
 """
@@ -24,7 +24,7 @@ TABLE = Path(__file__).resolve().parents[1] / "docs" / "fidelity.md"
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Errors against plain, unpadded float32 forwards, in nats per token. `trl_bfloat16` is None where TRL's pass fails."""
+    """Errors against plain, unpadded float32 forwards, in nats per token. `trl_bfloat16` is None if TRL's pass fails."""
 
     path: str
     float32_max: float
@@ -33,7 +33,10 @@ class Fidelity:
 
 
 def some_pairs(count: int = 64, seed: int = 0) -> list[Sequence]:
-    """Chosen and rejected in turn; each pair shares its prompt, and every other pair the previous one's."""
+    """Return chosen and rejected sequences in turn.
+
+    A pair has one prompt, and every other pair has the prompt of the previous pair.
+    """
     source = random.Random(seed)
 
     def ids(low: int, high: int) -> list[int]:
@@ -68,7 +71,7 @@ def measure(name: str) -> Fidelity:
 
 
 def spread_among_neighbours(engine: TorchEngine) -> float:
-    """Largest difference between one sequence's values in 20 random packs: alone, with others, with ones that share its prompt.
+    """Return the largest difference of a sequence's values between 20 random packs, some with sequences that share its prompt.
 
     The engine's model has VOCAB tokens, and its token budget is below a thousand, so that the packs differ.
     """
@@ -84,15 +87,15 @@ def spread_among_neighbours(engine: TorchEngine) -> float:
 
 
 def rms(values: list, exact: list) -> float:
-    """Root mean square difference over all tokens."""
+    """Return the root mean square difference over all tokens."""
     return float(np.sqrt(np.mean(np.concatenate([v - e for v, e in zip(values, exact, strict=True)]) ** 2)))
 
 
 def trl_token_logps(folder, sequences: list[Sequence], autocast: torch.dtype | None = None) -> list[np.ndarray]:
-    """Per-token log-probs as TRL's precomputation gets them: its collator, batches of 8 pairs, its fused head.
+    """Return log-probs per token as in TRL's precomputation: with TRL's collator, batches of 8 pairs and TRL's fused head.
 
     Args:
-        autocast: float32 weights under torch.autocast with this dtype; None for bfloat16 weights without.
+        autocast: float32 weights under torch.autocast with this dtype; None for bfloat16 weights without autocast.
     """
     from trl.trainer.dpo_trainer import DataCollatorForPreference
     from trl.trainer.utils import add_fused_lm_head

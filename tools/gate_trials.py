@@ -1,10 +1,10 @@
-"""Measures how far a right reference lies from its policy at step 0: what the gate's tolerances are made from.
+"""Measure how far a correct reference is from its policy at step 0. The gate's tolerances are based on these numbers.
 
     python -m tools.gate_trials [--runs 50]
 
-Each run builds a model with weights of its own seed, scores pairs with it, and trains one step on the stored values, so the
-gate compares packed scoring with TRL's padded batches. Prints, for each dtype and kind of model, the largest difference per
-root token, and how many runs were refused.
+Each run builds a model with weights from its own seed, scores pairs with it, and trains one step on the stored values, so the
+gate compares packed scoring with TRL's padded batches. The output shows, for each dtype and kind of model, the largest
+difference per root token, and the number of runs that were refused.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.trainer_ext.conftest import score_pairs
 
 SIZES = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-#: Weights' spread: the usual one, and one wide enough that log-probs are far from uniform.
+#: Standard deviations of the weights: the usual value, and one so large that log-probs are far from uniform.
 SPREADS = (0.02, 0.08)
 
 
@@ -51,7 +51,7 @@ def model_of(kind: str, seed: int, vocabulary: int) -> torch.nn.Module:
 
 
 def one_run(kind: str, dtype: str, seed: int, rows: list[dict], tokenizer, folder: Path) -> tuple[float, bool]:
-    """(largest difference per root token that gate and spot check saw, refused)."""
+    """Return (largest difference per root token in the gate and the spot check, True if the run was refused)."""
     model_of(kind, seed, len(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     data = write_rows(folder / "pairs.jsonl", rows)
@@ -72,13 +72,13 @@ def one_run(kind: str, dtype: str, seed: int, rows: list[dict], tokenizer, folde
     except StepZeroError:
         refused = True
     seen = trainer.audit.as_dict()
-    gate = seen["step_zero"]["max_per_root_token"] if seen["step_zero"] else 0.0  # none where the spot check refused
+    gate = seen["step_zero"]["max_per_root_token"] if seen["step_zero"] else 0.0  # empty if the spot check refused the run
     return max(gate, seen["spot_check"]["max_per_root_token"]), refused
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50, help="for each dtype and kind of model")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs for each dtype and kind of model")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "bfloat16-autocast"])
     parser.add_argument("--kinds", nargs="+", default=["dense", "moe", "lora"])
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Runs the tests of the Hub with other versions of huggingface_hub than .venv has: `make hub-versions`.
+"""Run the tests of the Hub with other versions of huggingface_hub than .venv has: `make hub-versions`.
 
     python -m tools.hub_versions [--environments .venv-hub] [--version 1.5.0 …]
 
-Versions that transformers and datasets no longer take are tested as `pip install 'reflogp[hub]'` has them, without those two:
-push and pull. The others lie in front of .venv, the oldest with the oldest transformers and datasets, and are tested with the
-readers of hf:// and the service's jobs too.
+Versions that transformers and datasets no longer support are installed as by `pip install 'reflogp[hub]'`, without those two
+packages; only push and pull are tested. The other versions precede .venv on the import path, the oldest with the oldest
+transformers and datasets. They are also tested with the readers of hf:// and the service's jobs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class Version:
     """A version of huggingface_hub.
 
     Attributes:
-        with_others: packages that lie beside it in front of .venv; None for an environment without transformers and datasets.
+        with_others: packages that also precede .venv on the import path; None for an environment without transformers and
+            datasets.
     """
 
     number: str
     with_others: tuple[str, ...] | None = ()
 
 
-#: The oldest of the extra `hub`; the first 1.x; the oldest of the extras `service` and `trainer`; the last 1.x; the first 2.x.
+#: The oldest version of the extra `hub`, the first 1.x, the oldest version of the extras `service` and `trainer`, the last 1.x,
+#: and the first 2.x.
 VERSIONS = (
     Version("0.36.2", None),
     Version("1.0.1", None),
@@ -47,8 +49,10 @@ VERSIONS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-hub", help="where they are kept")
-    parser.add_argument("--version", nargs="*", choices=[version.number for version in VERSIONS], help="only these")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-hub", help="folder of the environments")
+    parser.add_argument(
+        "--version", nargs="*", choices=[version.number for version in VERSIONS], help="test only these versions"
+    )
     given = parser.parse_args()
     failed = []
     for version in VERSIONS:
@@ -64,7 +68,7 @@ def main() -> int:
 
 
 def make(version: Version, folder: Path) -> Path:
-    """Make the environment, unless it is there; return its Python."""
+    """Make the environment unless it exists; return its Python."""
     python, packages, done = folder / "bin" / "python", _packages(folder), folder / "done"
     if done.is_file():
         return python
@@ -75,7 +79,7 @@ def make(version: Version, folder: Path) -> Path:
         subprocess.run([*words, "--editable", f"{ROOT}[hub]", *_TESTING], check=True)
     else:
         subprocess.run([*words, "--no-deps", *version.with_others], check=True)
-        # What a .pth file adds comes after the environment's own packages.
+        # Folders from a .pth file come after the environment's own packages on the import path.
         (packages / "main.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
     done.touch()
     return python

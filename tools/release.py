@@ -1,8 +1,8 @@
-"""Builds the wheel and the sdist, and installs them in empty environments, one for each extra: `make test-dist`.
+"""Build the wheel and the sdist, and install them in empty environments, one for each extra: `make test-dist`.
 
     python tools/release.py [--out dist] [--extra service …]
 
-Each environment must do what its extra is for, and must lack what it never needs.
+Each environment must be able to run the code of its extra, and must not have packages that the extra does not need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Extra -> (what must work there, what must not be there).
+#: Extra -> (code that must run, packages that must not be installed).
 WORKS: dict[str, tuple[list[str], list[str]]] = {
     "": (
         [
@@ -46,7 +46,7 @@ WORKS: dict[str, tuple[list[str], list[str]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(ROOT / "dist"), help="where the wheel and the sdist go")
+    parser.add_argument("--out", default=str(ROOT / "dist"), help="folder of the wheel and the sdist")
     parser.add_argument("--extra", nargs="*", choices=WORKS, default=list(WORKS), help="only these")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def check(file: Path, extra: str) -> None:
-    """Install and try; ends the run where something does not work, with what it printed."""
+    """Install a file and run the code of an extra; exit with the output if something does not work."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
@@ -88,7 +88,7 @@ def check(file: Path, extra: str) -> None:
 
 
 def run(*command: str) -> str:
-    """What a command prints; ends the run where it fails."""
+    """Return the output of a command; exit if it fails."""
     done = subprocess.run(command, cwd=tempfile.gettempdir(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")

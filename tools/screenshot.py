@@ -1,4 +1,4 @@
-"""Makes docs/pages.png, the page of a job that is done, and docs/report.png, a report: `python -m tools.screenshot`.
+"""Make docs/pages.png, the page of a finished job, and docs/report.png, a report: `python -m tools.screenshot`.
 
 Needs chromium.
 """
@@ -24,7 +24,7 @@ ROWS = 300
 
 
 def main() -> None:
-    """Train the demo's model, score a dataset with it in a service, take the pictures."""
+    """Train the demo's model, score a dataset with it in a service, and save the pictures."""
     rows = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def take_report(model: Path, data: Path, folder: Path) -> None:
-    """Score the shipped pairs and report on them; the picture has the first outlier opened."""
+    """Score the shipped pairs and write their report; in the picture, the first outlier is open."""
     command = [sys.executable, "-c", "from reflogp.cli import main; main()"]
     options = [str(model), str(data), "--store", str(folder / "store"), "--dtype", "float32"]
     subprocess.run([*command, "score", *options], check=True)
@@ -49,7 +49,7 @@ def take_report(model: Path, data: Path, folder: Path) -> None:
 
 
 def take(page_url: str, picture: Path, pressed: str | None = None, end: str | None = None) -> None:
-    """The page, 1,200 pixels wide, after an element was pressed, up to another; 128 colours are enough for it."""
+    """Click an element and save a picture of the page from its top to another element, with 1,200 pixels and 128 colours."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme="light")

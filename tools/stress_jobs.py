@@ -1,7 +1,7 @@
-"""Many jobs while the service and its workers are killed at random: `python -m tools.stress_jobs` says what was lost.
+"""Run many jobs while the service and its workers are killed at random, and count errors: `python -m tools.stress_jobs`.
 
-Every job must end done, no sequence may be stored twice, and each job's result must hold the values of an independent plain
-forward.
+Every job must end in the state `done`, no sequence may be stored twice, and each job's result must have the values of an
+independent plain forward pass.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.service.serving import Service, float32, settings_file, token_rows
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama with random weights; tokens come ready, so it needs no tokenizer but the one that decodes outliers."""
+    """Save a Llama with random weights. Rows are token ids, so its tokenizer is only used to decode outliers."""
     from reflogp.cli.demo_model import train_tokenizer
 
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def make_model(folder: Path) -> Path:
 
 
 def stress(folder: Path, jobs: int, kills: int, seed: int = 0, rows: int = 60) -> dict:
-    """Run it; what was found."""
+    """Run the jobs while processes are killed; return the counts of jobs, kills, sequences and errors."""
     chance = random.Random(seed)
     model = make_model(folder / "model")
     file = settings_file(folder, folder / "store", {"ref": float32(model)}, token_budget=160, commit_seconds=0.2)

@@ -1,10 +1,11 @@
-"""Writers, readers, a compactor and kill -9 on one store, and the account of what they saw.
+"""Run writers, readers, a compactor and kill -9 on one store, and check what they saw.
 
     python -m tools.stress_store --writers 8 --commits 200 --readers 4 --kills 50 [--s3] [--folder DIR]
 
-Every process is a real one. Writers append rows of overlapping keys; a row's values name the writer and the commit, so two
-writers never agree by chance. A writer notes a commit in its diary after `append` returned. Readers look keys up all the time
-and note every value they see. In the end each key of a noted commit must be there, with the one value that every reader saw.
+Writers append rows of overlapping keys; a row's values encode the writer and the
+commit, so values of two writers are never equal by chance. A writer logs each commit in its diary after `append` returned.
+Readers look keys up all the time and log every value. At the end, each key of a logged commit must have exactly the value that
+every reader saw.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Account:
-    """What a run adds up to; the first five must be 0."""
+    """The totals of a run; the first five must be 0."""
 
     lost: int
     two_values: int
@@ -60,7 +61,7 @@ def keys_of(numbers: Sequence[int]) -> pa.Array:
 
 
 def rows_of(numbers: Sequence[int], writer: int, commit: int) -> pa.Table:
-    """Rows whose values say who wrote them and when, some of them with only the first of the values."""
+    """Return rows whose values encode the writer and the commit; some rows have only their first values."""
     values = [[-float(writer), -float(commit), -float(n), -1.0][: TOKENS - (n + writer) % 2] for n in numbers]
     lens = np.full(len(numbers), 2, np.int32), np.full(len(numbers), TOKENS, np.int32)
     return shard_table(keys_of(numbers), *lens, pa.array(values, pa.list_(pa.float32())), {"writer": writer})
@@ -83,7 +84,7 @@ def write(uri: str, folder: Path, writer: int, commits: int) -> None:
 
 
 def read(uri: str, folder: Path, reader: int) -> None:
-    """Look up until told to stop: every value ever seen of a key must stay its beginning. Old snapshots are read again too."""
+    """Look keys up until told to stop, also in old snapshots. Later values of a key must begin with the values seen before."""
     seen: dict[int, tuple[float, ...]] = {}
     source, lookups = random.Random(-reader), 0
     old = None
@@ -108,7 +109,7 @@ def read(uri: str, folder: Path, reader: int) -> None:
 
 
 def tidy(uri: str, folder: Path) -> None:
-    """Compact everything and vacuum (with a retention), over and over."""
+    """Compact everything and vacuum (with a retention) in a loop."""
     while not (folder / "stop").exists():
         table = Store(uri).table(REFERENCE.reference_id)
         compact(table)
@@ -117,7 +118,7 @@ def tidy(uri: str, folder: Path) -> None:
 
 
 def run(uri: str, folder: Path, writers: int, commits: int, readers: int, kills: int, environment: dict[str, str]) -> Account:
-    """Run them all; kill random ones of the writers and the compactor and start them again."""
+    """Run all processes; kill random writers or the compactor, and start them again."""
     Store(uri).create_table(REFERENCE)
     started = time.monotonic()
     logs = (folder / "log").open("w")
@@ -189,8 +190,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("writers", 8), ("commits", 200), ("readers", 4), ("kills", 50)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--s3", action="store_true", help="on an S3 server that this starts")
-    parser.add_argument("--folder", help="where diaries and, without --s3, the store go; default: a temporary one")
+    parser.add_argument("--s3", action="store_true", help="use an S3 server that this script starts")
+    parser.add_argument("--folder", help="folder of the diaries and, without --s3, of the store; default: a temporary folder")
     parser.add_argument("--as", dest="role", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--uri", help=argparse.SUPPRESS)
     options = parser.parse_args()

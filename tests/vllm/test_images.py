@@ -161,7 +161,7 @@ def test_what_vllm_itself_refuses_is_an_answer_and_not_its_end(idefics3):
     [sequence, other] = engine_sequences(folder, [pair("what is it?", [picture(1)])])
     too_long, right = request(sequence, padding=2000), request(other)
     answers = {answer.at: answer for answer in engine._transport.ask([too_long, right], "long")}
-    assert "vLLM refuses it" in answers[0].problem and answers[0].values is None
+    assert "vLLM refuses the sequence" in answers[0].problem and answers[0].values is None
     assert answers[1].problem is None and len(answers[1].values) == len(other.completion_ids)
     assert engine.restarts == 0
 

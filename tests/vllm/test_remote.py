@@ -58,7 +58,9 @@ def test_rows_with_images_are_refused_by_name(server, model, tmp_path):
     sequences = engine_sequences(str(tmp_path), [pair("what is it?", [picture(1)]), pair("no picture", [])])
     problems = connect(server, model).problems(sequences)
     assert list(problems) == [0, 1]
-    assert problems[0].startswith("it has images, and a server makes") and problems[0].endswith("; use --engine torch")
+    assert problems[0].startswith("the sequence has images, and a server makes") and problems[0].endswith(
+        "; use --engine torch"
+    )
 
 
 def test_a_server_of_other_weights_is_refused(server, model, tokenizer, tmp_path):

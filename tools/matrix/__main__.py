@@ -1,4 +1,4 @@
-"""`make matrix`: cached trainers beside TRL's own with a live reference model, over several TRLs.
+"""Compare cached trainers with TRL's own trainers and their reference model, for several versions of TRL: `make matrix`.
 
 Makes the environments, runs every case in each, and writes docs/trl-versions.md.
 """
@@ -30,7 +30,7 @@ _MAIN = [sys.executable, "-c", "from reflogp.cli import main; main()"]
 
 @dataclass
 class Column:
-    """What came of one environment."""
+    """The results of one environment."""
 
     environment: Environment
     versions: dict[str, str]
@@ -39,7 +39,7 @@ class Column:
 
     @property
     def failures(self) -> list[str]:
-        """Cases that do not hold, and cases that do although they are said not to."""
+        """Return the cases that fail, and the cases that succeed although the environment lists them as impossible."""
         found = []
         for case, result in zip(CASES, self.results, strict=True):
             left_out = self.environment.without.get(case.trainer)
@@ -50,11 +50,11 @@ class Column:
             elif result.difference is None or not result.difference <= TOLERANCE:
                 found.append(f"{case.name}: {result.problem or f'losses differ by {result.difference:.2g}'}")
         if not any(result.scored for result in self.results):
-            found.append("no run missed a value, so none was scored as its error says")
+            found.append("no run lacked a value, so the command from the error message was never run")
         return found
 
     def words(self, number: int) -> str:
-        """The table's cell of a case."""
+        """Return the table's cell of a case."""
         result = self.results[number]
         left_out = self.environment.without.get(CASES[number].trainer)
         if result.difference is None:
@@ -64,9 +64,11 @@ class Column:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--environments", type=Path, default=REPOSITORY / ".venv-matrix", help="where they are kept")
+    parser.add_argument("--environments", type=Path, default=REPOSITORY / ".venv-matrix", help="folder of the environments")
     versions = [environment.trl for environment in ENVIRONMENTS]
-    parser.add_argument("--trl", nargs="*", choices=versions, help="only these; the table is then printed, not written")
+    parser.add_argument(
+        "--trl", nargs="*", choices=versions, help="run only these versions; the table is then printed, not written"
+    )
     given = parser.parse_args()
     chosen = [environment for environment in ENVIRONMENTS if not given.trl or environment.trl in given.trl]
     with tempfile.TemporaryDirectory(prefix="reflogp-matrix-") as folder:
@@ -83,7 +85,7 @@ def main() -> int:
 
 
 def _model_and_rows(folder: Path) -> tuple[Path, Path]:
-    """A Llama of 0.2M parameters with random weights, its tokenizer, and the shortest of the shipped pairs."""
+    """Write a Llama of 0.2M random parameters with its tokenizer, and the shortest of the shipped pairs; return both paths."""
     lines = sorted(PAIRS.read_text(encoding="utf-8").splitlines(), key=len)[:_ROWS]
     pairs = [json.loads(line) for line in lines]
     tokenizer = train_tokenizer([m["content"] for pair in pairs for side in pair.values() for m in side], vocab_size=1024)
@@ -95,7 +97,7 @@ def _model_and_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: Path) -> Column:
-    """Every case in one environment, on a store that holds the reference and one pair, so that nearly all is missing."""
+    """Run every case in one environment, on a store with the reference and one pair, so that nearly all rows are missing."""
     print(f"TRL {environment.trl}: environment", flush=True)
     python = environment.make(kept)
     own = folder / f"trl-{environment.trl}"
@@ -106,7 +108,7 @@ def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: 
         "HF_DATASETS_CACHE": str(own / "datasets"),
         "REFLOGP_CACHE_DIR": str(own / "cache"),
         "TQDM_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",  # so little work that threads would only wait for each other
+        "OMP_NUM_THREADS": "1",  # there is so little work that several threads would only wait for each other
         **environment.variables,
     }
     first = own / "first.jsonl"
@@ -123,7 +125,7 @@ def _run(environment: Environment, kept: Path, folder: Path, model: Path, rows: 
         subprocess.run(command, cwd=REPOSITORY, env=offline, timeout=_LIMIT_S, check=False, **streams)
     written = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     found = [Result(**line) for line in written[1:]]
-    found += [Result(problem="the process ended before") for _ in CASES[len(found) :]]
+    found += [Result(problem="the process ended before this case") for _ in CASES[len(found) :]]
     column = Column(environment, written[0] if written else {}, found, time.monotonic() - began)
     for case, result in zip(CASES, found, strict=True):
         print(f"  {case.name}: {result.problem or f'{result.difference:.1e}'} ({result.seconds:.0f} s, {result.scored} scored)")

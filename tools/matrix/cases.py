@@ -1,27 +1,27 @@
-"""What is trained in every environment, and under which settings. Plain data: both sides import it."""
+"""Define the cases that are trained in every environment. Both processes import this module, which has only data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: Largest difference of a loss from TRL's own that counts as rounding.
+#: Maximum difference of a loss from TRL's loss that counts as rounding.
 TOLERANCE = 1e-5
 STEPS = 10
-#: How far losses must move in a run: one that stands still proves nothing.
+#: Minimum change of the losses in a run: a run whose losses do not change proves nothing.
 MOVES = 1e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One pair of runs: ours, and TRL's with a live reference model.
+    """A pair of runs: with the cached trainer, and with TRL's trainer and a reference model in memory.
 
     Attributes:
-        name: as the table calls it.
-        trainer: whose.
-        settings: of the trainer's config.
-        lora: the policy is an adapter.
-        evaluates: on pairs that the trainer has not seen, after training.
+        name: name of the case in the table.
+        trainer: kind of trainer.
+        settings: settings of the trainer's config.
+        lora: True if the policy is an adapter.
+        evaluates: True to evaluate after training, on pairs that the trainer has not seen.
     """
 
     name: str
@@ -45,13 +45,13 @@ CASES = [
 
 @dataclass
 class Result:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
-        difference: largest one of any loss; None where a run did not come to its end.
-        seconds: both runs, and scoring what they missed.
-        scored: rows that the cached trainer missed, and that were scored then.
-        problem: why the case does not hold.
+        difference: largest difference of any loss; None if a run did not finish.
+        seconds: time of both runs, and of scoring the missing rows.
+        scored: number of rows that the cached trainer lacked and that were scored then.
+        problem: why the case failed; empty if it succeeded.
     """
 
     difference: float | None = None

@@ -1,7 +1,7 @@
-"""The cases of one environment, run with its Python: cached trainers against TRL's own with a live reference model.
+"""Run the cases of one environment with its Python: cached trainers, and TRL's trainers with a reference model in memory.
 
-Writes a line of JSON for each case. What the cached trainer misses is scored by the command that its error names, in the main
-environment, as a user would.
+The output is one line of JSON for each case. The rows that the cached trainer lacks are scored in the main environment with the
+command from its error message, as by a user.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Cell:
     Args:
         model: the reference model's folder, from which the policy starts.
         rows: pairs; the last eight are kept for evaluation.
-        store: where reference log-probs are.
-        reflogp: the main environment's `reflogp`, as words.
-        folder: for the runs' own files.
+        store: store of the reference log-probs.
+        reflogp: the main environment's `reflogp` command, as a list of words.
+        folder: folder for the files of the runs.
     """
 
     def __init__(self, model: Path, rows: list[dict[str, Any]], store: Path, reflogp: list[str], folder: Path) -> None:
@@ -49,7 +49,7 @@ class Cell:
         self._tokenizer = _tokenizer(model)
 
     def run(self, case: Case) -> Result:
-        """Both runs of a case, and how far their losses lie apart."""
+        """Run both trainers of a case, and compare their losses."""
         began, result = time.monotonic(), Result()
         try:
             ours = self._losses(case, True, result)
@@ -57,17 +57,17 @@ class Cell:
             if len(ours) != len(trls) or len(ours) < STEPS:
                 result.problem = f"{len(ours)} losses of ours and {len(trls)} of TRL's"
             elif max(trls[:STEPS]) - min(trls[:STEPS]) < MOVES:
-                result.problem = "the losses stand still"
+                result.problem = "the losses do not change"
             else:
                 result.difference = float(np.abs(np.array(ours) - np.array(trls)).max())
-        except Exception as error:  # told in the table; the other cases still run
+        except Exception as error:  # the table shows the error; the other cases still run
             traceback.print_exc()
             result.problem = f"{type(error).__name__}: {error}".splitlines()[0]
         result.seconds = time.monotonic() - began
         return result
 
     def _losses(self, case: Case, cached: bool, result: Result) -> list[float]:
-        """The loss of every step, as `training_step` gives it (logs are rounded), and of the evaluation."""
+        """Return the loss of every step, from `training_step` (logs are rounded), and the loss of the evaluation."""
         trainer = self._scoring_what_is_missing(lambda: self._trainer(case, cached), result)
         losses: list[float] = []
         step = trainer.training_step
@@ -105,14 +105,14 @@ class Cell:
         options: dict[str, Any] = {"train_dataset": train, "processing_class": self._tokenizer}
         if case.lora:
             options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        if case.evaluates and not cached:  # TRL up to 1.6 evaluates on nothing else
+        if case.evaluates and not cached:  # TRL up to 1.6 can evaluate only on this dataset
             options["eval_dataset"] = new
         policy = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
         args = config_class(**{**settings, **case.settings})
         if cached:
             return cached_class(policy, args=args, reference=self._reference, **options)
         trainer = trl_class(policy, args=args, **options)
-        assert case.lora or isinstance(trainer.ref_model, torch.nn.Module), "TRL's run has no live reference model"
+        assert case.lora or isinstance(trainer.ref_model, torch.nn.Module), "TRL's run has no reference model in memory"
         return trainer
 
     def _dataset(self, case: Case) -> tuple[Dataset, Dataset]:
@@ -134,7 +134,7 @@ class Cell:
 
 
 def _classes(case: Case) -> tuple[Any, Any, Any]:
-    """(config, cached trainer, TRL's trainer)"""
+    """Return (config, cached trainer, TRL's trainer)"""
     if case.trainer == "dpo":
         return DPOConfig, CachedDPOTrainer, DPOTrainer
     try:
@@ -145,7 +145,7 @@ def _classes(case: Case) -> tuple[Any, Any, Any]:
 
 
 def _tokenizer(model: Path) -> PreTrainedTokenizerFast:
-    """The model's tokenizer; transformers 4 does not know the class under which transformers 5 saves it."""
+    """Return the model's tokenizer. transformers 4 does not know the class under which transformers 5 saves it."""
     saved = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     return PreTrainedTokenizerFast(
         tokenizer_file=str(model / "tokenizer.json"),

@@ -1,4 +1,4 @@
-"""Environments of one TRL each, made once and kept."""
+"""Define the environments, one for each version of TRL. They are made once and kept."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-#: As in the main environment, for every TRL.
+#: Packages that have the main environment's versions in every environment.
 _SHARED = ("torch", "numpy", "pyarrow", "deltalake", "httpx", "typer", "rich", "accelerate", "peft")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """One TRL with a transformers that it works with.
+    """A version of TRL, and a version of transformers that it works with.
 
     Attributes:
-        without: cases' trainer -> why that TRL cannot have them; that it cannot is checked.
+        without: trainer of cases -> why this TRL cannot run them; the failure is checked.
         more: further requirements.
         variables: environment variables of the runs.
     """
@@ -33,7 +33,7 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)
 
     def make(self, folder: Path) -> Path:
-        """Install it below `folder`, unless that was done, and give its Python."""
+        """Install the environment below `folder`, unless it is installed; return its Python."""
         home = folder / f"trl-{self.trl}"
         python, stamp = home / "bin" / "python", home / "requirements.txt"
         wanted = "\n".join([*self._requirements(), f"--editable {REPOSITORY}"]) + "\n"
@@ -42,7 +42,7 @@ class Environment:
         shutil.rmtree(home, ignore_errors=True)
         uv = shutil.which("uv")
         if uv:
-            # uv reads none of pip's settings; this is the one that says where a CPU's torch comes from
+            # uv does not read pip's settings; PIP_FIND_LINKS names the place of torch's build for CPUs
             env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","), **os.environ}
             subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(home)], check=True, env=env)
             install = [uv, "pip", "install", "--quiet", "--python", str(python)]
@@ -51,7 +51,7 @@ class Environment:
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
             install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*install, *self._requirements()], check=True, env=env)
-        # without its requirements: those are the newest transformers'
+        # without reflogp's requirements, which ask for the newest transformers
         subprocess.run([*install, "--no-deps", "--editable", str(REPOSITORY)], check=True, env=env)
         stamp.write_text(wanted)
         return python
@@ -63,7 +63,7 @@ class Environment:
 
 
 _NO_KTO = {"kto": "KTOTrainer has no `_precompute_ref_logps`"}
-#: TRL 1.15 computes its loss in Triton kernels alone, which run on a CPU in Triton's interpreter.
+#: TRL 1.15 computes its loss only in Triton kernels, which run on a CPU in Triton's interpreter.
 _ON_TRITON = {"more": ("triton==3.9.0",), "variables": {"TRITON_INTERPRET": "1"}}
 ENVIRONMENTS = [
     Environment("1.16.0", "5.23.0", "5.2.0"),

@@ -246,7 +246,7 @@ class EngineChoice:
 
     def _remote(self, model: str, reference: Reference) -> PassEngine:
         from reflogp.scoring.vllm_engine.engine import VllmEngine
-        from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer
+        from reflogp.scoring.vllm_engine.server import ServerPlace, VllmServer, check_claim
 
         if self.url is None:
             raise UsageError("the remote engine needs the URL of a running `vllm serve`: give --url")
@@ -256,8 +256,6 @@ class EngineChoice:
         engine = VllmEngine(VllmServer(place), reference)
         engine.claim = {"reference": "claimed"}
         if self.check_claim:
-            from reflogp.scoring.vllm_engine.claim import check_claim
-
             with open_reference_files(model, reference) as opened, opened.for_loading() as checkpoint:
                 engine.claim = check_claim(engine, checkpoint, reference, self.device, self.trust_remote_code)
         return engine

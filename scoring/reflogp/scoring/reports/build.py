@@ -50,12 +50,12 @@ class ReportSummary:
         dropped_rows: examples that TRL drops under max_length.
         coverage: with_values / (with_values + missing + bad_rows).
         accuracy: share of pairs whose chosen sum is above the rejected sum; None for KTO and when no pair has values.
-        accuracy_per_token: the same for means per token.
+        accuracy_per_token: share of pairs whose chosen has the higher mean per token; None for KTO and when no pair has values.
         exact_duplicates: see `exact` of `duplicates.Duplicates`.
         contrary: see `duplicates.Duplicates`.
         identical: see `duplicates.Duplicates`.
         near_duplicates: see `near` of `duplicates.Duplicates`.
-        alike: pairs whose completions hardly differ, without identical ones.
+        alike: pairs whose completions hardly differ but are not identical.
         outliers: name of the rule -> number of examples.
         truncation: one entry for each max_length; see `truncation.Cut`.
         findings: the findings at the top of the page: `kind` ("mend", "look", "fact" or "good") and `text`.

@@ -43,7 +43,7 @@ def message(text: str) -> Markup:
 
 
 def grid(ticks: Sequence[float], low: float, high: float, write: Callable[[float], str] = short_number) -> Markup:
-    """Return horizontal lines with their numbers; a tick at or below `low` is the axis."""
+    """Return horizontal lines with their numbers; the line of a tick at or below `low` is the axis."""
     return Markup("").join(
         Markup(
             '<line class="{}" x1="{}" x2="{}" y1="{y}" y2="{y}"/><text class="y" x="{}" y="{y}" dy="0.32em">{}</text>'

@@ -97,7 +97,8 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"the output {folder} is a file, but a report is a folder")
-    names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}  # left by a killed report
+    # A report that was killed leaves .partial files.
+    names = {entry.name for entry in folder.iterdir() if not entry.name.endswith(".partial")}
     is_report = _is_report(folder / PAGE_NAME)
     other = sorted(names - {*PNG_NAMES, PAGE_NAME} if is_report else names)
     if not other:

@@ -1,7 +1,7 @@
 """Collect a few numbers of each example in one pass over a dataset, and count the examples without values.
 
-Rows, tokens, windows and keys are the same as in scoring and in `joining`. No text and no tokens are kept: an example takes
-about 100 bytes, and its sketch takes 256.
+Rows, tokens, windows and keys are the same as in scoring and in the module `joining`. No text and no tokens are kept: an
+example takes about 100 bytes, and its sketch takes 256.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIKE = 0.9
 _LABELS = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
 NO_LABEL = -1
 _EMPTY = "a completion is empty: it has no token to score"
-_UNREADABLE = "its stored values cannot be read; run `reflogp store verify`"
+_UNREADABLE = "the stored values cannot be read; run `reflogp store verify`"
 
 Bools = npt.NDArray[np.bool_]
 
@@ -61,7 +61,7 @@ class Side:
 
 @dataclass
 class Coverage:
-    """How much of a dataset has values.
+    """Counts of a dataset's examples with and without values.
 
     `examples` is with_values + missing + dropped + the bad examples that could be tokenised.
 
@@ -85,7 +85,7 @@ class Coverage:
     bare: int = 0
 
     def share(self) -> float:
-        """Return the share of examples with values among all that are not dropped; a bad row counts as one missing example."""
+        """Return the share with values of the examples that are not dropped; a bad row counts as one missing example."""
         wanted = self.with_values + self.missing + self.bad_rows
         return self.with_values / wanted if wanted else 0.0
 
@@ -232,7 +232,7 @@ def _numbers(
 
 
 def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
-    """Return token column -> the smallest of the summed values, float64 (n,); 0 for an example without values."""
+    """Return the smallest summed value of each example by token column, float64 (n,); 0 for an example without values."""
     lists = found.token_lists()
     offsets = lists.offsets.to_numpy().astype(np.int64)
     values = np.append(lists.values.to_numpy(zero_copy_only=False).astype(np.float64), 0.0)
@@ -243,7 +243,7 @@ def _lowest(join: Join, found: Found) -> dict[str, npt.NDArray[np.float64]]:
 
 
 def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
-    """Return KTO labels. The two examples of an unpaired pair are neighbours, chosen first."""
+    """Return KTO labels. The two examples of an unpaired pair are adjacent, with chosen first."""
     found = []
     for at, columns in enumerate(rows):
         if "completion" in columns or "chosen" not in columns:
@@ -254,5 +254,5 @@ def _labels(rows: Iterable[dict[str, Any]], numbers: list[int]) -> list[int]:
         elif at and numbers[at - 1] == numbers[at]:
             found.append(0)
         else:
-            found.append(NO_LABEL)  # the other half could not be tokenised, and this one may be chosen or rejected
+            found.append(NO_LABEL)  # its pair's other example could not be tokenised, so it may be chosen or rejected
     return found

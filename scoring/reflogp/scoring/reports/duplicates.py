@@ -24,7 +24,7 @@ class Duplicates:
         contrary: examples that also occur with the opposite preference: chosen and rejected swapped, or the other label.
         identical: pairs whose chosen and rejected are the same sequence.
         near: examples that nearly repeat an earlier one, by estimate, and are not exact repeats.
-        near_pairs: the most similar of these, each with the example that it nearly repeats.
+        near_pairs: the most similar near repeats, each with the example that it nearly repeats.
         sketched: number of examples, from the first on, that were compared for near repeats.
     """
 

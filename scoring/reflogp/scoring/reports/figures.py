@@ -1,7 +1,7 @@
 """Compute the numbers of a report's charts, and what the reference prefers.
 
-Charts are drawn twice from the same numbers: as SVG in the page and as PNG files next to the page. The preferences are for
-chosen or rejected, desirable or undesirable, shorter or longer completions.
+Charts are drawn twice from the same numbers: as SVG in the page and as PNG files next to the page. The preferences are between
+chosen and rejected, desirable and undesirable, and shorter and longer completions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from reflogp.scoring.reports.collect import NO_LABEL, Collected
 from reflogp.scoring.reports.truncation import Lengths, cut
 
 _BINS = 40
-#: Bars end this many standard deviations (estimated by the median absolute deviation) from the median; values beyond are
-#: counted in the outermost bars.
+#: Bars end this many standard deviations (estimated by the median absolute deviation) from the median; values outside of the
+#: bars are counted in the first and the last bar.
 _FARTHEST = 6.0
 _MAD_TO_DEVIATION = 1.4826
 _COLUMNS, _LINES = 32, 22
 _CURVE_POINTS = 48
-#: Minimum number of completions for a median of a column of the length chart.
+#: Minimum number of completions in a column of the length chart for which its median is drawn.
 _MEDIAN_OF = 5
 
 Floats = npt.NDArray[np.float64]
@@ -33,11 +33,11 @@ class Histograms:
     """Histograms of several series over the same edges.
 
     Attributes:
-        edges: edges of the bars, one more than bars.
+        edges: edges of the bars; there is one more edge than bars.
         counts: series -> counts.
         medians: series -> median of its values.
         beyond: number of values outside the edges, which are counted in the first and the last bar.
-        zero: True if zero separates good values from bad ones.
+        zero: True if zero separates good values from bad values.
     """
 
     title: str
@@ -55,8 +55,8 @@ class Density:
 
     Attributes:
         lengths: edges of the columns, log2 of tokens.
-        means: edges of the lines, nats per token.
-        counts: completions in each cell, (columns, lines).
+        means: edges of the rows, nats per token.
+        counts: completions in each cell, (columns, rows).
         medians: median of the means in each column; None for a column of few completions.
         correlation: Spearman's rank correlation of length and mean log-prob.
     """
@@ -188,9 +188,9 @@ class PairPreference:
 
     Attributes:
         pairs: number of pairs with values.
-        right: pairs whose chosen has the higher sum; `accuracy` is their share.
+        right: pairs whose chosen has the higher sum; `accuracy` is the share of these pairs.
         per_token_right: pairs whose chosen has the higher mean per token.
-        ties: pairs with equal sums, which do not count as right.
+        ties: pairs with equal sums, which `right` does not count.
         shorter_higher: among pairs of unequal lengths and sums, the share whose shorter side has the higher sum; None without
             such pairs.
         chosen_longer: share of the pairs with values whose chosen has more tokens.
@@ -227,8 +227,8 @@ class LabelPreference:
     Attributes:
         desirable, undesirable, without: number of examples by label (without: no label), with values or not.
         desirable_higher: share of all comparisons between a desirable and an undesirable completion with values in which the
-            desirable one has the higher mean log-prob per token (the area under the ROC curve; a tie counts one half); None
-            when one kind is missing.
+            desirable one has the higher mean log-prob per token (the area under the ROC curve; a tie counts one half); None if
+            there is no completion of one of the two kinds.
     """
 
     desirable: int

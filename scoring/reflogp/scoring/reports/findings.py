@@ -1,4 +1,4 @@
-"""Write a report's findings: its numbers in plain sentences, with a next step where there is one.
+"""Write a report's findings: its numbers in plain sentences, with the next step if there is one.
 
 A sentence must not claim more than its numbers show.
 """
@@ -18,11 +18,12 @@ from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.truncation import TRL_MAX_LENGTH, Cut
 from reflogp.store.texts import percent
 
-#: mend: something is wrong or missing. look: worth a look before training. good: checked, nothing found. fact: a number without
-#: a judgement.
+#: mend: something is wrong or missing. look: should be looked at before training. good: checked, and nothing was found. fact: a
+#: number without a judgement.
 Kind = Literal["mend", "look", "good", "fact"]
 
-#: Thresholds of shares. A share at or above the first three is worth a look; accuracies below _SWAPPED suggest swapped columns.
+#: Thresholds of shares. A share at or above one of the first three should be looked at; accuracies below _SWAPPED suggest
+#: swapped columns.
 _MUCH_CUT, _MUCH_ALIKE, _MUCH_LONGER, _SWAPPED = 0.05, 0.05, 0.65, 0.2
 #: TRL's KTOTrainer recommends desirable_weight · desirable / undesirable between 1 and 1.33 (trl/trainer/kto_trainer.py).
 _KTO_RANGE = (1.0, 1.33)
@@ -49,7 +50,7 @@ def coverage_findings(coverage: Coverage, score: str, repair: str | None) -> lis
         found.append(Finding("mend", "The store is damaged, and damaged values count as missing. Repair it first.", repair))
     if coverage.missing:
         of = f"{_of(coverage.missing, coverage.examples, 'row')} {_have(coverage.missing)} no values in this snapshot."
-        rest = "The numbers below are for the others." if coverage.with_values else "The numbers below need no values."
+        rest = "The numbers below are for the other rows." if coverage.with_values else "The numbers below need no values."
         found.append(Finding("mend", f"{of} {rest} Score the missing rows:", score))
     elif coverage.with_values:
         dropped = f"; {coverage.dropped:,} dropped under max_length" if coverage.dropped else ""
@@ -106,11 +107,9 @@ def pair_findings(preference: PairPreference | None, collected: Collected) -> li
             f"{percent(preference.per_token_right, preference.pairs)} by the mean per token. "
         )
         if max(preference.accuracy, preference.accuracy_per_token) < _SWAPPED:
-            found.append(Finding("mend", f"{text}Both are far below one half: check that chosen and rejected are not swapped."))
+            found.append(Finding("mend", f"{text}Both are far below 50%: check that chosen and rejected are not swapped."))
         else:
-            text += (
-                "50% is chance. This is where DPO training starts (it compares with the reference), not a grade of the data."
-            )
+            text += "50% is chance. This does not rate the data, because DPO's loss compares the policy with the reference."
             found.append(Finding("fact", text))
         if preference.shorter_higher is not None:
             shorter = percent(preference.shorter_higher, 1)
@@ -169,7 +168,7 @@ def label_findings(preference: LabelPreference) -> list[Finding]:
             Finding(
                 "fact",
                 f"A desirable completion has a higher mean log-prob per token than an undesirable one in "
-                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; 50% would be no relation.",
+                f"{percent(preference.desirable_higher, 1)} of all comparisons between the two; 50% means no relation.",
             )
         )
     return found

@@ -11,7 +11,7 @@ from reflogp.scoring.reports.collect import Collected
 
 #: Absolute robust z-score above which a value stands out (Iglewicz and Hoaglin, 1993, "How to Detect and Handle Outliers").
 FAR = 3.5
-#: A token stands out if it has more than this share of a completion's sum, in completions of at least this many tokens.
+#: Share of a completion's sum above which a single token stands out, and minimum number of tokens of the completion.
 ONE_TOKEN_SHARE, ONE_TOKEN_OF = 0.5, 10
 #: Minimum number of completions in a group of similar length.
 _ENOUGH = 50
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OutlierKind:
-    """A rule, the number of examples that it finds, and the most extreme of them.
+    """A rule, the number of examples that it finds, and the most extreme of these examples.
 
     Attributes:
         name: name of the outliers that the rule finds.
@@ -53,8 +53,8 @@ def robust_z(values: Floats) -> Floats:
 def robust_z_by_length(values: Floats, tokens: npt.NDArray[np.int32]) -> Floats:
     """Return `robust_z` within groups of similar length, because means of few tokens scatter more than means of many.
 
-    Lengths are grouped by power of two. A group with fewer than _ENOUGH values is joined with the next one, and a last group
-    with fewer is joined with the previous one.
+    Lengths are grouped by power of two. A group with fewer than _ENOUGH values is joined with the next group, and a last group
+    with fewer is joined with the previous group.
 
     Args:
         values: means, (n,).

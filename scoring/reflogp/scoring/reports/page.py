@@ -1,4 +1,4 @@
-"""Render a report's page: one HTML file without scripts, which fetches nothing.
+"""Render a report's page: one HTML file without scripts, which fetches nothing. Its charts are inline SVG.
 
 Its content security policy keeps a browser from running or fetching anything that a dataset's texts contain.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,12 +16,24 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from reflogp.scoring.reports import drawings
-from reflogp.scoring.reports.chart_frame import STYLE
+from reflogp.scoring.reports.chart_frame import (
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
+    STYLE,
+    TOP,
+    chart,
+    grid,
+    plain,
+    round_ticks,
+    written,
+    x_at,
+    x_axis,
+    y_at,
+)
 from reflogp.scoring.reports.charts import MARK
 from reflogp.scoring.reports.collect import ALIKE, Collected
 from reflogp.scoring.reports.duplicates import Duplicates
-from reflogp.scoring.reports.figures import Figures, LabelPreference, PairPreference
+from reflogp.scoring.reports.figures import Curve, Density, Figures, Histograms, LabelPreference, PairPreference
 from reflogp.scoring.reports.findings import Finding
 from reflogp.scoring.reports.outliers import OutlierKind
 from reflogp.scoring.reports.shown import LEVELS, Shown, visible
@@ -31,6 +44,8 @@ from reflogp.store.texts import duration, moment, number, percent
 from reflogp.store.windows import TrainerSettings
 
 _TEMPLATES = Path(__file__).parent / "templates"
+#: Lower bounds of the length chart's shades, as a cell's share of the fullest cell's count.
+_SHADES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,8 @@ class Content:
 
 def render_page(content: Content) -> str:
     """Return the whole page as HTML."""
-    # The template escapes every text of a dataset; the policy is a second protection, under which nothing runs or loads.
+    # The template escapes every text of a dataset. As a second protection, the content security policy blocks scripts and
+    # requests.
     environment = Environment(autoescape=True, loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"number": number, "percent": percent, "duration": duration, "signed": _signed, "visible": visible}
     style = STYLE.read_text(encoding="utf-8") + (_TEMPLATES / "report.css").read_text(encoding="utf-8")
@@ -92,7 +108,9 @@ def render_page(content: Content) -> str:
     images = " img-src data:;" if any(example.images for example in content.shown.values()) else ""
     return environment.get_template("report.html").render(
         content=content,
-        draw=drawings,
+        draw_histograms=draw_histograms,
+        draw_density=draw_density,
+        draw_truncation=draw_truncation,
         mark=Markup(MARK),
         style=Markup(style),
         policy=f"default-src 'none';{images} style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
@@ -110,3 +128,108 @@ def render_page(content: Content) -> str:
 def _signed(value: float) -> str:
     """Format a number with its sign: +1.23 or −1.23."""
     return f"{value:+.2f}".replace("-", "−")
+
+
+def draw_histograms(name: str, values: Histograms) -> Markup:
+    """Draw the bars of every series, which overlap, and a line at zero if `values.zero`."""
+    low, high = values.edges[0], values.edges[-1]
+    most = max(max(counts) for counts in values.counts.values())
+    ticks = round_ticks(0, most, 3, whole=True)
+    top = max(most, ticks[-1])
+    parts = [grid(ticks, 0, top), x_axis(round_ticks(low, high, 5), low, high, plain, values.unit)]
+    for at, (series, counts) in enumerate(values.counts.items()):
+        for left, right, count in zip(values.edges, values.edges[1:], counts, strict=False):
+            if count:
+                y, width = y_at(count, 0, top), PLOT_WIDTH * (right - left) / (high - low)
+                parts.append(
+                    Markup(
+                        '<rect class="bar s{}" x="{}" y="{}" width="{}" height="{}"><title>{}: {} to {}: {}</title></rect>'
+                    ).format(
+                        at,
+                        written(x_at(left, low, high)),
+                        written(y),
+                        written(max(width - 0.6, 0.6)),
+                        written(TOP + PLOT_HEIGHT - y),
+                        series,
+                        plain(left),
+                        plain(right),
+                        number(count),
+                    )
+                )
+    if values.zero:
+        parts.append(_upright(x_at(0.0, low, high), "zero"))
+    said = ", ".join(
+        f"{number(sum(counts))} {series} with median {number(values.medians[series])}"
+        for series, counts in values.counts.items()
+    )
+    return chart(name, values.title, f"From {plain(low)} to {plain(high)} {values.unit}: {said}.", Markup("").join(parts))
+
+
+def draw_density(name: str, density: Density) -> Markup:
+    """Draw the cells of a density, darker for higher counts, and a line through the columns' medians."""
+    left, right, low, high = density.lengths[0], density.lengths[-1], density.means[0], density.means[-1]
+    fullest = max(max(column) for column in density.counts)
+    ticks = [tick for tick in round_ticks(low, high, 4) if low <= tick <= high]
+    powers = [float(power) for power in range(math.ceil(left), math.floor(right) + 1)]
+    powers = powers[:: math.ceil(len(powers) / 7) or 1]
+    parts = [grid(ticks, low, high, plain), x_axis(powers, left, right, _tokens, "tokens of the completion")]
+    width, height = PLOT_WIDTH / len(density.counts), PLOT_HEIGHT / len(density.counts[0])
+    for x, column in zip(density.lengths, density.counts, strict=False):
+        for y, count in zip(density.means[1:], column, strict=False):
+            if count:
+                shade = sum(count / fullest > share for share in _SHADES) - 1
+                parts.append(
+                    Markup('<rect class="cell d{}" x="{}" y="{}" width="{}" height="{}"/>').format(
+                        max(0, shade),
+                        written(x_at(x, left, right)),
+                        written(y_at(y, low, high)),
+                        written(width),
+                        written(height),
+                    )
+                )
+    half = (density.lengths[1] - density.lengths[0]) / 2
+    points = [
+        f"{written(x_at(x + half, left, right))},{written(y_at(min(max(median, low), high), low, high))}"
+        for x, median in zip(density.lengths, density.medians, strict=False)
+        if median is not None
+    ]
+    parts.append(Markup('<polyline class="line m" points="{}"/>').format(" ".join(points)))
+    described = (
+        f"Completions of {_tokens(left)} to {_tokens(right)} tokens, means from {plain(low)} to {plain(high)} nats per token. "
+        f"Rank correlation of length and mean: {number(density.correlation)}."
+    )
+    return chart(name, "Length against mean log-prob per token", described, Markup("").join(parts))
+
+
+def draw_truncation(name: str, curve: Curve, marked: int) -> Markup:
+    """Draw shares by max_length, on a log2 scale, with a vertical line at the marked max_length."""
+    left, right = math.log2(curve.max_lengths[0]), math.log2(curve.max_lengths[-1])
+    if right <= left:
+        left, right = left - 0.5, right + 0.5
+    powers = [float(power) for power in range(math.ceil(left), math.floor(right) + 1)]
+    powers = powers[:: math.ceil(len(powers) / 7) or 1]
+    parts = [
+        grid([0.0, 0.25, 0.5, 0.75, 1.0], 0, 1, lambda share: f"{share:.0%}"),
+        x_axis(powers, left, right, _tokens, "max_length, tokens"),
+    ]
+    for at, shares in enumerate(curve.shares.values()):
+        points = [
+            f"{written(x_at(math.log2(length), left, right))},{written(y_at(share, 0, 1))}"
+            for length, share in zip(curve.max_lengths, shares, strict=True)
+        ]
+        parts.append(Markup('<polyline class="line s{}" points="{}"/>').format(at, " ".join(points)))
+    if left <= math.log2(marked) <= right:
+        parts.append(_upright(x_at(math.log2(marked), left, right), "mark"))
+    described = (
+        f"Share of rows cut and of completion tokens lost, for max_length from {curve.max_lengths[0]:,} to "
+        f"{curve.max_lengths[-1]:,}: both are zero when the longest row fits."
+    )
+    return chart(name, "What each max_length would cut", described, Markup("").join(parts))
+
+
+def _upright(x: float, kind: str) -> Markup:
+    return Markup('<line class="{}" x1="{x}" x2="{x}" y1="{}" y2="{}"/>').format(kind, TOP, TOP + PLOT_HEIGHT, x=written(x))
+
+
+def _tokens(power: float) -> str:
+    return number(round(2**power))

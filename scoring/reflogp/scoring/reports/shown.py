@@ -1,6 +1,6 @@
 """Read the examples that a report shows: their texts, and each token's log-prob as one of seven levels.
 
-Every token is shown as text of its own, without invisible characters and without direction controls.
+Every token is shown as a separate text, without invisible characters and without direction controls.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.texts import counted
 from reflogp.store.windows import TrainerSettings, windows
 
-#: Maximum characters shown of a token; a vocabulary can hold longer tokens.
+#: Maximum number of characters of a token that are shown; a vocabulary can have longer tokens.
 _LONGEST = 80
 #: Maximum width and height in pixels of a shown image, and number of images shown of an example.
 _THUMBNAIL, _MOST_IMAGES = (240, 240), 6
-#: Maximum tokens that together make one character (UTF-8).
+#: Maximum number of tokens that together make one character (UTF-8).
 _MOST_PARTS = 4
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-#: Signs for whitespace; the sign for a line end keeps the line end.
+#: Signs that replace whitespace; the sign for a line end is followed by the line end.
 _SIGNS = {"\n": "↵\n", "\r": "␍", "\t": "⇥\t"}
-#: Joiners within words and emoji, which stay as they are: harmless, and needed.
+#: Joiners within words and emoji. They are not replaced, because they are harmless and needed.
 _LEFT_ALONE = "\u200c\u200d"
-#: Unicode categories shown by code point: controls (of direction too), separators, unassigned, private use, surrogate halves.
+#: Unicode categories whose characters are shown as code points: controls (of direction too), separators, unassigned, private
+#: use, surrogate halves.
 _NAMED = {"Cc", "Cf", "Zl", "Zp", "Cn", "Co", "Cs"}
 
 
@@ -90,7 +91,7 @@ def image_text(tokens: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text with signs for controls and unusual spaces; a text that has only spaces becomes dots."""
+    """Return a text with signs in place of controls and unusual spaces; in a text of spaces only, dots replace the spaces."""
     if text and not text.strip(" "):
         return "·" * len(text)
     return "".join(_visible_character(character) for character in text)
@@ -131,9 +132,9 @@ class Piece:
     Attributes:
         text: visible text.
         level: from 0 (no surprise) to len(LEVELS); None without a value.
-        note: its log-prob as text; empty without a value.
-        special: True if it is displayed as a symbol and not as text.
-        differs: True if it is not in the other completion of a compared pair.
+        note: the token's log-prob as text; empty without a value.
+        special: True if the token is displayed as a symbol and not as text.
+        differs: True if the other completion of a compared pair lacks the token.
     """
 
     text: str
@@ -145,7 +146,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownSide:
-    """The displayed form of a completion. `values` of its `tokens` have log-probs; `mean` and `sum` are over these values."""
+    """The displayed form of a completion. `values` counts its log-probs, and `mean` and `sum` are computed from these."""
 
     name: str
     tokens: int
@@ -160,8 +161,8 @@ class Shown:
     """The displayed form of an example.
 
     Attributes:
-        label: 1 for desirable, 0 for undesirable, None for pairs and without a label.
-        images: its first images as data URIs of small PNG files, which hold pixels alone: no metadata of the original.
+        label: 1 for desirable, 0 for undesirable, None for a pair or an example without a label.
+        images: its first images as data URIs of small PNG files, which have only pixels and no metadata of the original.
         more_images: number of images that are not shown.
     """
 
@@ -182,22 +183,22 @@ def read_shown(
     snapshot: Snapshot,
     settings: TrainerSettings,
 ) -> dict[int, Shown]:
-    """Read the examples at some places.
+    """Read the examples at the given places.
 
     Args:
         places: indices in `collected` of the examples to show.
-        compared: those of `places` whose completions are compared token by token (pairs only).
+        compared: the members of `places` whose completions are compared token by token (pairs only).
         collected: the numbers collected from the same dataset.
         dataset, snapshot, settings: the same as for `collect`.
 
     Returns:
-        Place -> its example.
+        The examples by place.
     """
     asked, compared = sorted(set(places)), set(compared)
     if not asked:
         return {}
     rows = {int(collected.rows[place]) for place in asked}
-    first = int(collected.rows[0])  # so that the format is detected from the same row as in the first pass
+    first = int(collected.rows[0])  # is read too, so that both passes detect the format from the same row
     found: dict[int, Shown] = {}
     for window in dataset.only({*rows, first}):
         numbers = window.table["row"].to_numpy()
@@ -249,7 +250,7 @@ def _shown(
 
 
 def thumbnail(image: RowImage) -> str:
-    """Return a small copy of an image as a data URI; empty if it can no longer be decoded."""
+    """Return a small copy of an image as a data URI; empty if the image can no longer be decoded."""
     try:
         copy = image.load().convert("RGB")
     except (RowError, OSError):
@@ -289,7 +290,7 @@ def _parts(count: int, matter: Sequence[int]) -> list[tuple[int, int]]:
             parts[-1] = (parts[-1][0], end)
         else:
             parts.append((begin, end))
-    if count - parts[-1][1] <= _AROUND:  # a short rest is not worth a gap
+    if count - parts[-1][1] <= _AROUND:  # show a short remainder instead of a gap
         parts[-1] = (parts[-1][0], count)
     return parts
 
@@ -320,7 +321,7 @@ def _pieces(
 
 
 def _differing(left: list[int], right: list[int]) -> dict[int, set[int]]:
-    """Return, for each completion (0: left, 1: right), the positions of its tokens that the other completion lacks."""
+    """Return the positions of the tokens of each completion (0: left, 1: right) that the other completion lacks."""
     found: dict[int, set[int]] = {0: set(), 1: set()}
     for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind != "equal":

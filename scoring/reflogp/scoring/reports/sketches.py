@@ -2,9 +2,10 @@
 
 A sketch has the minimum of each of 64 hashes over all runs of three tokens (Broder, 1997), separately for the prompt and for
 the completions. 16 bits of each minimum are kept, so a sketch takes 256 bytes per example. The share of places in which two
-sketches agree estimates the share of common runs (Jaccard similarity). Examples whose completions agree in one of the 16 groups
-of four adjacent places are compared: each with the first of them and with the one before it. So the work grows with the number
-of examples and not with its square. Two completions are compared token by token only if they can be nearly the same.
+sketches agree estimates the share of common runs (Jaccard similarity). Among the examples whose completions agree in one of the
+16 groups of four adjacent places, each is compared with the first and with the previous example. So the work grows with the
+number of examples and not with its square. Two completions are compared token by token only if their lengths and
+their common tokens allow the required similarity.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _runs(values: Uint32s, offsets: npt.NDArray[np.int64]) -> Uint32s:
 
 
 def _candidates(bands: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return pairs (first < second) of examples that share a band: each with the band's first and with the one before it."""
+    """Return pairs (first < second) of examples that share a band: each with the band's first and previous example."""
     count = len(bands)
     codes = np.zeros(0, np.int64)
     for band in range(bands.shape[1]):
@@ -159,7 +160,7 @@ def _shared_start(prompts: pa.LargeListArray) -> Uint32s:
 
 
 def _begins_with(prompts: pa.LargeListArray, start: Uint32s) -> npt.NDArray[np.int64]:
-    """Return len(start) for the prompts that begin with it, 0 for the others."""
+    """Return len(start) for the prompts that begin with `start`, 0 for the other prompts."""
     offsets, values = prompts.offsets.to_numpy(), prompts.values.to_numpy()
     long_enough = np.flatnonzero(list_lengths(prompts) >= len(start))
     cut = np.zeros(len(prompts), np.int64)
@@ -203,7 +204,7 @@ def similarities(left: pa.LargeListArray, right: pa.LargeListArray, at_least: fl
 
 
 def similarity(left: Sequence[int], right: Sequence[int], at_least: float = 0.0) -> float:
-    """Return the share of both sides' tokens in their longest common subsequence: 1 for equal sides, 0 for nothing shared.
+    """Return the share of the tokens that are in the longest common subsequence: 1 for equal sides, 0 if no token is shared.
 
     A result below `at_least` may be an upper bound instead: common tokens in any order are counted first, which is fast.
     """

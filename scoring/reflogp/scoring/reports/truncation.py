@@ -1,4 +1,4 @@
-"""Compute from lengths alone what a max_length would cut, exactly, for examples with and without values.
+"""Compute exactly, from lengths alone, what a max_length would cut. The examples need no values.
 
 The counts must agree with the windows that `reflogp.store.windows` makes for TRL's max_length and truncation_mode.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: Values of max_length that a report compares, up to the first that cuts nothing.
+#: Values of max_length that a report compares; it ends with the first value that cuts nothing.
 MAX_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Default max_length of TRL's DPOConfig and KTOConfig.
 TRL_MAX_LENGTH = 1024
@@ -21,7 +21,7 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens of n examples.
+    """Lengths of n examples, in tokens.
 
     Attributes:
         prompts: tokens of each prompt, int32 (n,).
@@ -44,7 +44,7 @@ class Cut:
     """The effect of one max_length on a dataset.
 
     Attributes:
-        max_length: maximum tokens of prompt and completion together.
+        max_length: maximum number of tokens of prompt and completion together.
         examples: number of all examples.
         dropped: examples that TRL leaves out because the prompt alone fills max_length (keep_start only).
         touched: kept examples that lose tokens of a sequence.
@@ -95,7 +95,7 @@ def cut(lengths: Lengths, max_length: int, truncation_mode: str) -> Cut:
 
 
 def cuts(lengths: Lengths, asked: int | None, truncation_mode: str) -> list[Cut]:
-    """Return the effects of MAX_LENGTHS and `asked`, in order, up to the first from `asked` on that cuts nothing."""
+    """Return the effects of MAX_LENGTHS and `asked`, ascending, up to the first value from `asked` on that cuts nothing."""
     found = []
     for max_length in sorted({*MAX_LENGTHS, *([] if asked is None else [asked])}):
         found.append(cut(lengths, max_length, truncation_mode))

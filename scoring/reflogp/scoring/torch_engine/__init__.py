@@ -1,4 +1,4 @@
-"""The torch engine: token sequences in, float32 log-probs of each completion token out."""
+"""Compute float32 log-probs of the completion tokens of sequences with torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Choose the kernel and compute attention over packs (packing.py): each token attends to its own sequence only.
 
-Registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed. The arguments that a
-layer passes (scaling, sliding window, soft cap, sinks) are honoured.
+`packed_attention` is registered with transformers' AttentionInterface as "reflogp_packed", so no model-specific code is needed.
+It supports the arguments that a layer passes: scaling, sliding window, soft cap, sinks.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ NAME = "reflogp_packed"
 _MAX_SCORES = 1 << 26
 #: Number of queries, and of keys, in one FlexAttention block: torch's default.
 _FLEX_BLOCK = 128
-#: Largest head size of FlashAttention's kernels, and the number that a head size must be a multiple of (flash-attn, README).
+#: Largest head size that FlashAttention's kernels support, and the number that must divide a head size (flash-attn, README).
 _FLASH_MOST, _FLASH_MULTIPLE = 256, 8
 #: Why a causal kernel cannot compute some packs with images.
 _BOTH_WAYS = "the tokens of an image attend to each other in both directions"
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A layer needs something that packed attention does not support. The engine then takes the padded path."""
+    """A layer needs something that packed attention does not support. The engine then computes padded batches."""
 
 
 class KernelFailedError(RuntimeError):
-    """An attention kernel raised. The self-check then tries the next kernel.
+    """An attention kernel raised an error. The self-check then tries the next kernel.
 
     Attributes:
         kernel: name of the kernel.
@@ -87,7 +87,8 @@ class PackLayout:
         self._offsets = np.cumsum([0, *map(len, self._paths)], dtype=np.int64)
         self._every_place = np.concatenate(self._paths)
         queries = np.array([0, *(stop for _, stop, _ in self.spans)], np.int64)
-        # If no branch shares tokens, its keys are its own tokens in order, so no places are needed to gather them.
+        # If no branch shares tokens, the keys of each branch are its own tokens in order, and no places are needed to gather
+        # keys.
         places = self._every_place if any(shared for _, _, shared in self.spans) else self._every_place[:0]
         targets = pack.token_ids[pack.predicted]
         arrays = [pack.token_ids, pack.positions, pack.parents, targets, queries, self._offsets, places]
@@ -105,10 +106,10 @@ class PackLayout:
         return self._places[self._offsets[branch] : self._offsets[branch + 1]]
 
     def mask(self, branch: int, window: int | None) -> torch.Tensor | None:
-        """Return which keys each query of a branch sees, bool (queries, keys); None where a causal mask is enough."""
+        """Return a mask of the keys that each query of a branch sees, bool (queries, keys); None if a causal mask is enough."""
         start, stop, shared = self.spans[branch]
         length = shared + stop - start
-        ends = self._ends[start:stop] - start + shared  # within the path; an image is never divided between branches
+        ends = self._ends[start:stop] - start + shared  # places within the path; no image is divided between branches
         has_images = self.both_ways and bool((ends != np.arange(shared, length) + 1).any())
         if window is not None and window >= length:
             window = None
@@ -219,7 +220,7 @@ def packed(layout: PackLayout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one layer's attention; shapes as in `packed_attention`. `both_ways` is that of the pack's layout."""
+    """The arguments of one layer's attention; shapes as in `packed_attention`. `both_ways` is set as in the pack's layout."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -252,7 +253,7 @@ def packed_attention(
         sliding_window: number of keys that a query sees, its own included (Mistral, arxiv.org/abs/2310.06825).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arxiv.org/abs/2408.00118).
         kwargs: arguments of some models only. s_aux: one logit per head that joins the softmax and has no value (attention
-            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Others, such as dropout, are ignored.
+            sinks of gpt-oss), (heads,). position_bias, is_causal: see Raises. Other arguments, such as dropout, are ignored.
 
     Returns:
         (1, tokens, heads, head size), None.
@@ -273,13 +274,13 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     device = query.device.type
     autocast = torch.is_autocast_enabled(device)
-    if autocast:  # autocast casts for torch's own attention, but not for other kernels
+    if autocast:  # autocast casts the inputs of torch's own attention, but not those of other kernels
         query, key, value = (side.to(torch.get_autocast_dtype(device)) for side in (query, key, value))
     call = Call(query, key, value, scale, sliding_window, softcap, kwargs.get("s_aux"), layout.both_ways)
     kernel = choose_kernel(call, layout.refused)
     layout.kernels.add(kernel.__name__)
     if kernel is by_branch and device == "cpu" and query.dtype == torch.bfloat16 and (problem := _cpu_blocks_problem(call)):
-        layout.declined[cpu_blocks.__name__] = problem  # if cpu_blocks was refused, the self-check has the reason
+        layout.declined[cpu_blocks.__name__] = problem  # if cpu_blocks was refused, the self-check states the reason
     try:
         # Autocast stays on for by_branch, so that `_scores_by_hand` rounds as the model's own attention does.
         with torch.autocast(device, enabled=autocast and kernel is by_branch):
@@ -310,7 +311,7 @@ def installed_kernels(device_type: str = "cuda") -> list[str]:
 
 
 def by_branch(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call attention once per branch; works on any device, in any dtype, and with soft caps and sinks."""
+    """Compute attention with one call for each branch, on any device, in any dtype, and with soft caps and sinks."""
     query, key, value = call.query, call.key, call.value
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for branch, (start, stop, shared) in enumerate(layout.spans):
@@ -351,7 +352,7 @@ def cpu_blocks(layout: PackLayout, call: Call) -> torch.Tensor:
 def _scores_by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: Call
 ) -> torch.Tensor:
-    """Compute softmax(cap(q·k)) v with sinks, in float32, a block of queries at a time; return the queries' dtype."""
+    """Compute softmax(cap(q·k)) v with sinks, in float32, a block of queries at a time. The result has the queries' dtype."""
     heads, length = query.shape[1], key.shape[2]
     repeat = heads // key.shape[1]
     key, value = (side.float().repeat_interleave(repeat, 1) for side in (key, value))
@@ -378,10 +379,10 @@ def _scores_by_hand(
 
 
 def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call torch's own variable-length attention (torch.nn.attention.varlen) with a causal mask, aligned at each
-    branch's last token.
+    """Call torch.nn.attention.varlen's kernel with a causal mask that is aligned at each branch's last token.
 
-    torch 2.11 has no `enable_gqa`: its kernel accepts grouped heads without it. Later versions need it for grouped heads.
+    Later versions of torch than 2.11 need the argument `enable_gqa` for grouped heads. torch 2.11 does not have this argument
+    and accepts grouped heads without it.
     """
     attend = _torch_varlen()
     assert attend is not None
@@ -390,7 +391,10 @@ def torch_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
 
 
 def flash_varlen(layout: PackLayout, call: Call) -> torch.Tensor:
-    """Call FlashAttention 2's variable-length kernel, with soft caps. Since 2.1 it aligns its causal mask at the last token."""
+    """Call FlashAttention 2's variable-length kernel, which supports soft caps.
+
+    Since version 2.1, its causal mask is aligned at the last token.
+    """
     return _by_flash(_flash_varlen(), layout, call)
 
 
@@ -408,14 +412,14 @@ def _by_flash(attend: Callable[..., Any] | None, layout: PackLayout, call: Call)
 
 
 def _flash_window(call: Call) -> tuple[int, int]:
-    """Return how many keys to the left and to the right a query sees; -1 means all."""
+    """Return how many keys to the left and to the right a query sees; -1 means all keys."""
     return (-1 if call.window is None else call.window - 1, 0)
 
 
 def _by_varlen(
     attend: Callable[..., Any], layout: PackLayout, call: Call, wanted: dict[str, Any], needed: tuple[str, ...]
 ) -> torch.Tensor:
-    """Call a variable-length kernel with those keywords of `wanted` that its installed version takes.
+    """Call a variable-length kernel with the keywords of `wanted` that its installed version accepts.
 
     Raises:
         UnsupportedAttentionError: the installed version lacks a `needed` keyword.
@@ -425,7 +429,7 @@ def _by_varlen(
         raise UnsupportedAttentionError(f"the installed version has no argument {', '.join(lacking)}")
     gather, cu_queries, cu_keys, longest_query, longest_key = layout.varlen()
     size = call.value.shape[-1]
-    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # latent attention: values are narrower than keys
+    value = F.pad(call.value, (0, call.query.shape[-1] - size))  # in latent attention, values are narrower than keys
     query, key, value = (_flat(tensor) for tensor in (call.query, call.key, value))
     if gather is not None:
         key, value = key[gather], value[gather]
@@ -474,13 +478,13 @@ def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
-    """Return a number as a tensor () on a device, for FlexAttention's compiled closures."""
+    """Return a number as a tensor of shape () on a device, for FlexAttention's compiled closures."""
     with torch.inference_mode(False):
         return torch.tensor(value, device=device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Turn (1, heads, tokens, size) into (tokens, heads, size), contiguous."""
+    """Return a tensor (1, heads, tokens, size) as a contiguous tensor (tokens, heads, size)."""
     return tensor[0].transpose(0, 1).contiguous()
 
 
@@ -533,7 +537,7 @@ def _torch_varlen_problem(call: Call) -> str | None:
 
 
 class _Kernel(NamedTuple):
-    """A kernel, whether this machine has it, and a function that returns why it cannot compute a layer, or None."""
+    """A kernel, a test whether it is installed, and a function that returns why it cannot compute a layer, or None."""
 
     compute: Callable[[PackLayout, Call], torch.Tensor]
     is_installed: Callable[[], bool]
@@ -570,7 +574,7 @@ def _compiled_flex(device_type: str) -> Callable[..., Any]:
 def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callable[..., Any]:
     """Compile a function once for all sizes of its tensors (and once more for sizes of 1).
 
-    Without `use_duck_shape=False` two sizes that are equal in the first call, such as two key heads and two blocks of a pack,
+    Without `use_duck_shape=False` two sizes that are equal in the first call, for example 2 key heads and 2 blocks of a pack,
     are compiled as the same size. Without `specialize_float` a scale or a soft cap becomes a CPU tensor, which FlexAttention's
     template for CUDA loads as a pointer.
     """
@@ -585,7 +589,7 @@ def any_size(function: Callable[..., Any], backend: Any = "inductor") -> Callabl
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return no mask to transformers: the layout is the mask."""
+    """Return None as transformers' mask, because the pack's layout is the mask."""
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -1,6 +1,7 @@
-// Attention over a pack's branches in bfloat16 on a CPU that multiplies it: one pass over each branch's keys, with scores and sums
-// in float32 (the online softmax of FlashAttention, arxiv.org/abs/2205.14135). The products are oneDNN's, through ATen.
-// Compiled and called by cpu_attention.py.
+// Compute attention over a pack's branches on a CPU with bfloat16 instructions, in one pass over each branch's keys, with scores
+// and sums in float32 (the online softmax of FlashAttention, arxiv.org/abs/2205.14135). oneDNN computes the products, through
+// ATen.
+// cpu_attention.py compiles and calls this file.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -20,12 +21,12 @@ namespace {
 using Bf16 = at::BFloat16;
 using Floats = at::vec::Vectorized<float>;
 
-// Keys of one block. As many as in torch's own kernel, whose softmax is followed to the rounding (its exponential, and the sum of
-// weights before they are rounded): a value computed here and one computed by torch differ by the order of sums alone.
+// Number of keys of one block: the same number as in torch's own kernel. The softmax also rounds as in that kernel (the same
+// exponential, and the sum of weights before they are rounded). So values of the two kernels differ only by the order of sums.
 constexpr int64_t kKeys = 512;
 constexpr int64_t kRows = 128;            // queries times heads of one task
 constexpr int64_t kKeysAtOnce = 1 << 13;  // keys whose reordered copies exist at once, unless one branch has more
-// Shapes of products are rounded up, since every new shape is code that oneDNN generates and keeps.
+// Shapes of products are rounded up, because oneDNN generates and keeps code for each new shape.
 constexpr int64_t kRowStep = 16, kKeyStep = 32;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -33,8 +34,8 @@ int64_t rounded_up(int64_t value, int64_t step) { return (value + step - 1) / st
 
 struct Branch {
   int64_t start, stop, shared;  // its own tokens, and how many keys come before them
-  int64_t path;                 // where its keys' places begin in `paths`
-  int64_t first_block;          // of its keys' copies
+  int64_t path;                 // index in `paths` of the place of its first key
+  int64_t first_block;          // first block of the copies of its keys
   int64_t keys() const { return shared + stop - start; }
   int64_t blocks() const { return rounded_up(keys(), kKeys) / kKeys; }
   // Number of the copy of one block under one key head.
@@ -48,7 +49,7 @@ struct Task {
   int64_t branch, key_head, first_query, queries;
 };
 
-// oneDNN sets a thread up for its products (matrix units have tiles); this ends that, whatever happens.
+// Releases, also after an error, the state that oneDNN's products leave in a thread (the tiles of its matrix units).
 struct Products {
   ~Products() { at::native::cpublas::brgemm_release(); }
 };
@@ -63,7 +64,7 @@ struct Call {
   int64_t window;  // keys that a query sees; 0 for all
 };
 
-// `work(index)` for every index, each thread taking the next one that is left.
+// Calls `work(index)` for every index; each thread takes the next remaining index.
 template <typename Work>
 void share_out(int64_t count, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -78,11 +79,11 @@ void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key
   const int64_t width = rounded_up(count, kKeyStep);
   const Bf16* from = call.key + key_head * call.key_head_stride;
   for (int64_t n = 0; n < width; ++n) {
-    const Bf16* row = from + places[std::min(n, count - 1)] * call.key_stride;  // what stands behind the last key is never seen
+    const Bf16* row = from + places[std::min(n, count - 1)] * call.key_stride;  // places after the last key are masked
     for (int64_t d = 0; d < call.size; d += 2) std::memcpy(keys + d * kKeys + n * 2, row + d, 2 * sizeof(Bf16));
   }
   from = call.value + key_head * call.value_head_stride;
-  const std::vector<Bf16> nothing(call.value_size, Bf16(0));  // a weight of 0 times what is not a number would not be 0
+  const std::vector<Bf16> nothing(call.value_size, Bf16(0));  // a weight of 0 times NaN would not be 0
   for (int64_t n = 0; n < width; n += 2) {
     const Bf16* even = n < count ? from + places[n] * call.value_stride : nothing.data();
     const Bf16* odd = n + 1 < count ? from + places[n + 1] * call.value_stride : nothing.data();
@@ -93,7 +94,7 @@ void reorder(const Call& call, const int64_t* places, int64_t count, int64_t key
   }
 }
 
-// Scores of one row become weights relative to the row's greatest score so far; its sum and its output so far follow.
+// Turns the scores of one row into weights relative to the row's greatest score so far, and rescales its sum and its output.
 void softmax_row(float* scores, int64_t width, int64_t low, int64_t high, float scale, Bf16* weights, float& greatest, float& sum,
             float* out, int64_t value_size) {
   std::fill(scores, scores + std::min(low, width), kNone);
@@ -103,9 +104,9 @@ void softmax_row(float* scores, int64_t width, int64_t low, int64_t high, float 
   float now = greatest;
   float lanes[Floats::size()];
   most.store(lanes);
-  // A score that is not a number makes `now` one, and with it the sum and the output.
+  // If a score is NaN, then `now`, the sum and the output become NaN too.
   for (float lane : lanes) now = (lane * scale > now || std::isnan(lane)) ? lane * scale : now;
-  if (now == kNone) {  // nothing seen yet
+  if (now == kNone) {  // no key was seen yet
     std::fill(weights, weights + width, Bf16(0));
     return;
   }
@@ -204,7 +205,7 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
     for (int64_t head = 0; head < key_heads; ++head) {
       for (int64_t block = 0; block < branch.blocks(); ++block) reorders.push_back({b, head, block});
       const int64_t queries = branch.stop - branch.start;
-      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // those that see most keys first
+      for (int64_t first = (queries - 1) / step * step; first >= 0; first -= step)  // the queries that see the most keys first
         tasks.push_back({b, head, first, std::min(step, queries - first)});
     }
     blocks += branch.blocks();
@@ -229,7 +230,7 @@ void attend_branches(const Call& call, std::vector<Branch> branches) {
 }
 
 // query (heads, tokens, size), key, value (key heads, tokens, size); spans int64 (branches, 3): first own token, end, keys before;
-// paths int64: the places of every branch's keys, one branch after another. Gives (tokens, heads, value size).
+// paths int64: the places of every branch's keys, one branch after another. Returns (tokens, heads, value size).
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& spans,
                   const at::Tensor& paths, double scale, int64_t window) {
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads' values must be contiguous");

@@ -1,7 +1,7 @@
 """Build, test and call the bfloat16 attention kernel for CPUs (cpu_attention.cpp).
 
-On CPUs with bfloat16 instructions torch's own kernel reaches a tenth of the rate of the matrix products around it, so it takes
-a third to two thirds of the time of a pass.
+On CPUs with bfloat16 instructions torch's own kernel reaches a tenth of the rate of the matrix products around it, so attention
+takes a third to two thirds of the time of a pass.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from reflogp.store.files import own_folder, write_atomically
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 _COMPILE += ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c"]
-#: Largest root mean square difference from torch's own kernel that rounding explains. Measured: 0.00005, for outputs of 0.2.
+#: Largest root mean square difference from torch's own kernel that rounding explains. The measured difference was 0.00005, for
+#: outputs of 0.2.
 _TOLERANCE = 0.002
-#: Longest time for a build step, and for waiting for another process's build, in seconds.
+#: Maximum time of a build step, and maximum time to wait for another process's build, in seconds.
 _PATIENCE = 300
 
 
@@ -43,8 +44,8 @@ def problem(size: int, value_size: int) -> str | None:
     try:
         difference = _difference_from_torch(size, value_size)
     except RuntimeError as error:  # oneDNN is configured to use fewer instructions than the CPU has
-        return f"it does not run: {str(error).splitlines()[0]}"
-    return None if difference <= _TOLERANCE else f"it differs from torch's kernel by {difference:.2g}"
+        return f"the kernel does not run: {str(error).splitlines()[0]}"
+    return None if difference <= _TOLERANCE else f"the kernel differs from torch's by {difference:.2g}"
 
 
 def attend(
@@ -63,7 +64,7 @@ def attend(
         spans: int64 (branches, 3): first own token, end of the own tokens, and number of keys before them.
         paths: int64, the places of each branch's keys, branch after branch.
         scale: factor of the scores.
-        window: number of keys that a query sees, its own included; None for all.
+        window: number of keys that a query sees, its own included; None for all keys.
 
     Returns:
         (tokens, heads, value size), bfloat16.
@@ -81,23 +82,27 @@ def _loading_problem() -> str | None:
         return "this CPU has no bfloat16 instructions (avx512_bf16)"
     compiler = shutil.which("g++")
     if compiler is None:
-        return "there is no C++ compiler (g++) to build it"
+        return "there is no C++ compiler (g++) to build the kernel"
     try:
         library = _built(compiler)
-        if not hasattr(torch.ops.reflogp, "attend"):  # registering it twice would end the process
+        if not hasattr(torch.ops.reflogp, "attend"):  # registering the kernel twice would end the process
             torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except subprocess.CalledProcessError as error:
-        return f"{compiler} cannot compile it: {next((line for line in error.stderr.splitlines() if 'error' in line), '')}"
+        first_error = next((line for line in error.stderr.splitlines() if "error" in line), "")
+        return f"{compiler} cannot compile the kernel: {first_error}"
     except Exception as error:  # folders, locks and loaders fail in many ways; torch's own kernel runs instead
-        return f"it cannot be built or loaded: {error.__cause__ or error}"
+        return f"the kernel cannot be built or loaded: {error.__cause__ or error}"
     return None
 
 
 def _built(compiler: str) -> Path:
-    """Return the compiled kernel. The first process builds it; it is cached for this source, torch and compiler."""
+    """Return the compiled kernel.
+
+    The first process builds the kernel, which is cached for its source and the versions of torch and the compiler.
+    """
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     made_of = "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *_COMPILE])
-    folder = own_folder(cache_dir(), "kernels")  # its files are executed, and the cache may be shared by a team
+    folder = own_folder(cache_dir(), "kernels")  # the files of this folder are executed, and a team may share the cache
     library = folder / f"attention-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
@@ -126,7 +131,7 @@ def _build(compiler: str, library: Path) -> None:
 def _difference_from_torch(size: int, value_size: int) -> float:
     """Return the largest root mean square difference between this kernel and torch's.
 
-    It is measured on a branch and on a second branch that shares its start, with a window and without.
+    The difference is measured on a branch and on a second branch that shares its start, with a window and without.
     """
     first, second, shared, window = 300, 40, 100, 50
     random = torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ def to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> 
 
 
 class Mark:
-    """A point in a device's stream, after all work that the host has launched so far. On a CPU it has always passed."""
+    """A point in a device's stream, after all work that the host has launched so far. On a CPU a mark has always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None

@@ -32,21 +32,22 @@ from reflogp.scoring.torch_engine.sequences import Logps, Operations, Outcome, S
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import counted, first_line, short_repr
 
-#: Number of sequences that are sorted and packed together. A larger window would hardly share more tokens and pack slower.
+#: Number of sequences that are sorted and packed together. A larger window would take longer to pack and hardly share more
+#: tokens.
 _WINDOW = 8_192
-#: Passes are not made shorter than this, even on a slow device: the matrix products would be too small to be fast.
+#: Minimum number of tokens of a pass if `pass_seconds` is set: the matrix products of a shorter pass would be slow.
 _LEAST_PASS_TOKENS = 1_024
-#: Number of passes in a row that must fit before a halved budget is doubled again. Other users of the memory may have freed it
-#: by then; if not, one failed pass in this many costs little.
+#: Number of passes in a row that must fit before a halved budget is doubled again. By then, other processes may have freed
+#: memory. If they have not, one failed pass in this many costs little.
 _GOOD_PASSES = 100
 
 
 class TorchEngine:
     """Scores sequences with a reference model.
 
-    Sequences are packed without padding, and tokens that several share (a prompt, earlier turns, a common first sentence) are
-    computed once. At load a few sequences are scored both packed and one by one. If the values differ, the engine warns and
-    takes a slower path whose values agree (`self_check`).
+    Sequences are packed without padding, and tokens that several sequences share (a prompt, earlier turns, a common first
+    sentence) are computed once. At load a few sequences are scored both packed and one by one. If the values differ, the engine
+    warns and takes a slower path whose values agree (`self_check`).
 
     Args:
         model: model folder, hub id, or a checkpoint from `read_checkpoint`; safetensors weights. For a revision
@@ -58,8 +59,10 @@ class TorchEngine:
         token_budget: maximum number of tokens of one pass; "auto" computes it from the free memory. When memory runs out, the
             budget is halved and the pass is retried, so no values are lost. After many passes that fit, the budget grows again,
             up to its first value.
-        lm_head_dtype: "float32" computes the logits in float32; None in the model's dtype. Part of the reference id.
-        compile_layers: run decoder layers through torch.compile; None decides by device and model (forward.should_compile).
+        lm_head_dtype: "float32" computes the logits in float32; None computes them in the model's dtype. The dtype is part of
+            the reference id.
+        compile_layers: run decoder layers through torch.compile; None lets the engine decide by device and model
+            (forward.should_compile).
         refused_kernels: names of attention kernels that may not be used (attention.installed_kernels lists the names).
         trust_remote_code: run modelling code from the checkpoint.
 
@@ -70,7 +73,7 @@ class TorchEngine:
         image_check: result of the check on the first sequences with images; None before.
 
     Raises:
-        UsageError, CheckpointError: no such model; weights missing, truncated or pickled.
+        UsageError, CheckpointError: the model does not exist, or its weights are missing, truncated or pickled.
         OutOfMemoryError: the model does not fit the memory of the device.
         EngineError: the model cannot be loaded.
 
@@ -135,7 +138,8 @@ class TorchEngine:
             temperature: divisor of the logits (RLOO and GRPO compute log-probs at their sampling temperature).
 
         Raises:
-            InvalidSequencesError: some sequences cannot be scored; its `results` hold the values of the others.
+            InvalidSequencesError: some sequences cannot be scored; the error's `results` hold the values of the other
+                sequences.
         """
         if not temperature > 0:
             raise EngineError(f"temperature {temperature}: must be above 0")
@@ -143,7 +147,7 @@ class TorchEngine:
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems, temperature=temperature))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return index -> why this model cannot score that sequence; empty if the model can score all."""
+        """Return the problems of the sequences that this model cannot score, by index."""
         found = ((i, problem_of(s, self._loaded.vocab_size, self._loaded.max_positions)) for i, s in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -161,7 +165,7 @@ class TorchEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield (index, outcome) of the sequences of each pass, as passes finish; see `flow`.
+        """Yield a list of (index, outcome) for each pass, as passes finish; see `flow`.
 
         Args:
             sequences: sequences without `problems`.
@@ -179,23 +183,23 @@ class TorchEngine:
     ) -> Generator[list[tuple[int, Outcome]]]:
         """Score groups of sequences as they arrive; yield the outcomes of each pass as passes finish.
 
-        Each pass is prepared and uploaded while the previous pass is computed, across groups too. Its values are copied to the
-        host while the next pass runs. The caller may use the engine for other work between two yields.
+        Each pass is prepared and uploaded while the previous pass is computed, across groups too. The values of a pass are
+        copied to the host while the next pass runs. The caller may use the engine for other work between two yields.
 
         Args:
             groups: lists of sequences without `problems`. A group is packed together, the longest first; groups of a few
                 thousand sequences share prefixes and fill passes well. The iterator runs in a thread of this engine and must
                 not block: an empty group means that no group is available at the moment. The pass in flight then finishes and
-                is yielded; if none is in flight, an empty list is yielded.
+                is yielded; if no pass is in flight, an empty list is yielded.
             temperature: divisor of the logits.
             before: called with the numbers of each pass's sequences before the pass is launched.
 
         Yields:
             (number, outcome) of a pass's sequences, numbered from 0 across all groups. The outcome is token_logps, or a text
-            that says why there are no values: the sequence alone does not fit the memory, or its values are not finite.
+            that says why there are no values: the sequence does not fit the memory even alone, or its values are not finite.
 
         Raises:
-            EngineError: a pass failed. The values of earlier passes were yielded.
+            EngineError: a pass failed. The values of earlier passes were yielded before.
         """
         waiting: dict[int, Sequence] = {}
         again: deque[Unit] = deque()
@@ -249,7 +253,7 @@ class TorchEngine:
                     self._count_good_pass()
                 elif len(places) == 1:
                     del waiting[places[0]]
-                    problem = f"its {unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
+                    problem = f"{unit.tokens} tokens alone do not fit the memory of {self.device}; set a max_length"
                     yield [(places[0], problem)]
                 else:
                     self.token_budget = max(1, min(self.token_budget, unit.tokens) // 2)
@@ -259,9 +263,9 @@ class TorchEngine:
                 yield self._landed(flying, waiting)
 
     def _agrees_on_images(self, unit: Unit) -> bool:
-        """Return True if packs with images give the values of padded batches; computed once, for the first sequences only.
+        """Return True if packs with images give the same values as padded batches. Only the first sequences are compared, once.
 
-        If memory runs out, there is no result, and `_launch` reports it. The next pass is then checked.
+        If memory runs out, `_launch` reports it, and the comparison is tried again with the next pass.
         """
         assert isinstance(unit.work, Pack) and unit.with_images is not None
         sequences = [unit.with_images[index] for index, _ in unit.work.members]
@@ -285,7 +289,10 @@ class TorchEngine:
         return self.image_check is None or self.image_check.path == "packed"
 
     def _count_good_pass(self) -> None:
-        """Count a pass that fit; after enough of them double a halved budget. The new budget applies to the next packs."""
+        """Count a pass that fit the memory; after enough such passes, double a halved budget.
+
+        The new budget applies to the next packs.
+        """
         self._good_passes += 1
         if self._good_passes >= _GOOD_PASSES:
             self._good_passes = 0
@@ -345,13 +352,13 @@ class TorchEngine:
         return landed
 
     def _pass_limit(self) -> int:
-        """Return the most tokens that a pass may have now."""
+        """Return the maximum number of tokens that a pass may have now."""
         if self.pass_seconds is None:
             return self.token_budget
         return int(min(self.token_budget, max(_LEAST_PASS_TOKENS, self.pass_seconds * self._tokens_per_second)))
 
     def _units_of_groups(self, groups: Iterable[list[Sequence]], waiting: dict[int, Sequence]) -> Iterator[Unit | None]:
-        """Number the sequences of all groups, put them into `waiting`, and yield their passes; None for an empty group."""
+        """Number the sequences of all groups, put them into `waiting`, and yield their passes, or None for an empty group."""
         count = 0
         for group in groups:
             if not group:
@@ -369,8 +376,8 @@ class TorchEngine:
     def _units(self, sequences: list[Sequence]) -> Iterator[Unit]:
         """Yield passes over all sequences within the current budget.
 
-        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded. Passes with
-        images have no other sequences, and images of one processor.
+        Sequences beyond the rope limit have a pass of their own, and sequences with an attention mask are padded. A pass with
+        images has only sequences with images, all of one processor.
         """
         limit = self._loaded.rope_limit
         groups: list[list[int]] = []
@@ -433,7 +440,7 @@ class TorchEngine:
         except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise EngineError(f"the forward pass failed: {first_line(error)}") from error
-        except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these for images
+        except (ValueError, TypeError, LookupError) as error:  # image processors and models raise these errors for images
             raise EngineError(f"the forward pass failed: {first_line(error)}") from error
         self._features.clear()
         # Free the cache only here: inside the handler, the error's traceback would still hold the tensors of the failed pass.

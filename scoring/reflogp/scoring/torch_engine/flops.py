@@ -1,7 +1,7 @@
 """Count the operations of a pass and measure the rate of a device, for model FLOPs utilization.
 
 Model FLOPs utilization (PaLM, arxiv.org/abs/2204.02311, appendix B) is the rate of operations that values depend on, divided
-by the rate of the device. Here the rate is measured with a large matrix product, not read from a data sheet.
+by the rate of the device. Here the rate of the device is measured with a large matrix product, not read from a data sheet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int64s = npt.NDArray[np.int64]
 _SIDES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 #: Number of untimed products of one size, while kernels are chosen and clocks rise, and number of timed products after them.
 _WARM_UP, _REPEATS = 2, 12
-#: Seconds that the products of one size may take: a CPU without units for a dtype needs minutes for the larger size.
+#: Seconds that the products of one size may take: a CPU without instructions for a dtype needs minutes for the larger size.
 _PATIENCE = 2.0
 #: Kinds of layers (transformers' names) whose queries see all earlier tokens, and kinds whose queries see a window.
 _FULL, _WINDOWED = ("full_attention", "attention", "hybrid"), ("sliding_attention", "hybrid_sliding")
@@ -63,18 +63,24 @@ class ForwardFlops:
         return Operations(plain, self._passed(lengths, shared, len(pack.predicted)))
 
     def padded(self, batch: list[Sequence]) -> Operations:
-        """Return the operations of a padded batch, which shares nothing. Tokens that a sequence's own mask hides count too."""
+        """Return the operations of a padded batch, in which no tokens are shared.
+
+        Tokens that a sequence's own mask hides count too.
+        """
         plain = self.plain(batch)
         return Operations(plain, plain)
 
     def _passed(self, lengths: Int64s, before: Int64s, predictions: int) -> float:
-        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each."""
+        """Return the operations for the tokens of paths of these lengths, without the first `before` tokens of each path."""
         pairs = sum(count * float((seen(lengths) - seen(before)).sum()) for count, seen in self._layers)
         return self._per_token * float((lengths - before).sum()) + self._per_pair * pairs + self._per_prediction * predictions
 
 
 def expert_count(config: Any) -> int | None:
-    """Return the number of experts of each mixture layer; None for a dense model. The field's name depends on the config."""
+    """Return the number of experts of each mixture-of-experts layer; None for a dense model.
+
+    The field's name depends on the config.
+    """
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = (config, getattr(config, "ffn_config", None))
     return next((count for part in parts for name in names if (count := getattr(part, name, None))), None)
@@ -126,7 +132,7 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
     The numbers are random because a GPU uses less power for constants, and then runs faster than with a model's weights. The
     best of several repeats and two sizes is taken because any disturbance makes a product slower. The larger size is left out
-    if the rate of the smaller one shows that it would take too long.
+    if the rate of the smaller size shows that the product would take too long.
     """
     best = 0.0
     for side in _SIDES[device.type]:

@@ -14,7 +14,7 @@ from reflogp.scoring.torch_engine.device import Mark
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Operations, Outcome, Sequence
 
-#: Seconds between two checks whether a pass has landed, while the next pass is not prepared yet.
+#: Seconds between two checks whether the values of a pass are on the host, while the next pass is not prepared yet.
 _LOOK_SECONDS = 0.002
 
 
@@ -52,7 +52,7 @@ class InFlight:
     landed: Mark
 
     def land(self) -> list[tuple[int, Outcome]]:
-        """Wait for the values; return (member, its token_logps, or a text if they are not finite)."""
+        """Wait for the values; return (index of a sequence, its token_logps or an error text if they are not finite)."""
         self.landed.wait()
         values = self.values.numpy()
         outcomes: list[tuple[int, Outcome]] = []
@@ -62,16 +62,16 @@ class InFlight:
         return outcomes
 
     def tokens_per_second(self) -> float:
-        """Return the speed at which the device computed the pass, which must have landed."""
+        """Return the speed at which the device computed the pass, whose values must be on the host."""
         return self.unit.tokens / max(self.landed.seconds_since(self.began), 1e-6)
 
 
 class Prepared:
-    """Units, each made in the background while the previous unit is computed; a context manager.
+    """A context manager that makes each unit in the background while the previous unit is computed.
 
     Args:
-        units: iterated in a thread, one unit at a time. It yields None, without waiting, if there is nothing to prepare at the
-            moment.
+        units: iterated in a thread, one unit at a time. The iterable yields None, without waiting, if there is nothing to
+            prepare at the moment.
     """
 
     def __init__(self, units: Iterable[Unit | None]) -> None:
@@ -88,8 +88,8 @@ class Prepared:
     def take(self, flying: InFlight | None) -> Unit | None:
         """Wait until the next unit is made, and return it.
 
-        Returns None if the pass in flight has landed and no unit is ready, or if no pass is in flight and there is nothing to
-        prepare at the moment.
+        Returns None if the values of the pass in flight are on the host and no unit is ready, or if no pass is in flight and
+        there is nothing to prepare at the moment.
 
         Raises StopIteration after the last unit, and any error raised while a unit was made.
         """

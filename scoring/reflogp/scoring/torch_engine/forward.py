@@ -1,4 +1,4 @@
-"""Run a model over sequences and return float32 log-probs: packed, padded, or one by one (a padded batch of one).
+"""Run a model over packed sequences, a padded batch or a single sequence, and return float32 log-probs.
 
 The operations between the matrix products are compiled: norms, rotary embeddings, gates, the head's log-sum-exp. Without
 compilation each of them reads and writes whole activations several times; on a CPU they cost half as much as the products. One
@@ -23,14 +23,14 @@ from reflogp.scoring.torch_engine.images import DecoderInputs, on_device, pixel_
 from reflogp.scoring.torch_engine.packing import Pack
 from reflogp.scoring.torch_engine.sequences import Sequence
 
-#: Compiling takes 10 to 40 seconds the first time (torch keeps the result on disk), so smaller models are not compiled.
+#: Minimum number of parameters of a model that is compiled: the first compilation takes 10 to 40 s (torch caches it on disk).
 COMPILE_FROM_PARAMETERS = 50_000_000
 
 
 def should_compile(model: Any, device: torch.device) -> bool:
-    """Return True if compiling can pay off: the model is large enough, a compiler is installed, and there are no experts.
+    """Return True if compiling can save time: the model is large enough, a compiler is installed, and there are no experts.
 
-    The loops over experts depend on the data, so they break into many small graphs that gain nothing.
+    The loops over experts depend on the data, so compiling splits them into many small graphs and saves no time.
     """
     experts = expert_count(model.config.get_text_config())
     compiler = device.type == "cuda" or shutil.which("g++") or shutil.which("clang++")
@@ -83,11 +83,11 @@ def forward_pack(
 
     Args:
         refused: names of attention kernels that may not be used.
-        inputs: what the decoder gets for a pack with images; None for a pack of text.
+        inputs: the decoder's inputs for a pack with images; None for a pack of text.
 
     Raises:
         UnsupportedAttentionError: a layer does not support packed attention.
-        KernelFailedError: an attention kernel raised.
+        KernelFailedError: an attention kernel raised an error.
     """
     layout = PackLayout(pack, device, refused, both_ways=inputs is not None and inputs.both_ways)
     return head.logps(pack_states(model, layout, inputs), layout.parents, layout.targets, temperature)
@@ -98,7 +98,7 @@ def pack_states(model: Any, layout: PackLayout, inputs: DecoderInputs | None = N
     """Return the last hidden states of a pack's tokens, (tokens, hidden size).
 
     Args:
-        inputs: what the decoder gets for a pack with images; None for a pack of text.
+        inputs: the decoder's inputs for a pack with images; None for a pack of text.
     """
     with packed(layout):
         if inputs is None:
@@ -115,8 +115,8 @@ def forward_padded(
 ) -> torch.Tensor:
     """Return log-probs of all completion tokens of a batch, float32 (tokens,) on the device, sequence by sequence.
 
-    The batch is padded on the right. Sequences with an attention mask keep it: their own padding stays in its place. Either all
-    sequences have images, or none.
+    The batch is padded on the right. A sequence with an attention mask keeps its mask and its own padding. Either all sequences
+    have images, or none.
     """
     lengths = [len(sequence) for sequence in batch]
     width = max(lengths)

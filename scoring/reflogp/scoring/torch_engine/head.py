@@ -15,14 +15,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from reflogp.scoring.torch_engine.load import autocasting
 
-#: Logits held at once where rows span the whole vocabulary: 2**28 are 512 MiB in bfloat16, plus 1 GiB in float32.
+#: Maximum number of logits held at once if rows span the whole vocabulary: 2**28 are 512 MiB in bfloat16, plus 1 GiB in
+#: float32.
 _WHOLE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 #: Rows and columns of logits that a CPU holds at once: few enough to stay in cache until they are summed, and enough for a fast
 #: product (measured: a fifth faster than rows of a whole vocabulary).
 _CPU_BLOCK = (1024, 4096)
-#: Elements of the output embedding that CUDA casts at once if its dtype is not the product's: 256 MiB in float32.
+#: Number of elements of the output embedding that are cast at once on CUDA if its dtype is not the product's: 256 MiB in
+#: float32.
 _CAST_NUMBERS = 1 << 26
-#: Rows and columns of one tile of a CUDA product. Chunks are multiples of it, so that no tile is computed in part.
+#: Rows and columns of one tile of a CUDA product. Chunks are multiples of a tile, so that no tile is computed in part.
 _TILE = 128
 #: Rows of logits that are summed at once on a CPU: few enough that their float32 copy stays in cache.
 _SUM_ROWS = 16
@@ -46,11 +48,12 @@ class Head:
 
     A head that is a matrix product, with or without a scale and a soft cap, is applied here, and each target's logit is
     computed in float32: rounding that logit to bfloat16 would cause the largest single error of a log-prob, and one more dot
-    product per token avoids it. For any other head the model's own forward is called on the given hidden states, so no
+    product per token avoids this error. For any other head the model's own forward is called on the given hidden states, so no
     architecture-specific code is needed.
 
-    Under autocast the rounded logit is kept: such values are compared with values of a run whose logits are rounded the same
-    way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in float32).
+    Under autocast the rounded logit is kept, because values under autocast are compared with values of a run whose logits are
+    rounded the same way (TRL's fused head and transformers' logits are in autocast's dtype, the log-sum-exp over them is in
+    float32).
 
     Args:
         model: a causal language model.
@@ -90,7 +93,7 @@ class Head:
         hidden = states[at]
         if self.logits is None:
             return self._logps_by_model(hidden, targets, temperature)
-        with autocasting(hidden.device, None):  # the code below sets each dtype itself; autocast would change them
+        with autocasting(hidden.device, None):  # the code below sets each dtype itself; autocast would change the dtypes
             return self._logps_of_products(hidden, targets, temperature)
 
     def _logps_by_model(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -128,7 +131,7 @@ class Head:
         Blocks of the vocabulary are the outer loop, so that a weight that is not in the product's dtype is cast once per block.
         """
         assert self.logits is not None
-        # Mamba keeps its residual stream, and so these states, in float32.
+        # Mamba keeps its residual stream in float32, so these states are float32 too.
         dtype = torch.float32 if self._float32 else self._rounded or hidden.dtype
         as_they_are = self._factors.dtype == dtype or _is_widened(hidden, self._factors, dtype)
         blocks = list(_slices(self._weight.shape[0], self._columns_at_once(as_they_are)))
@@ -148,7 +151,7 @@ class Head:
         return total, self.logits(rounded.float()) / temperature
 
     def _columns_at_once(self, as_they_are: bool) -> int:
-        """Return how many columns of logits are computed at once: all on CUDA, unless the weight must be cast."""
+        """Return how many columns of logits are computed at once: all columns on CUDA, unless the weight must be cast."""
         vocabulary, hidden_size = self._weight.shape
         if self._weight.device.type == "cpu":
             return _CPU_BLOCK[1]
@@ -243,7 +246,7 @@ class _Answer(torch.nn.Module):
     def __init__(self, hidden: torch.Tensor, backbone: torch.nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
-        self._backbone = [backbone]  # in a list, so that it does not become a child
+        self._backbone = [backbone]  # in a list, so that torch does not register it as a child module
 
     def __getattr__(self, name: str) -> Any:
         try:

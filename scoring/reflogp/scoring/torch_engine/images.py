@@ -1,8 +1,8 @@
-"""Feed a vision-language model: pixels for a padded batch, or what its text decoder gets for a pack.
+"""Make the inputs of a vision-language model: pixels for a padded batch, or the text decoder's inputs for a pack.
 
-In a pack the vision tower runs once for each distinct image. The features are read where the model itself puts them: at the
-entry of its text decoder. So are those that the decoder adds behind its first layers (DeepStack, arxiv.org/abs/2406.04334).
-Positions of several parts (Qwen-VL) are computed by the model's own function, for each sequence.
+In a pack the vision tower runs once for each distinct image. The features are read from the arguments with which the model
+calls its text decoder. Features that the decoder adds after its first layers (DeepStack, arxiv.org/abs/2406.04334) are
+arguments too. Positions that have several parts (Qwen-VL) are computed by the model's own function, for each sequence.
 
 Before a model's sequences with images are packed, `layout_of` compares what the model gives its decoder for a single sequence
 with what a pack gives it: the positions, and which tokens each token attends to.
@@ -29,7 +29,7 @@ from reflogp.store.images import FIRST_IMAGE_ID
 #: Inputs of a model that name the type of each token, as processors make them.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = frozenset({"input_ids", "attention_mask", *_TYPES})
-#: Arguments of decoders that a pack gives too, or does not need.
+#: Arguments of decoders that a pack also provides, or does not need.
 _LAID_OUT = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds", "cache_position"}
 )
@@ -37,12 +37,13 @@ _LAID_OUT = frozenset(
 KEPT_BYTES = 256 << 20
 #: Maximum number of bytes of decoded images that are held at once for several sequences.
 DECODED_BYTES = 1 << 30
-#: Identifies images whose features are computed together: the processor's settings, their digests, the tokens of each.
+#: Identifies images whose features are computed together: the processor's settings, the digests of the images, the number of
+#: tokens of each image.
 _Part = tuple[bytes, tuple[bytes, ...], tuple[int, ...]]
 
 
 class TooManyPixelsError(Exception):
-    """The images of several sequences take more than DECODED_BYTES; they must be processed apart."""
+    """The images of several sequences take more than DECODED_BYTES; the sequences must be processed separately."""
 
 
 def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -76,20 +77,23 @@ def pixel_inputs(images: list[SequenceImages]) -> tuple[dict[str, torch.Tensor],
 
 
 def token_types(images: SequenceImages, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return 1 where a token belongs to an image and 0 elsewhere, as processors do, (n,). `ids` hold no image ids."""
+    """Return 1 for each token of an image and 0 for other tokens, as processors do, (n,).
+
+    `ids` are the ids that the model reads.
+    """
     return np.isin(ids, images.vision.processor.image_token_ids).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a model's text decoder gets for a pack with images, on the device.
+    """The inputs of a model's text decoder for a pack with images, on the device.
 
     Attributes:
         embeddings: (tokens, hidden size), with features in the places of images.
-        positions: the model's own positions where they have several parts, int64 (parts, tokens); None for one part.
+        positions: the model's own positions if they have several parts, int64 (parts, tokens); None if they have one part.
         image_places: places of image tokens, bool (tokens,).
-        deep: features that the decoder adds to the hidden states of image tokens behind its first layers, one tensor for each
-            of these layers, (image tokens, hidden size); empty for most models.
+        deep: features that the decoder adds to the hidden states of image tokens after its first layers, one tensor for each of
+            these layers, (image tokens, hidden size); empty for most models.
         both_ways: True if the tokens of an image attend to each other in both directions.
     """
 
@@ -100,7 +104,7 @@ class DecoderInputs:
     both_ways: bool
 
     def keywords(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the decoder's keyword arguments. `positions`, (tokens,), are used if these inputs have none."""
+        """Return the decoder's keyword arguments. `positions`, (tokens,), are used if these inputs have no positions."""
         own = positions[None] if self.positions is None else self.positions[:, None]
         deep = {"visual_pos_masks": self.image_places[None], "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
         return {"inputs_embeds": self.embeddings[None], "position_ids": own, **deep}
@@ -108,7 +112,7 @@ class DecoderInputs:
 
 @dataclass(frozen=True)
 class _Features:
-    """What the decoder gets in the places of some images.
+    """The inputs of the decoder for the tokens of some images.
 
     Attributes:
         embeddings: (tokens of the images, hidden size).
@@ -126,11 +130,13 @@ class _Features:
 
 
 class ImageFeatures:
-    """Makes the decoder's inputs of packs. The vision tower runs once for each distinct image of a pack, or for each distinct
-    set of images of a prompt where an image's features depend on the others.
+    """Makes the decoder's inputs of packs.
 
-    Features are kept for later packs, those used last, up to a limit of memory. A larger image is decoded, processed and
-    computed again in the next pack that has it.
+    The vision tower runs once for each distinct image of a pack, or for each distinct set of images of a prompt where an
+    image's features depend on the others.
+
+    The features that were used last are kept for later packs, up to a limit of memory. An image with larger features is
+    decoded, processed and computed again in the next pack that has it.
 
     Args:
         model: the model; it uses its own attention while inputs are made.
@@ -159,7 +165,7 @@ class ImageFeatures:
         self._kept_bytes = 0
 
     def close(self) -> None:
-        """Forget all features and the model: a stream that stopped half way still refers to this object."""
+        """Forget all features and the model, because a stream that stopped before its end still refers to this object."""
         self.clear()
         self._model = None
 
@@ -177,7 +183,7 @@ class ImageFeatures:
         is_image = pack.token_ids >= FIRST_IMAGE_ID
         ids = torch.from_numpy(np.where(is_image, 0, pack.token_ids)).to(self._device)
         embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
-        features: dict[_Part, _Features] = {}  # of this pack, whatever is kept
+        features: dict[_Part, _Features] = {}  # all features of this pack, even if they are not kept
         chosen: list[tuple[_Features, torch.Tensor | slice]] = []  # (features of a part, which of its tokens a branch adds)
         positions: list[torch.Tensor] = []
         for branch in pack.branches:
@@ -189,7 +195,7 @@ class ImageFeatures:
                     features[key] = self._of_part(part, key)
             at = branch.path[is_image[branch.path]]
             ends = np.cumsum([sum(counts) for *_, counts in parts])
-            own = np.split(at >= branch.start, ends[:-1])  # others: earlier branches
+            own = np.split(at >= branch.start, ends[:-1])  # earlier branches add the other tokens
             chosen += [
                 (features[key], slice(None) if mask.all() else torch.from_numpy(mask.nonzero()[0]).to(self._device))
                 for key, mask in zip(parts, own, strict=True)
@@ -267,7 +273,7 @@ def _position_arguments(model: Any) -> frozenset[str]:
 
 
 def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions: torch.Tensor) -> tuple[bool, str | None]:
-    """Compare what a model gives its decoder for one sequence with what a pack can give it.
+    """Compare the decoder inputs that a model makes for one sequence with those that a pack can provide.
 
     Args:
         config: the config of the model's text decoder.
@@ -276,26 +282,26 @@ def layout_of(config: Any, sequence: Sequence, given: dict[str, Any], positions:
         positions: the positions that the sequence's tokens have in a pack, (parts, tokens).
 
     Returns:
-        (True if the tokens of an image attend to each other in both directions, what a pack cannot give or None).
+        (True if the tokens of an image attend to each other in both directions, what a pack cannot provide or None).
     """
     others = [name for name, value in given.items() if name not in _LAID_OUT and _holds_tensor(value)]
     if others:
-        return False, f"its decoder also gets {', '.join(others)}"
+        return False, f"the model's decoder also gets {', '.join(others)}"
     own = given.get("position_ids")
     if own is None:
         own = torch.arange(len(sequence))[None]
     own = own.reshape(-1, len(sequence)).cpu()
     if own.shape[0] not in (1, positions.shape[0]) or not torch.equal(own.expand_as(positions), positions):
-        return False, "the positions of its image tokens are not known"
+        return False, "the positions of image tokens are not known"
     masks = given.get("attention_mask")
     for both_ways in (False, True):
         if _attends_so(masks, sequence, config, both_ways):
             return both_ways, None
-    return False, "its image tokens attend to other tokens than in a pack"
+    return False, "image tokens attend to other tokens than in a pack"
 
 
 def _attends_so(masks: Any, sequence: Sequence, config: Any, both_ways: bool) -> bool:
-    """Return True if these masks (None: causal; a tensor; or one for each kind of layer) are those of a pack."""
+    """Return True if `masks` (None for causal, a tensor, or a dictionary by kind of layer) equal the masks of a pack."""
     kinds = masks if isinstance(masks, dict) else {"full_attention": masks}
     reach = torch.from_numpy(image_ends(sequence.ids(), both_ways))[:, None]
     key = torch.arange(len(sequence))

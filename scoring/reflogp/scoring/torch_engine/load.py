@@ -100,7 +100,7 @@ def _with_adapter(model: Any, adapter: Adapter, device: torch.device) -> Any:
     except EngineError:
         raise
     except Exception as error:  # adapters of other shapes, unknown methods, …
-        raise EngineError(f"{adapter.folder}: the adapter does not fit: {first_line(error)}") from error
+        raise EngineError(f"{adapter.folder}: the adapter does not fit the model: {first_line(error)}") from error
     if wrapped.active_peft_config.is_prompt_learning:
         raise EngineError(f"{adapter.folder}: adapters that prepend virtual tokens are not supported")
     return wrapped.get_base_model()

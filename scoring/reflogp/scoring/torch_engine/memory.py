@@ -22,9 +22,9 @@ from reflogp.scoring.machine import free_memory, total_memory
 from reflogp.store.checkpoint import Checkpoint
 from reflogp.store.texts import first_line
 
-#: A pass with more tokens than this is not faster: the matrix products are large enough. On a CPU the number is per core,
-#: because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048 tokens are a
-#: tenth faster than 4,096).
+#: Number of tokens above which a longer pass is not faster, because the matrix products are large enough. On a CPU this number
+#: is per core, because activations of a longer pass do not fit the cores' caches (two cores, 100M and 500M parameters: 2,048
+#: tokens are a tenth faster than 4,096).
 _ENOUGH_TOKENS_CUDA, _ENOUGH_TOKENS_CORE, _MOST_TOKENS_CPU = 65_536, 1_024, 16_384
 _LEAST_TOKENS = 512
 #: Share of the free memory that activations may take; the rest is for the head's chunks, kernels and fragmentation.
@@ -65,7 +65,7 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     config = config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 1
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if isinstance(intermediate, list | tuple):  # Gemma 3n's layers differ
+    if isinstance(intermediate, list | tuple):  # the layers of Gemma 3n have different sizes
         intermediate = max(intermediate)
     return int(dtype.itemsize * (_HIDDEN_COPIES * config.hidden_size + _INTERMEDIATE_COPIES * experts * intermediate))
 
@@ -73,7 +73,7 @@ def _bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process may still take from a CUDA device, or from the machine's or container's memory.
 
-    CUDA memory that torch has reserved and does not use counts as free; so does the machine's page cache.
+    CUDA memory that torch has reserved and does not use, and the machine's page cache, count as free.
     """
     if device.type != "cuda":
         return free_memory()

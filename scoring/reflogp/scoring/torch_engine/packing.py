@@ -1,10 +1,11 @@
 """Pack sequences into flat token packs in which a common prefix of several sequences is computed once.
 
-Token ids in, index arrays out: no model, no tensor.
+The input is token ids and the output index arrays; no model and no tensors are needed.
 
 Sequences are sorted by their tokens, so that sequences with a common prefix are neighbours: a shared prompt, the turns of one
-dialogue, completions that start alike. Each sequence adds to a pack only the tokens after the prefix that it shares with the
-sequence before it. The added tokens are its branch. The branch's tokens attend to the sequence's whole path through the pack.
+dialogue, completions with the same beginning. Each sequence adds to a pack only the tokens after the prefix that it shares with
+the sequence before it. The added tokens are its branch. The branch's tokens attend to the sequence's whole path through the
+pack.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Branch:
 
     Attributes:
         start, stop: places of the added tokens in the pack, start … stop - 1.
-        path: places of the whole sequence, from its first token to its last, int64 (length,). It ends with start … stop - 1;
-            the places before them are shared with earlier branches.
+        path: places of the whole sequence, from its first token to its last, int64 (length,). Its last places are those of the
+            added tokens; its other places are shared with earlier branches.
         sequence: index of the sequence.
     """
 
@@ -89,7 +90,7 @@ def packs(sequences: list[Sequence], token_budget: int, min_shared: int = MIN_SH
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that share prefixes.
+    """A group of sequences that share prefixes.
 
     Attributes:
         members: (index of a sequence, number of tokens that it shares with the sequence before it).
@@ -191,7 +192,7 @@ def image_ends(ids: Int64s, both_ways: bool) -> Int64s:
 
 
 def _common_prefix(left: Int64s, right: Int64s) -> int:
-    """Return how many tokens two sequences share; images that follow each other are shared all or not at all."""
+    """Return how many first tokens two sequences share. Of adjacent images, either all are shared or none."""
     shorter = min(len(left), len(right))
     differ: Any = left[:shorter] != right[:shorter]
     first = int(differ.argmax()) if shorter else 0

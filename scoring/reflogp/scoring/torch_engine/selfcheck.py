@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 #: Rounding grows with the logits. If log-probs are larger than this (root mean square), the tolerance grows with them.
 _TYPICAL_LOGP = 5.0
 _PROMPT, _COMPLETIONS = 40, (23, 31, 17)
-#: Number of sequences with images that are scored both ways before others are packed.
+#: Number of sequences with images that are scored both packed and one by one before others are packed.
 IMAGE_CHECKS = 4
 
 
@@ -45,7 +45,8 @@ class SelfCheck:
         rejected: name of a path or attention kernel, or "compiled" -> why it is not used.
         kernels: attention kernels that the check used; every pack uses the same kernels.
         compiled: True if the decoder layers and the log-sum-exp are compiled.
-        refused_kernels: attention kernels that raised or disagreed, or that the caller refused; no pass may use them.
+        refused_kernels: attention kernels that raised an error or gave other values, or that the caller refused; no pass may
+            use them.
     """
 
     path: Path
@@ -66,8 +67,8 @@ class ImageCheck:
 
     Attributes:
         path: the path that sequences with images take: "packed" or "padded".
-        difference: root mean square difference between the two, nats per token; None if only one was possible.
-        reason: why they are not packed; empty for a packed path.
+        difference: root mean square difference between the two paths, nats per token; None if only one path was possible.
+        reason: why sequences with images are not packed; empty if they are packed.
         both_ways: True if the tokens of an image attend to each other in both directions.
         refused_kernels: attention kernels that no pack with images may use.
     """
@@ -87,10 +88,10 @@ def check_images(
     refused: Collection[str],
     own_attention: str | None,
 ) -> ImageCheck:
-    """Score sequences with images in a pack and one by one; return the path to take, and warn if it is the padded one.
+    """Score sequences with images in a pack and one by one; return the path to take, and warn if it is the padded path.
 
-    They are packed if the model gives its decoder the positions and the mask that a pack has, and the values agree. Both are
-    compared, because values of few tokens in bfloat16 may agree by chance.
+    Sequences with images are packed if the model gives its decoder the positions and the mask that a pack has, and the values
+    agree. The values alone are not enough, because values of few tokens in bfloat16 may agree by chance.
 
     Args:
         head: the model's output layer.
@@ -192,7 +193,7 @@ def _check(head: Head, loaded: LoadedModel, compile_layers: bool, refused: list[
             rejected |= layout.declined
             difference, problem = _compare(values, plain, tolerance)
             doubted = layout.kernels - {by_branch.__name__, *refused}
-            if problem is not None and doubted:  # retry with the simplest kernel: is it the kernel or the model?
+            if problem is not None and doubted:  # does the simplest kernel have the problem too?
                 rejected |= dict.fromkeys(doubted, problem)
                 refused.extend(sorted(doubted))
                 continue
@@ -252,7 +253,7 @@ def _try_compiled(
     tolerance: float,
     refused: list[str],
 ) -> tuple[float, str | None]:
-    """Compile the layers and keep them compiled only if they agree; return (difference from a plain pass, problem or None)."""
+    """Compile the layers, and undo it unless their values agree; return (difference from a plain pass, problem or None)."""
     eager = head.log_sum_exp
     problem: str | None
     difference = float("nan")
@@ -261,7 +262,7 @@ def _try_compiled(
         head.log_sum_exp = forward.compiled_log_sum_exp()
         difference = float(np.sqrt(np.mean((_packed(model, head, sequences, device, refused)[0] - plain) ** 2)))
         problem = None if difference <= tolerance else f"compiled layers differ by {difference:.3g} nats per token"
-    except Exception as error:  # compilers fail in many ways
+    except Exception as error:  # compilers may raise any error
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if problem is not None:
         forward.uncompile_layers(model)
@@ -270,7 +271,7 @@ def _try_compiled(
 
 
 def _sequences(vocab_size: int, max_positions: int | None) -> list[Sequence]:
-    """Return a prompt with three completions, and one separate sequence; shorter if the model has few positions."""
+    """Return three sequences with the same prompt and one other sequence; shorter sequences if the model has few positions."""
     random = np.random.default_rng(0)
     room = (max_positions or 4096) / (_PROMPT + max(_COMPLETIONS))
     shrink = min(1.0, room)
@@ -294,9 +295,9 @@ def _plain(model: Any, sequence: Sequence, device: torch.device) -> Any:
 def _windowed_layers(config: Any) -> int:
     """Return how many layers see less than the whole context, according to the config.
 
-    The check compares this with the layers that pass a window to packed attention. A layer that has its window only in its
-    mask, which packed attention replaces, would otherwise pass: the check's sequences are shorter than most windows. Models
-    with chunked attention (Llama 4) fail this comparison, because no layer passes its chunk size.
+    The check compares this with the layers that pass a window to packed attention. Otherwise the check would accept a layer
+    that has its window only in its mask, which packed attention replaces: the check's sequences are shorter than most windows.
+    Models with chunked attention (Llama 4) fail this comparison, because no layer passes its chunk size.
     """
     types = getattr(config, "layer_types", None)
     if types:
@@ -308,9 +309,9 @@ def _windowed_layers(config: Any) -> int:
 def _recurrent_part(model: Any) -> str | None:
     """Return the name of a module or parameter that carries state from token to token; None if there is none.
 
-    In a pack such state would leak from one sequence into the next. The structure decides, not the values, because in bfloat16
-    a small leak is below rounding: state-space, linear-attention and RWKV blocks all hold a convolution over time or one of
-    these parameters.
+    In a pack such state would leak from one sequence into the next. The model's structure is inspected, not its values, because
+    in bfloat16 a small leak is below rounding: state-space, linear-attention and RWKV blocks all hold a convolution over time
+    or one of these parameters.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv1d):

@@ -24,7 +24,7 @@ Ids = Any
 Logps = npt.NDArray[np.float32]
 #: The token_logps of a sequence, or a text that says why there are none.
 Outcome = Logps | str
-NOT_FINITE = "its log-probs are not finite: the model's weights or activations hold NaN or infinity"
+NOT_FINITE = "log-probs are not finite: the model's weights or activations hold NaN or infinity"
 
 
 class Picture(Protocol):
@@ -32,8 +32,8 @@ class Picture(Protocol):
 
     Attributes:
         digest: `pixel_digest` of the image (reflogp.store.images).
-        size: about how many bytes `encoded` returns.
-        held: about how many bytes it takes in memory.
+        size: approximate number of bytes that `encoded` returns.
+        held: approximate number of bytes that the image takes in memory.
     """
 
     @property
@@ -46,10 +46,10 @@ class Picture(Protocol):
     def held(self) -> int: ...
 
     def load(self) -> Any:
-        """Return the decoded image, a PIL.Image. Raises RowError if it can no longer be read."""
+        """Return the decoded image, a PIL.Image. Raises RowError if the image can no longer be read."""
 
     def encoded(self) -> bytes:
-        """Return the image as the content of an image file. Raises RowError if it can no longer be read."""
+        """Return the image as the content of an image file. Raises RowError if the image can no longer be read."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,7 +74,7 @@ class SequenceImages:
         return tuple(picture.digest for picture in self.pictures)
 
     def parts(self) -> list[SequenceImages]:
-        """Return the images that can be processed apart: each alone, or all together."""
+        """Return the groups of images that are processed separately: one for each image, or one group of all images."""
         if not self.independent:
             return [self]
         return [
@@ -90,9 +90,9 @@ class Sequence:
     Attributes:
         prompt_ids: token ids, at least one: a first token has no context and so no log-prob.
         completion_ids: token ids, at least one.
-        attention_mask: None for a sequence without padding. For a row of a padded batch 0 for padding tokens and 1 for others.
-            The row is then scored by the model's own forward with this mask and the model's default positions, and padding
-            tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
+        attention_mask: None for a sequence without padding. For a row of a padded batch: 0 for padding tokens and 1 for other
+            tokens. The row is then scored by the model's own forward with this mask and the model's default positions, and
+            padding tokens in the completion have values too. If positions are absolute, padding on the left changes all values.
         images: the images of the prompt, whose tokens are image ids (reflogp.store.images); None for a sequence of text.
 
     Examples:
@@ -117,7 +117,7 @@ class Sequence:
         return np.concatenate([np.asarray(self.prompt_ids, np.int64), np.asarray(self.completion_ids, np.int64)])
 
     def model_ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids that the model reads, int64: `ids` with its own token in the places of image ids."""
+        """Return the ids that the model reads, int64: `ids` with the model's image token in place of image ids."""
         ids = self.ids()
         return ids if self.images is None else np.where(ids >= FIRST_IMAGE_ID, self.images.vision.image_token_id, ids)
 
@@ -125,18 +125,18 @@ class Sequence:
 def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -> str | None:
     """Return why a model cannot score this sequence, or None."""
     if not len(sequence.prompt_ids):
-        return "its prompt is empty: the first token would have no context; begin the prompt with the BOS token"
+        return "the prompt is empty: the first token would have no context; begin the prompt with the BOS token"
     if not len(sequence.completion_ids):
-        return "its completion is empty"
+        return "the completion is empty"
     if max_positions is not None and len(sequence) > max_positions:
-        return f"it has {len(sequence)} tokens and the model has {max_positions} positions; set a max_length"
+        return f"the sequence has {len(sequence)} tokens, but the model has {max_positions} positions; set a max_length"
     if sequence.attention_mask is not None and (problem := _problem_of_mask(sequence)):
         return problem
     ids = sequence.ids()
     if sequence.images is not None:
         is_image = ids >= FIRST_IMAGE_ID
         if is_image.sum() != sum(sequence.images.counts) or is_image[len(sequence.prompt_ids) :].any():
-            return "max_length cuts tokens of its images; set a larger one"
+            return "max_length cuts tokens of the images; set a larger max_length"
         ids = ids[~is_image]
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = int(ids.min() if ids.min() < 0 else ids.max())
@@ -147,11 +147,11 @@ def problem_of(sequence: Sequence, vocab_size: int, max_positions: int | None) -
 def _problem_of_mask(sequence: Sequence) -> str | None:
     mask = np.asarray(sequence.attention_mask)
     if len(mask) != len(sequence):
-        return f"its attention_mask has {len(mask)} entries for {len(sequence)} tokens"
+        return f"the attention_mask has {len(mask)} entries for {len(sequence)} tokens"
     if not np.isin(mask, (0, 1)).all():
-        return "its attention_mask has other entries than 0 and 1"
+        return "the attention_mask has other entries than 0 and 1"
     if not mask.any():
-        return "its attention_mask hides every token"
+        return "the attention_mask hides every token"
     return None
 
 
@@ -164,7 +164,7 @@ def in_order(count: int, problems: dict[int, str], outcomes: Iterable[tuple[int,
         outcomes: (index, outcome) of the other sequences, in any order.
 
     Raises:
-        InvalidSequencesError: some sequences have no values; its `results` hold the values of the others.
+        InvalidSequencesError: some sequences have no values; the error's `results` hold the values of the other sequences.
     """
     results: list[Any] = [None] * count
     for index, outcome in outcomes:
@@ -207,8 +207,8 @@ class Operations:
     Attributes:
         plain: operations of one forward pass over each sequence on its own.
         computed: operations of the passes that ran; tokens that sequences share count once. Only operations that values depend
-            on count. Padding, pairs of tokens that a mask hides, and passes that ran out of memory do not, so the device
-            computed at least this many.
+            on count. Padding, pairs of tokens that a mask hides, and passes that ran out of memory do not count, so the device
+            computed at least this many operations.
     """
 
     plain: float = 0.0

@@ -1,1 +1,1 @@
-"""The vLLM engine: a process in an environment of its own ("vllm"), or a running `vllm serve` ("remote")."""
+"""Score with vLLM, in a process with its own environment (engine "vllm") or on a running `vllm serve` (engine "remote")."""

@@ -1,7 +1,7 @@
 """Define requests to vLLM and its responses, and check that a response holds the log-probs of the completion.
 
-The responses of both transports are checked here before their values reach a store. The process around vLLM exchanges them with
-the engine as Arrow IPC streams. Both environments import this module, so it imports neither torch nor vLLM.
+The responses of both transports are checked here before their values reach a store. The process around vLLM exchanges requests
+and responses with the engine as Arrow IPC streams. Both environments import this module, so it imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from reflogp.scoring.torch_engine.sequences import NOT_FINITE, Sequence
 from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 
-#: A value above this is not a log-prob but uninitialized memory: vLLM's older runner leaves it where it computed nothing.
+#: A value above this is not a log-prob but uninitialized memory, which vLLM's older runner returns for values that it did not
+#: compute.
 _ROUNDING = 1e-3
 
 
@@ -28,7 +29,7 @@ class RequestImages(NamedTuple):
         digests: `pixel_digest` of each image (reflogp.store.images).
         counts: number of tokens of each image.
         files: each image as the content of an image file.
-        token: the model's token in the places of image ids.
+        token: the token that the model reads in place of image ids.
     """
 
     digests: tuple[bytes, ...]
@@ -41,7 +42,7 @@ class Request(NamedTuple):
     """A sequence to score.
 
     Attributes:
-        ids: token ids of prompt and completion, int64 (tokens,); image ids in the places of image tokens.
+        ids: token ids of prompt and completion, int64 (tokens,); image tokens are replaced by image ids.
         prompt_len: number of prompt tokens.
         reads_cache: True if vLLM may read the prefix cache for this sequence.
         images: the images of the prompt, or None.
@@ -53,7 +54,7 @@ class Request(NamedTuple):
     images: RequestImages | None = None
 
     def model_ids(self) -> list[int]:
-        """Return the ids that the model reads: `ids` with its own token in the places of image ids."""
+        """Return the ids that the model reads: `ids` with the model's image token in place of image ids."""
         ids = self.ids if self.images is None else np.where(self.ids >= FIRST_IMAGE_ID, self.images.token, self.ids)
         found: list[int] = ids.tolist()
         return found
@@ -93,10 +94,10 @@ def believable(values: Any, cached: int, sequence: Sequence) -> bool:
 
 
 def problem_of_answer(values: Any) -> str:
-    """Return what is wrong with a response that is not believable even without the cache."""
+    """Return the problem of a response that is still invalid after a retry without the cache."""
     if values is not None and not np.isfinite(values).all():
         return NOT_FINITE
-    return "vLLM gave no log-probs for it, with and without its prefix cache"
+    return "vLLM gave no log-probs for the sequence, with and without its prefix cache"
 
 
 #: `ids` are the prompt and the completion; the first `prompt_len` ids are the prompt. `images` are rows of PICTURES.
@@ -111,7 +112,7 @@ REQUESTS = pa.schema(
         ("image_token", pa.int64()),
     ]
 )
-#: The distinct images of some requests.
+#: The distinct images of a list of requests.
 PICTURES = pa.schema([("digest", pa.binary()), ("file", pa.large_binary())])
 #: `token_logps` has the completion's log-probs, or null if there are none; `cached` tokens were read from the prefix cache.
 ANSWERS = pa.schema(

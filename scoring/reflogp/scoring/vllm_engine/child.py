@@ -1,4 +1,4 @@
-"""Run vLLM in a process of this machine, in a Python environment of its own: a Transport. Does not import vLLM."""
+"""Run vLLM in a process of this machine, in its own Python environment: a Transport. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from reflogp.scoring.vllm_engine.images import library_of
 from reflogp.scoring.vllm_engine.options import Loading
 from reflogp.store import UsageError
 
-#: Last lines of the process's log that are kept; an error may quote them.
+#: Number of last lines of the process's log that are kept; an error message may quote them.
 _LAST_WORDS = 200
-#: Seconds that the process has to end by itself before it is killed.
+#: Seconds to wait for the process to end by itself before it is killed.
 _END_SECONDS = 15.0
 #: Seconds to wait for the last lines of the log after the process has ended.
 _LISTEN_SECONDS = 5.0
@@ -38,7 +38,7 @@ _STEPS = 4
 
 
 class VllmProcess:
-    """A vLLM process with the model loaded. It ends when this process ends.
+    """A vLLM process with the model loaded. The vLLM process ends when this process ends.
 
     Args:
         python: interpreter of vLLM's environment, in which reflogp is installed too.
@@ -62,12 +62,12 @@ class VllmProcess:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a sequence: one less than vLLM's limit, for the token that vLLM samples."""
+        """Maximum number of tokens of a sequence: one less than vLLM's limit, because vLLM samples one token."""
         return int(self._about["max_model_len"]) - 1
 
     @property
     def token_budget(self) -> int:
-        """Number of tokens of one pass: those of a few vLLM steps, but few enough that all passes in flight fit its cache."""
+        """Number of tokens of one pass: as many as a few vLLM steps have, but all passes in flight must fit the cache."""
         return min(_STEPS * int(self._about["batched_tokens"]), max(1, int(self._about["room_tokens"]) // PASSES))
 
     @property
@@ -83,15 +83,15 @@ class VllmProcess:
         if self._about["no_images"] is not None:
             return str(self._about["no_images"])
         if images.vision.tokens.settings.hex() != self._about["image_settings"]:
-            return "vLLM loads the image processor with other settings than those that made its tokens"
+            return "vLLM loads the image processor with other settings than those that made the image tokens"
         ours, theirs = library_of(images.vision.processor.image_processor), self._about["image_library"]
         if ours != theirs:
             return (
-                f"images are resized with {ours} here and with {theirs} in vLLM's environment, which round differently: have "
-                "torchvision in both or in neither"
+                f"images are resized with {ours} here and with {theirs} in vLLM's environment, which round differently: "
+                "install torchvision in both environments or in neither"
             )
         if not images.independent:
-            return "its images change each other's tokens, and vLLM processes each image alone"
+            return "the images of a prompt change each other's tokens, but vLLM processes each image alone"
         return None
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
@@ -116,7 +116,7 @@ class VllmProcess:
             with self._unchanged():
                 running = _Running(self._python, self._loading)
                 undo.callback(running.close)
-            if self._is_closed:  # closed while vLLM was loading
+            if self._is_closed:  # the engine was closed while vLLM was loading
                 raise EngineError("the engine was closed")
             undo.pop_all()
         self._running = running
@@ -124,7 +124,7 @@ class VllmProcess:
         return True
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process; it is not started again."""
         self._is_closed = True
         self._end()
 
@@ -135,7 +135,10 @@ class VllmProcess:
 
 
 class _Inboxes:
-    """Queues of responses by the number of the request. Shared by the thread that sends and the thread that reads."""
+    """Queues of responses by the number of the request.
+
+    The thread that sends requests and the thread that reads responses share this object.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +146,7 @@ class _Inboxes:
         self.closed = False
 
     def open(self, numbers: list[int]) -> queue.SimpleQueue[Answer | None]:
-        """Return one queue for the responses to all these requests; it gets None when no more responses will come."""
+        """Return one queue for the responses to all these requests; the queue gets None when no more responses will come."""
         inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         with self._lock:
             if self.closed:
@@ -191,7 +194,7 @@ class _Running:
         if frame is None or frame[0]["op"] != "ready":
             process.wait()
             listening.join(_LISTEN_SECONDS)
-            reason = frame[0]["error"] if frame is not None else f"it ended with status {process.returncode}"
+            reason = frame[0]["error"] if frame is not None else f"the process ended with status {process.returncode}"
             raise _error_of_start(python, reason, list(words))
         self.about = frame[0]
         threading.Thread(target=_read, args=(out, self._inboxes), name="vllm", daemon=True).start()
@@ -200,7 +203,7 @@ class _Running:
         numbers = [next(self._numbers) for _ in requests]
         inbox = self._inboxes.open(numbers)
         if requests:
-            with contextlib.suppress(BrokenPipeError):  # the reading thread notices it too
+            with contextlib.suppress(BrokenPipeError):  # the reading thread notices the end of the process too
                 self._in.write(encode({"op": "score", "salt": salt}, requests_body(zip(numbers, requests, strict=True))))
                 self._in.flush()
         return _answers(numbers, inbox)

@@ -1,4 +1,4 @@
-"""Score sequences with vLLM: choose which of them may read the prefix cache, check responses, and restart a vLLM that ended.
+"""Score sequences with vLLM: choose which sequences may read the prefix cache, check responses, and restart vLLM if it ended.
 
 A Transport connects the engine to vLLM: a process of this machine or a server.
 
@@ -48,11 +48,12 @@ def sharing_order(sequences: Several[Sequence]) -> list[int]:
 
 
 def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
-    """Return for each sequence whether it may read a cache that only these sequences write to.
+    """Return, for each sequence, True if it may read a cache that only these sequences write to.
 
-    vLLM reuses whole blocks. A hit of a sequence with P prompt tokens must cover at most P - 1 tokens, because token P - 1
-    (counted from 0) predicts the first completion token. In the order of `sharing_order` the longest prefix that a sequence has
-    in common with any other sequence is shared with a neighbour. A hit is at most that length, rounded down to whole blocks.
+    vLLM reuses whole blocks. A cache hit of a sequence with P prompt tokens must cover at most P - 1 tokens, because token P -
+    1 (counted from 0) predicts the first completion token. In the order of `sharing_order` the longest prefix that a sequence
+    has in common with any other sequence is shared with a neighbour. A cache hit is at most as long as this prefix, rounded
+    down to whole blocks.
 
     Args:
         ordered: sequences in the order of `sharing_order`.
@@ -67,22 +68,22 @@ def may_read_cache(ordered: Several[Sequence], block_size: int) -> list[bool]:
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:
-    """Return how many tokens the common prefix of two sequences has; prompt and completion both count."""
+    """Return the number of tokens in the common prefix of two sequences, which may extend into the completions."""
     a, b = one.ids(), other.ids()
     size = min(len(a), len(b))
     differs = np.flatnonzero(a[:size] != b[:size])
     return int(differs[0]) if len(differs) else size
 
 
-#: Sequences that are ordered together and share a cache.
+#: Number of sequences that are ordered together and share a cache.
 _WINDOW = 8_192
-#: Maximum bytes of the encoded images of a pass. Two passes are in flight.
+#: Maximum number of bytes of the encoded images of a pass. Two passes are in flight.
 _IMAGE_BYTES = 256 << 20
-#: Passes in vLLM at the same time, so that it never waits for the next pass.
+#: Number of passes that vLLM has at the same time, so that it never waits for the next pass.
 PASSES = 2
-#: A sequence is given up after vLLM has ended this many times while it scored that sequence alone.
+#: A sequence is left out after vLLM has ended this many times while it scored that sequence alone.
 _STRIKES = 2
-#: How many times in a row vLLM may end without returning a value, not counting the ends that a search by halving causes.
+#: Maximum number of times in a row that vLLM may end without returning a value; ends during a search by halving do not count.
 _DEATHS = 6
 
 
@@ -106,7 +107,7 @@ class Transport(Protocol):
         """Number of tokens of a block of vLLM's cache; None if vLLM itself reports which values it did not compute."""
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why vLLM cannot score a sequence with these images, as a clause, or None if it can."""
+        """Return why vLLM cannot score a sequence with these images, as a clause, or None if vLLM can."""
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send all requests now; yield responses as they arrive. Requests with the same salt share a cache.
@@ -117,7 +118,7 @@ class Transport(Protocol):
         """
 
     def revive(self) -> bool:
-        """Start vLLM again if it has ended; return True if it was started. Raises EngineError if it cannot be started."""
+        """Start vLLM again if it has ended; return True if it was started. Raises EngineError if vLLM cannot be started."""
 
     def provenance(self) -> dict[str, Any]:
         """Return vLLM's version and settings, and the method of its requests."""
@@ -129,9 +130,9 @@ class Transport(Protocol):
 class VllmEngine:
     """Scores sequences with vLLM.
 
-    Prefixes that sequences share are computed once if no log-prob is lost by reading them from vLLM's prefix cache. A response
-    that cannot be right is discarded, and its sequence is sent once more without the cache. When vLLM ends, it is started again
-    and scoring goes on; a sequence that ends vLLM is found and left out.
+    Prefixes that sequences share are computed once, unless reading them from vLLM's prefix cache would lose log-probs. An
+    invalid response is discarded, and its sequence is sent once more without the cache. If vLLM ends, it is started again and
+    scoring continues; a sequence that makes vLLM end is found and left out.
 
     Args:
         transport: connection to vLLM, which has the reference model loaded.
@@ -143,7 +144,7 @@ class VllmEngine:
         retries: number of sequences that were sent again without the cache.
         restarts: number of times that vLLM ended and was started again.
         vocab_size: number of tokens of the model's vocabulary.
-        claim: provenance of a server's weights, which cannot be read; see vllm_engine.claim. Empty for a local process.
+        claim: provenance of a server's weights, which cannot be read; see `server.check_claim`. Empty for a local process.
     """
 
     def __init__(self, transport: Transport, reference: Reference) -> None:
@@ -157,12 +158,15 @@ class VllmEngine:
         self.restarts = 0
 
     def score(self, sequences: list[Sequence]) -> list[Logps]:
-        """Return token_logps of each sequence, float32, in order. Raises InvalidSequencesError if some cannot be scored."""
+        """Return token_logps of each sequence, float32, in order.
+
+        Raises InvalidSequencesError if some sequences cannot be scored.
+        """
         problems = self.problems(sequences)
         return in_order(len(sequences), problems, self.stream(sequences, skip=problems))
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """Return index -> why vLLM cannot score that sequence; empty if vLLM can score all."""
+        """Return the problems of the sequences that vLLM cannot score, by index."""
         found = ((index, self._problem(sequence)) for index, sequence in enumerate(sequences))
         return {index: problem for index, problem in found if problem}
 
@@ -178,13 +182,13 @@ class VllmEngine:
         temperature: float = 1.0,
         before: Callable[[list[int]], None] | None = None,
     ) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield (index, outcome) of the sequences of each pass, in an order in which neighbours share prefixes.
+        """Yield a list of (index, outcome) for each pass, in an order in which neighbours share prefixes.
 
         `before` is called with the indices of each pass before the pass is sent.
 
         Raises:
-            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at 1 only), or vLLM cannot be
-                started again.
+            EngineError: the temperature is not 1 (vLLM computes log-probs of given tokens at temperature 1 only), or vLLM
+                cannot be started again.
         """
         return passes_over(sequences, skip, _WINDOW, before, lambda groups, told: self.flow(groups, temperature, told))
 
@@ -199,7 +203,9 @@ class VllmEngine:
         The next group's first pass is sent to vLLM while a group's last pass is computed. Raises the errors of `passes`.
         """
         if temperature != 1.0:
-            raise EngineError(f"temperature {temperature}: vLLM computes given tokens' log-probs at 1 only; use --engine torch")
+            raise EngineError(
+                f"temperature {temperature}: vLLM computes log-probs of given tokens at 1 only; use --engine torch"
+            )
         sequences: dict[int, Sequence] = {}
         for landed in self._flow(iter(groups), sequences, before):
             for number, _ in landed:
@@ -224,15 +230,15 @@ class VllmEngine:
 
     def _problem(self, sequence: Sequence) -> str | None:
         if sequence.attention_mask is not None:
-            return "it is a row of a padded batch, which vLLM cannot score; use --engine torch"
+            return "the sequence is a row of a padded batch, which vLLM cannot score; use --engine torch"
         if sequence.images is not None:
             reason = self._transport.problem_of_images(sequence.images)
             if reason is not None:
-                return f"it has images, and {reason}; use --engine torch"
+                return f"the sequence has images, and {reason}; use --engine torch"
         if len(sequence) > self._transport.max_tokens:
             return (
-                f"it has {len(sequence)} tokens and vLLM was given room for {self._transport.max_tokens}; set a max_length, "
-                "or use --engine torch"
+                f"the sequence has {len(sequence)} tokens, but vLLM has room for {self._transport.max_tokens}; set a "
+                "max_length, or use --engine torch"
             )
         return problem_of(sequence, self.vocab_size, None)
 
@@ -273,7 +279,7 @@ class VllmEngine:
                 lost = [index for flight in flying for index in flight.indices]
                 flying.clear()
                 deaths += 1
-                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving needs fewer
+                if deaths > _DEATHS + len(sequences).bit_length():  # a search by halving ends vLLM fewer times
                     raise EngineError(f"vLLM ended {deaths} times and gave no value in between") from None
                 self.restarts += self._transport.revive()
                 strikes = strikes + 1 if len(lost) == 1 else 0
@@ -303,8 +309,10 @@ class VllmEngine:
         return {index for index, reads in zip(ordered, safe, strict=True) if reads}
 
     def _split(self, sequences: Mapping[int, Sequence], ordered: list[int]) -> Iterator[list[int]]:
-        """Split `ordered` into passes of at most `token_budget` tokens and _IMAGE_BYTES of images; what exceeds one of the two
-        alone is a pass of its own."""
+        """Split `ordered` into passes of at most `token_budget` tokens and _IMAGE_BYTES of images.
+
+        A sequence that exceeds one of the limits is a pass of its own.
+        """
         batch: list[int] = []
         tokens = size = 0
         digests: set[bytes] = set()
@@ -369,8 +377,10 @@ class _Flight:
         return [*self._unread, *outcomes]
 
     def _ask(self, indices: list[int], readers: Collection[int]) -> tuple[list[int], Iterator[Answer]]:
-        """Send requests; return the indices of those that were sent, and the responses. An image that cannot be read any more
-        is the outcome of its sequences."""
+        """Send the requests of some sequences; return the indices of the sequences that were sent, and the responses.
+
+        If an image can no longer be read, the error is the outcome of its sequences.
+        """
         requests: dict[int, Request] = {}
         for index in indices:
             sequence = self._sequences[index]

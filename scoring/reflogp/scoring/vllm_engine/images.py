@@ -1,7 +1,8 @@
 """Make vLLM's prompts of sequences with images, in vLLM's process: the caller's token ids, and the images in their places.
 
-vLLM would make the tokens of an image itself, from a placeholder in the prompt. Here its processor is given each image alone,
-and what it makes is compared with the caller's token ids. So vLLM reads exactly these ids, or the sequence is refused.
+vLLM would make the tokens of an image itself, from a placeholder in the prompt. Here vLLM's processor gets each image alone,
+and the tokens that it makes are compared with the caller's token ids. So vLLM reads exactly these ids, or the sequence is
+refused.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from reflogp.scoring.vllm_engine.answers import Request
 from reflogp.store.images import FIRST_IMAGE_ID, image_ids, pixel_digest, settings_digest
 from reflogp.store.texts import first_line
 
-#: Maximum bytes of processed images that are kept for later sequences.
+#: Maximum number of bytes of processed images that are kept for later sequences.
 _KEPT_BYTES = 1 << 30
 #: Width and height of the images of the first check.
 _SIZE = 64, 48
 
 
 def library_of(image_processor: Any) -> str:
-    """Return the library with which an image processor of transformers resizes images; the two round differently."""
+    """Return the library with which an image processor of transformers resizes images; the two libraries round differently."""
     return "PIL" if type(image_processor).__name__.endswith("Pil") else "torchvision"
 
 
@@ -35,12 +36,12 @@ class ImageRefusedError(ValueError):
 
 @dataclass(frozen=True)
 class _Processed:
-    """What vLLM's processor made of an image.
+    """An image after vLLM's processor.
 
     Attributes:
         item: the model's inputs.
-        ids: token ids from the image's first token to its last, with what stands between, int64 (n,).
-        is_image: where the model puts the image's features, bool (n,).
+        ids: token ids from the image's first token to its last, with text tokens between them, int64 (n,).
+        is_image: True for tokens that the model replaces by the image's features, bool (n,).
         size: number of bytes of the inputs.
     """
 
@@ -60,7 +61,7 @@ class ImagePrompts:
         settings: hexadecimal `settings_digest` of the image processor that vLLM loaded.
         library: see `library_of`.
 
-    Raises ImageRefusedError if this vLLM has no such processor.
+    Raises ImageRefusedError if vLLM has no image processor for the model.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -69,13 +70,13 @@ class ImagePrompts:
             image_processor = self._processor.info.get_hf_processor().image_processor
             self.settings, self.library = settings_digest(image_processor).hex(), library_of(image_processor)
             self._placeholder = str(self._processor.dummy_inputs.get_dummy_text({"image": 1}))
-        except Exception as error:  # whatever another version of vLLM raises
-            raise ImageRefusedError(f"vLLM has no image processor for it ({first_line(error)[:200]})") from error
+        except Exception as error:  # other versions of vLLM may raise any error
+            raise ImageRefusedError(f"vLLM has no image processor for the model ({first_line(error)[:200]})") from error
         self._kept: OrderedDict[bytes, _Processed] = OrderedDict()
         self._kept_bytes = 0
 
     def prompt(self, request: Request, salt: str) -> Any:
-        """Return vLLM's prompt of a sequence with images. Raises ImageRefusedError if its tokens are not those of vLLM."""
+        """Return vLLM's prompt of a sequence with images. Raises ImageRefusedError if vLLM makes other tokens."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
@@ -86,7 +87,7 @@ class ImagePrompts:
         made = [self._processed(digest, file) for digest, file in zip(images.digests, images.files, strict=True)]
         ends = np.cumsum(images.counts)
         if len(places) != ends[-1]:
-            raise ImageRefusedError(f"it has {len(places)} image tokens for images of {ends[-1]}")
+            raise ImageRefusedError(f"the sequence has {len(places)} image tokens, but its images have {ends[-1]}")
         ranges = [
             _place(ids, places[end - count : end], image) for image, count, end in zip(made, images.counts, ends, strict=True)
         ]
@@ -99,8 +100,10 @@ class ImagePrompts:
         )
 
     def example(self, shade: int) -> tuple[bytes, bytes, npt.NDArray[np.int64], int]:
-        """Return (digest, file, ids, image token) of an image that is grey on one side, for the first check; `ids` are the
-        image's tokens, with image ids."""
+        """Return (digest, file, ids, image token) of an image for the first check.
+
+        The image has two colours. `ids` are its tokens, as image ids.
+        """
         import io
 
         from PIL import Image
@@ -123,15 +126,15 @@ class ImagePrompts:
         try:
             image = decoded(file)
         except ValueError as error:
-            raise ImageRefusedError(f"vLLM's environment cannot decode an image of it: {first_line(error)[:200]}") from error
+            raise ImageRefusedError(f"vLLM's environment cannot decode an image: {first_line(error)[:200]}") from error
         if pixel_digest(image) != digest:
-            raise ImageRefusedError("vLLM's environment decodes an image of it to other pixels")
+            raise ImageRefusedError("vLLM's environment decodes an image to other pixels")
         try:
             items = self._processor.info.parse_mm_data({"image": [image]})
             found = self._processor(self._placeholder, items, hf_processor_mm_kwargs={})
             [item], [place] = found["mm_kwargs"]["image"], found["mm_placeholders"]["image"]
-        except Exception as error:  # processors raise whatever they like
-            raise ImageRefusedError(f"vLLM's processor refuses an image of it: {first_line(error)[:200]}") from error
+        except Exception as error:  # processors may raise any error
+            raise ImageRefusedError(f"vLLM's processor refuses an image: {first_line(error)[:200]}") from error
         ids = np.array(found["prompt_token_ids"][place.offset : place.offset + place.length], np.int64)
         is_image = np.ones(len(ids), bool) if place.is_embed is None else place.is_embed.numpy().astype(bool)
         first, last = np.flatnonzero(is_image)[[0, -1]]
@@ -146,12 +149,12 @@ class ImagePrompts:
 
 
 def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Processed) -> Any:
-    """Return the range of an image in a prompt. Raises ImageRefusedError unless the ids there are those that vLLM makes.
+    """Return the range of an image in a prompt. Raises ImageRefusedError if vLLM makes other token ids for the image.
 
     Args:
         ids: token ids of the sequence, with the model's own image token.
         places: places of the image's tokens in `ids`.
-        image: what vLLM made of the image.
+        image: the image after vLLM's processor.
     """
     import torch
     from vllm.multimodal.inputs import PlaceholderRange
@@ -160,6 +163,6 @@ def _place(ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64], image: _Pr
     own = np.isin(np.arange(first, last), places)
     if not np.array_equal(ids[first:last], image.ids) or not np.array_equal(own, image.is_image):
         raise ImageRefusedError(
-            f"vLLM makes other tokens of an image of it: {int(image.is_image.sum())} image tokens where it has {len(places)}"
+            f"vLLM makes other tokens of an image: {int(image.is_image.sum())} image tokens, the sequence has {len(places)}"
         )
     return PlaceholderRange(first, last - first, None if own.all() else torch.from_numpy(own))

@@ -40,12 +40,12 @@ ALLOWED = frozenset(
 )
 #: Families (`model_type`) whose values with images were found equal to transformers'; tests/vllm compares them.
 FAMILIES = frozenset({"idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"})
-#: What vLLM needs for images -> files of which the model's folder must have one.
+#: Part that vLLM needs for images -> names of its files, one of which the model's folder must have.
 _PARTS = {
     "image processor": ("processor_config.json", "preprocessor_config.json"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
 }
-#: Families whose values with images vLLM computes otherwise, with the reason as a clause.
+#: Families for which vLLM computes other values with images than transformers -> the reason, as a clause.
 WRONG = {"gemma3": "vLLM's build for CPUs lets the tokens of a gemma3 model's image attend in one direction only, not in both"}
 #: Ranks that vLLM has kernels for (vllm.config.lora.MaxLoRARanks); an adapter is padded to the next larger one.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -55,12 +55,12 @@ _TABLES = ("lm_head", "embed_tokens", "embed_in", "embed_out", "wte", "word_embe
 
 @dataclass(frozen=True)
 class Loading:
-    """What vLLM loads.
+    """The model that vLLM loads.
 
     Attributes:
         options: arguments of `vllm.LLM`.
         adapter: folder of a LoRA adapter, or None.
-        no_images: why rows with images are refused, as a clause; None if vLLM is asked for them.
+        no_images: why rows with images are refused, as a clause; None if vLLM scores them.
     """
 
     options: dict[str, Any]
@@ -71,7 +71,7 @@ class Loading:
 def parse_options(entries: list[str]) -> dict[str, Any]:
     """Parse NAME=VALUE entries of a command line. A value is JSON; a value that is not valid JSON is text.
 
-    Raises UsageError for an entry of another form, or an argument that is not ALLOWED.
+    Raises UsageError for an entry without "=", or an argument that is not ALLOWED.
     """
     options: dict[str, Any] = {}
     for entry in entries:
@@ -95,7 +95,7 @@ def check_options(options: dict[str, Any]) -> None:
 def vllm_options(
     model: str, reference: Reference, tensor_parallel: int, trust_remote_code: bool, chosen: dict[str, Any]
 ) -> Loading:
-    """Return what vLLM loads for a reference.
+    """Return the model and the arguments that vLLM loads for a reference.
 
     Args:
         model: local folder of the model.
@@ -105,7 +105,7 @@ def vllm_options(
         chosen: the user's arguments; each must be ALLOWED.
 
     Raises:
-        UsageError, CheckpointError: see `read_checkpoint`; or an argument is not ALLOWED.
+        UsageError, CheckpointError: see `read_checkpoint`. UsageError also if an argument is not ALLOWED.
         EngineError: vLLM would compute other values than this reference's.
     """
     check_options(chosen)
@@ -126,13 +126,13 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": reference.lm_head_dtype}
     if checkpoint.adapter is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank(checkpoint.adapter)}
-        # Name the modules: if vLLM has to expect an adapter of the head, it confuses a prompt's rows with requests.
+        # Name the modules, because vLLM confuses a prompt's rows with requests if it has to expect an adapter of the head.
         options["lora_target_modules"] = _targets(checkpoint.adapter)
     folder = str(checkpoint.adapter.folder) if checkpoint.adapter is not None else None
     no_images = _no_images(checkpoint)
     if no_images is None:
-        # vLLM's processor needs its tokenizer. It keeps nothing: vllm_engine.images does, and what vLLM's own cache holds must
-        # not depend on requests that are refused.
+        # vLLM's processor needs the tokenizer. Its cache is switched off: vllm_engine.images has a cache, and vLLM's own cache
+        # would depend on requests that are refused.
         limits = {"image": MAX_IMAGES} | ({"video": 0} if "video_token_id" in checkpoint.config else {})
         options |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     elif _is_vision(checkpoint):
@@ -145,20 +145,21 @@ def _is_vision(checkpoint: Checkpoint) -> bool:
 
 
 def _unlike_tested(kind: Any, config: dict[str, Any]) -> str:
-    """Return in what a model differs from those of its family that were compared, as the end of a clause; "" if in nothing."""
+    """Return how a model differs from the tested models of its family, as the end of a clause; "" if it does not differ."""
     if kind == "llava" and (tower := config.get("vision_config", {}).get("model_type")) != "clip_vision_model":
         return f" with a vision tower of {tower}"
     if kind == "llava" and not isinstance(config.get("vision_feature_layer", -2), int):
         return " with features of several layers"
     rope = config.get("text_config", {})
     rope = rope.get("rope_parameters") or rope.get("rope_scaling") or {}
-    if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):  # transformers interleaves always, vLLM if the config says so
+    # transformers always interleaves, vLLM only if the config says so.
+    if kind == "qwen3_vl" and not rope.get("mrope_interleaved"):
         return " without mrope_interleaved in their config"
     return ""
 
 
 def _no_images(checkpoint: Checkpoint) -> str | None:
-    """Return why vLLM is not asked for images of a model, or None if it is."""
+    """Return why vLLM cannot score a model's rows with images, or None if it can."""
     kind = checkpoint.config.get("model_type")
     if not _is_vision(checkpoint):
         return "the model takes text only"
@@ -168,10 +169,10 @@ def _no_images(checkpoint: Checkpoint) -> str | None:
     if kind not in FAMILIES or unlike:
         return f"vLLM's values for images were not compared with transformers' for {kind} models{unlike}"
     if checkpoint.adapter is not None:
-        return "vLLM leaves out what an adapter changes outside the text decoder"
+        return "vLLM ignores an adapter's changes outside the text decoder"
     for what, names in _PARTS.items():
         if not any((checkpoint.folder / name).is_file() for name in names):
-            return f"vLLM looks for the {what} in the model's folder, which has none"
+            return f"vLLM needs the {what} in the model's folder, which has none"
     return None
 
 
@@ -202,7 +203,7 @@ def _rank(adapter: Adapter) -> int:
         raise EngineError(f"{adapter.folder} changes {what}, which vLLM applies wrongly to prompts; {advice}")
     rank = max([int(config["r"]), *map(int, (config.get("rank_pattern") or {}).values())])
     if rank > _RANKS[-1]:
-        raise EngineError(f"{adapter.folder} has rank {rank}, vLLM goes up to {_RANKS[-1]}; {advice}")
+        raise EngineError(f"{adapter.folder} has rank {rank}, vLLM supports up to {_RANKS[-1]}; {advice}")
     return min(size for size in _RANKS if size >= rank)
 
 

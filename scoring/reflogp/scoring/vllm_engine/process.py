@@ -26,18 +26,20 @@ from reflogp.store.images import FIRST_IMAGE_ID
 from reflogp.store.schema import stream_bytes
 from reflogp.store.texts import first_line
 
-#: Requests in vLLM at the same time, as a multiple of its batch size: one batch, and one to schedule next.
+#: Number of requests in vLLM at the same time, as a multiple of its batch size: one batch runs, and one is scheduled next.
 _WAITING = 2
 #: Share of the cache that the requests in flight may need together. If the cache were full, vLLM would preempt a request and
-#: restart it, and the restarted request could read blocks that it left in the cache itself.
+#: restart it, and the restarted request could read blocks that it had written to the cache itself.
 _ROOM = 0.9
-#: Lengths of the sequences that are scored at the start in one batch: some problems occur only with several sequences.
+#: Lengths of the sequences that are scored in one batch at the start, because some problems occur only with several sequences.
 _PROBES = (4, 40, 9)
-#: Tokens after an image that are scored at the start, and how far their values may be apart with and without the cache.
+#: Number of tokens after an image that are scored at the start, and maximum difference of their values with and without the
+#: cache.
 _CHECKED, _SAME = 8, 0.25
 #: Defaults of environment variables. VLLM_CPU_KVCACHE_SPACE (GiB): on a CPU vLLM would take most of the memory for its cache.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
-#: Defaults on a CPU. vLLM's blocks of 128 tokens leave most prompts little to share; compiling takes minutes and gains nothing.
+#: Defaults on a CPU. With vLLM's default blocks of 128 tokens, most prompts share little; compiling takes minutes and is not
+#: faster.
 _ON_A_CPU = {"block_size": 32, "enforce_eager": True}
 #: Seconds that this process waits for a step after stdin has ended. vLLM's own processes end when this process ends.
 _LAST_SECONDS = 10.0
@@ -49,10 +51,11 @@ class Scorer:
     Args:
         options: arguments of `vllm.LLM`.
         adapter: folder of a LoRA adapter, or None.
-        no_images: why vLLM is not asked for images of this model, or None.
+        no_images: why vLLM cannot score rows with images of this model, or None.
 
     Attributes:
-        method: "prompt_logprob_token_ids" computes only the completion's values; "prompt_logprobs" the values of all tokens.
+        method: "prompt_logprob_token_ids" computes only the completion's values; "prompt_logprobs" computes the values of all
+            tokens.
         device: name of the device.
         block_size: number of tokens of a block of the cache.
         room: number of cache blocks that the requests in flight may need together.
@@ -64,7 +67,7 @@ class Scorer:
     def __init__(self, options: dict[str, Any], adapter: str | None, no_images: str | None) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        import vllm  # reads the environment when it is imported
+        import vllm  # vLLM reads the environment when it is imported
         from vllm.exceptions import VLLMClientError
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
@@ -76,7 +79,7 @@ class Scorer:
         self.device = str(current_platform.get_device_name() or "cpu")
         if current_platform.is_cpu():
             options = {**_ON_A_CPU, **options}
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # on a CPU a second process gains nothing
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # on a CPU a second process is not faster
         self._engine = vllm.LLM(**options).llm_engine
         self._lora = LoRARequest("reference", 1, adapter) if adapter is not None else None
         config = self._engine.vllm_config
@@ -141,8 +144,8 @@ class Scorer:
             except (
                 ValueError,
                 self._client_error,
-            ) as error:  # such as too large an image
-                raise ImageRefusedError(f"vLLM refuses it: {first_line(error)[:200]}") from error
+            ) as error:  # for example, an image is too large
+                raise ImageRefusedError(f"vLLM refuses the sequence: {first_line(error)[:200]}") from error
         self._flying[str(number)] = request
         self._blocks += self._blocks_of(len(ids))
 
@@ -156,7 +159,7 @@ class Scorer:
             values = self._values(output, len(request.ids) - request.prompt_len)
             problem = None
             if request.images is not None and list(output.prompt_token_ids) != request.model_ids():
-                values, problem = None, "vLLM read other tokens than those of the sequence"
+                values, problem = None, "vLLM read other tokens than the sequence has"
             yield Answer(int(output.request_id), values, int(output.num_cached_tokens or 0), problem)
 
     def _blocks_of(self, tokens: int) -> int:
@@ -216,14 +219,15 @@ class Scorer:
     def _check_images(self, prompts: ImagePrompts) -> None:
         """Score the same tokens after two images, and after the first image again, which is then in the cache.
 
-        Raises ImageRefusedError unless the values of different images differ and those of the same image do not.
+        Raises ImageRefusedError unless different images give different values and the same image gives the same values.
         """
         found: list[Any] = []
         try:
             for number, shade in enumerate((0, 255, 0)):
                 digest, file, ids, token = prompts.example(shade)
                 count = int((ids >= FIRST_IMAGE_ID).sum())
-                # Half a block beyond whole blocks: the cache has all of them, and none reaches into the completion.
+                # The prompt ends half a block after its last whole block. The cache gets the whole blocks, which have no
+                # completion tokens.
                 after = self.block_size + (self.block_size // 2 - len(ids)) % self.block_size
                 prompt = np.concatenate([np.zeros(self.block_size, np.int64), ids, np.zeros(after, np.int64)])
                 completion = np.arange(max(1, min(_CHECKED, self.block_size // 2)))
@@ -231,12 +235,12 @@ class Scorer:
                 self.add(number, Request(np.concatenate([prompt, completion]), len(prompt), True, images), "probe")
                 [answer] = self._finished()
                 if answer.values is None or not np.isfinite(answer.values).all():
-                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a first image")
+                    raise ImageRefusedError(answer.problem or "vLLM gives no values for a test image")
                 found.append(answer.values)
         except ImageRefusedError:
             raise
         except Exception as error:
-            raise ImageRefusedError(f"vLLM fails with a first image: {first_line(error)[:200]}") from error
+            raise ImageRefusedError(f"vLLM fails with a test image: {first_line(error)[:200]}") from error
         if np.allclose(found[0], found[1], rtol=0, atol=1e-6):
             raise ImageRefusedError("vLLM's values do not depend on the image")
         if not np.allclose(found[0], found[2], rtol=0, atol=_SAME):
@@ -244,7 +248,7 @@ class Scorer:
 
 
 class Process:
-    """The loop that passes requests from stdin to vLLM, and values from vLLM to stdout."""
+    """A loop that passes requests from stdin to vLLM, and values from vLLM to stdout."""
 
     def __init__(self, scorer: Scorer, source: BinaryIO, out: BinaryIO) -> None:
         self._scorer = scorer
@@ -300,7 +304,7 @@ def main() -> None:
     """Read the configuration, load the model, and score requests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when this process ends
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what vLLM prints must not end up between frames
+    os.dup2(2, 1)  # vLLM's own output must not get between frames
     frame = read_frame(source)
     if frame is None:
         return
@@ -309,7 +313,7 @@ def main() -> None:
         Process(Scorer(loading["options"], loading["adapter"], loading["no_images"]), source, out).run()
     except BrokenPipeError:
         os._exit(0)
-    except Exception as error:  # any error of vLLM; its log has the details
+    except Exception as error:  # vLLM may raise any error; its log has the details
         import traceback
 
         traceback.print_exc()

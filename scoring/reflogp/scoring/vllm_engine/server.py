@@ -1,6 +1,7 @@
 """Connect to a running `vllm serve`: a Transport over HTTP, with many requests at the same time and retries.
 
-`claim` checks whether the server has the reference's weights. Requests are JSON in one of three forms, the best first:
+The server's weights cannot be read. So `check_claim` scores a few sequences with the local weights and on the server, and
+compares the values. Requests are JSON in one of three forms, which are listed with the best form first:
 
     token_ids    POST /inference/v1/generate, values of the completion's tokens only (vLLM's runner V2)
     prompt       POST /inference/v1/generate, values of all tokens
@@ -25,14 +26,15 @@ import httpx
 import numpy as np
 
 from reflogp.scoring.errors import EngineError
-from reflogp.scoring.torch_engine.sequences import SequenceImages
+from reflogp.scoring.torch_engine.sequences import Sequence, SequenceImages
 from reflogp.scoring.vllm_engine.answers import Answer, Request
-from reflogp.scoring.vllm_engine.engine import PASSES
-from reflogp.store import UsageError
+from reflogp.scoring.vllm_engine.engine import PASSES, VllmEngine
+from reflogp.store import Reference, UsageError
+from reflogp.store.checkpoint import Checkpoint
 
 Form = Literal["token_ids", "prompt", "completions"]
 FORMS: tuple[Form, ...] = ("token_ids", "prompt", "completions")
-#: vLLM writes this for minus infinity, which JSON does not have (vllm.logprobs, clamp_prompt_logprobs).
+#: The number that vLLM writes for minus infinity, which JSON does not have (vllm.logprobs, clamp_prompt_logprobs).
 _MINUS_INFINITY = -9999.0
 
 
@@ -82,11 +84,10 @@ _ANSWER_SECONDS = 600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 10.0
 #: Seconds without a response after which a warning says that this process is waiting for the server.
 _SAID_SECONDS = 3.0
-#: Status codes that are retried: too many requests, or a proxy or server that restarts. 500 is what a server sends while it
-#: shuts down.
+#: Status codes that are retried: too many requests, or a proxy or server that restarts. A server sends 500 while it shuts down.
 _AWAY = (408, 425, 429, 502, 503, 504)
 _LATER = (*_AWAY, 500)
-#: All passes in flight together have this many tokens for each request that may be in flight.
+#: Number of tokens of all passes in flight, divided by the maximum number of requests in flight.
 _TOKENS_EACH = 1024
 
 
@@ -146,10 +147,11 @@ class VllmServer:
         self.token_budget = place.concurrency * _TOKENS_EACH // PASSES
 
     def problem_of_images(self, images: SequenceImages) -> str | None:
-        """Return why a server is not asked for images; see Transport.problem_of_images."""
-        # /inference/v1/generate takes images beside token ids, but expands placeholders itself (content_parts), or takes the
-        # tensors and ranges of vLLM's own processor, without the places between an image's tokens that are text (features).
-        return "a server makes an image's tokens itself, with a processor whose settings cannot be read"
+        """Return why a server cannot score sequences with images; see Transport.problem_of_images."""
+        # /inference/v1/generate accepts images together with token ids. But it either expands placeholders itself
+        # (content_parts), or needs the tensors and ranges of vLLM's own processor, without the text tokens between an image's
+        # tokens (features).
+        return "a server makes the tokens of images itself, with a processor whose settings cannot be read"
 
     def ask(self, requests: list[Request], salt: str) -> Iterator[Answer]:
         """Send requests and yield responses; see Transport.ask. Waits for a server that does not respond."""
@@ -199,7 +201,7 @@ class VllmServer:
         return name, int(served[name].get("max_model_len") or 2**31) - 1
 
     def _find_form(self) -> Form:
-        """Try the forms on a small sequence, the best form first; return the first that works."""
+        """Try the forms on a small sequence, the best form first; return the first form that works."""
         request = Request(np.array([0, 0, 0]), 1, False)
         refusals = []
         for form in FORMS:
@@ -263,3 +265,52 @@ def _said(response: httpx.Response) -> str:
 def _some(names: Any) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (", …" if len(listed) > 5 else "") if listed else "none"
+
+
+#: (prompt, completion) lengths of the sequences that `check_claim` scores. Three have at most 512 tokens, and one is longer:
+#: with speculative decoding, values of prompts of up to 512 tokens can be wrong (github.com/vllm-project/vllm/issues/53488).
+_CLAIM_LENGTHS = ((40, 23), (40, 31), (120, 60), (560, 80))
+
+
+def check_claim(
+    engine: VllmEngine, model: Checkpoint, reference: Reference, device: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Score a few sequences locally and on the server; return the result for the provenance.
+
+    Args:
+        engine: engine of the server.
+        model: checkpoint with the reference's weights.
+        reference: the reference that the server should serve.
+        device: device for the local weights.
+        trust_remote_code: run modelling code from the checkpoint.
+
+    Raises:
+        EngineError: the server's values differ, or the local weights cannot be loaded.
+    """
+    import torch
+
+    from reflogp.scoring.torch_engine.engine import TorchEngine
+    from reflogp.scoring.torch_engine.selfcheck import tolerance_of
+
+    here = TorchEngine(
+        model, reference.dtype, device, lm_head_dtype=reference.lm_head_dtype, trust_remote_code=trust_remote_code
+    )
+    sequences = [sequence for sequence in _claim_sequences(engine.vocab_size) if not here.problems([sequence])]
+    sequences = [sequence for sequence in sequences if not engine.problems([sequence])]
+    ours, theirs = np.concatenate(here.score(sequences)), np.concatenate(engine.score(sequences))
+    difference = float(np.sqrt(np.mean((ours - theirs) ** 2)))
+    tolerance = tolerance_of(getattr(torch, reference.dtype), ours)
+    if difference > tolerance:
+        raise EngineError(
+            f"the server does not serve {reference.name} in {reference.dtype} (reference {reference.reference_id}): "
+            f"log-probs of {len(ours)} tokens differ by {difference:.3g} nats (root mean square), {tolerance:.3g} is allowed"
+        )
+    return {"reference": "checked", "reference_difference": difference}
+
+
+def _claim_sequences(vocab_size: int) -> list[Sequence]:
+    random = np.random.default_rng(0)
+    return [
+        Sequence(random.integers(0, vocab_size, prompt), random.integers(0, vocab_size, completion))
+        for prompt, completion in _CLAIM_LENGTHS
+    ]
