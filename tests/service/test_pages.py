@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from reflogp.client import Client
-from reflogp.service import charts
 from reflogp.service.models import DatasetSpec, Histogram
+from reflogp.service.pages import charts
 from reflogp.service.pages.api import dataset_name
 from reflogp.store import texts
 from tests.conftest import write_rows

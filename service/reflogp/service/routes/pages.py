@@ -19,12 +19,11 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.reports.chart_frame import STYLE
-from reflogp.service import charts
 from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import api
+from reflogp.service.pages import api, charts
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.registry import RegisteredReference
 from reflogp.service.settings import Scope
