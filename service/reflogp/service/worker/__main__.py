@@ -39,8 +39,7 @@ from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.scoring.vision import load_processor
 from reflogp.service.log_lines import LogLine
-from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
