@@ -106,7 +106,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=version("reflogp"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's page would load a script from another site; `routes/pages.py` serves /docs
+        docs_url=None,  # FastAPI's /docs loads a script from another site; routes/pages.py serves a page without it
         redoc_url=None,
     )
     app.state.context = context

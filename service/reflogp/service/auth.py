@@ -21,8 +21,8 @@ from reflogp.service.settings import Scope, TokenSettings
 
 #: Seconds for which a browser stays signed in.
 SESSION_SECONDS = 12 * 3600
-#: The maximum number of sessions of one token. A new session beyond it ends the token's oldest session. So the sessions of one
-#: token cannot fill the memory, and they never end sessions of other tokens.
+#: The maximum number of sessions of one token. A further session ends the token's oldest session. The sessions of one token
+#: therefore cannot fill the memory, and never end sessions of other tokens.
 _MOST_SESSIONS = 100
 #: Browsers add the session's cookie to every request that a page makes, so the cookie only authorizes methods that read.
 _SAFE_METHODS = ("GET", "HEAD")
@@ -109,8 +109,8 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
     """Return a dependency that admits a request if its token has the scope; the dependency returns the token's name.
 
     A GET or HEAD request without an Authorization header is admitted by the browser's session, since links and EventSource
-    cannot send this header. If the settings have no tokens, which ServerSettings allows on loopback only, every request is
-    admitted.
+    cannot send this header. If the settings have no tokens, every request is admitted. ServerSettings allows this only on
+    loopback.
     """
 
     async def check(

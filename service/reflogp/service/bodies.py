@@ -96,7 +96,7 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
         body += chunk
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
-        if len(body) > room:  # happens only without a Content-Length
+        if len(body) > room:  # this happens only if the request has no Content-Length
             room = min(2 * len(body), max_bytes)
             reservation.resize(cost(room))
 
@@ -341,7 +341,10 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 
 
 class PiecewiseResponse(Response):
-    """A response that is sent in pieces. The connection's buffer holds one piece for a slow reader, not the whole response."""
+    """A response that is sent in pieces.
+
+    For a slow reader, the connection's buffer holds one piece instead of the whole response.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

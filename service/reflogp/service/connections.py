@@ -67,7 +67,7 @@ class BoundedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()  # also if the rest of the body has not arrived, because nothing reads it after the response
+        self._wait_for_head()  # even if a part of the body has not arrived: nothing reads the body after the response
         super().on_response_complete()
 
     def pause_writing(self) -> None:

@@ -65,7 +65,7 @@ _POLL_SECONDS = 0.2
 #: A fetch is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting, so that a
 #: server cannot keep it open by sending a byte per minute.
 _LEAST_BYTES = 4 << 10
-#: The characters of a URI without a fragment (RFC 3986).
+#: Matches a URI that has only the characters of URIs without a fragment (RFC 3986).
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
@@ -441,7 +441,7 @@ def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Ca
         if about.type != pafs.FileType.File:
             raise ValueError("the object does not exist")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # read without decompression
+        with filesystem.open_input_stream(key, compression=None) as source:  # reads the stored bytes
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)

@@ -172,7 +172,8 @@ def _size(dataset: Path) -> int:
 
 def _delete(dataset: Path) -> None:
     if dataset.is_dir():
-        doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")  # so that a kill cannot leave an incomplete dataset
+        # after the rename, the service deletes the folder at its next start even if it is killed here
+        doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
         dataset.rename(doomed)
         shutil.rmtree(doomed)
     else:

@@ -121,10 +121,8 @@ class Fetching:
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
-        except (
-            FetchCancelledError,
-            LedgerError,
-        ) as error:  # the job was cancelled, the service ends, or a later round fetches the dataset
+        except (FetchCancelledError, LedgerError) as error:
+            # the job was cancelled, the service ends, or a later round fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)

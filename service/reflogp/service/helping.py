@@ -1,6 +1,6 @@
 """Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
 
-All state is used in the event loop only. The content of a unit of work is relayed unread.
+All state is used in the event loop only. The content of a unit of work is relayed without being read.
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper
@@ -128,9 +128,8 @@ class Helping:
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
         """Record that a worker's process has ended. If the worker was helping with a job, tell the owner of the job."""
         if (help := self._helps.get(worker.number)) is not None:
-            self._failures[worker.number, help.job] += (
-                1 if help.joined else _FAILURES
-            )  # the worker may have died because it loaded the model
+            # the worker may have died because it loaded the model
+            self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES
             self._gone(worker.number, reason, blame)
 
     def _gone(self, number: int, reason: str, blamed: bool) -> None:

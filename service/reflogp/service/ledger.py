@@ -166,10 +166,8 @@ class Ledger:
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                if known["state"] in (
-                    "failed",
-                    "cancelled",
-                ):  # the same content may have been submitted with another path or URI
+                # the same content may have been submitted with another path or URI
+                if known["state"] in ("failed", "cancelled"):
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
                     _set_origin(db, known["id"], asked)

@@ -1,4 +1,4 @@
-"""Score sequences online, which means while the caller waits for the response.
+"""Score sequences online: the caller waits for the response.
 
 OnlineScoring chooses a worker for each request, limits the number of queued tokens, and sends requests again when a worker
 dies. The worker decides which requests are computed together. All state is used in the event loop only.

@@ -1,8 +1,8 @@
 """Keep writes to the ledger in memory until they succeed. The writes of each job stay in order.
 
-If a job ends while the ledger fails, no caller waits who could retry. The write is therefore kept in memory, and made when the
-ledger works again. If the service is killed before a write has succeeded, the job is still running according to the ledger. The
-next service then starts the job again, and scores only the sequences that the store lacks.
+If a job ends while the ledger fails, there is no caller that could retry the write. The write is therefore kept in memory, and
+made when the ledger works again. If the service is killed before a write has succeeded, the job is still running according to
+the ledger. The next service then starts the job again, and scores only the sequences that the store lacks.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PendingWrites:
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # it fails for all jobs; a ledger that is only damaged may accept writes about other jobs
+                    break  # the ledger fails for all jobs; one that is only damaged may accept writes about other jobs
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()

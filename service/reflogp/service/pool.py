@@ -184,7 +184,7 @@ class Pool:
             if worker.process is not None:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
-        for worker, task in zip(self.workers, self._tasks, strict=False):  # without a start there are no tasks
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # a pool that was not started has no tasks
             if worker.process is None:  # the worker waits for room on the cluster, or for its restart
                 task.cancel()
         if self._tasks:

@@ -2,8 +2,8 @@
 
 The code runs in the event loop, and accesses the ledger and files in threads.
 
-Requests of callers (submit, cancel, retry) are in the ledger before the response is sent. What workers report is recorded
-through PendingWrites, so a failing ledger does not end a job. Only one task assigns jobs to workers.
+Requests of callers (submit, cancel, retry) are in the ledger before the response is sent. Reports of workers are recorded
+through PendingWrites, so that a failing ledger does not end a job. Only one task assigns jobs to workers.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class Precompute:
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
-        blame = blame and not was_helping  # a helper's own job has not begun yet
+        blame = blame and not was_helping  # a worker that is still helping has not begun its own job
         running = self._running.get(worker.number)
         if running is None:
             return

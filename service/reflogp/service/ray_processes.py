@@ -218,7 +218,7 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Disconnect from the cluster. All actors that this service still has on the cluster end."""
+        """Disconnect from the cluster. Actors of this service that still run on the cluster end."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:

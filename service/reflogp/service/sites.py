@@ -112,7 +112,7 @@ class SameSiteGuard:
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
     """Return whether the headers of a request show that a browser sent it for a page of another site.
 
-    A link on another site may open a page of this service. A request with neither Sec-Fetch-Site nor Origin was not sent for a
+    Links on other sites may open pages of this service. A request with neither Sec-Fetch-Site nor Origin was not sent for a
     page of another site.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")

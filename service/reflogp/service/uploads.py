@@ -188,9 +188,8 @@ class UploadFolder:
             needed = {row["file"] for row in self._ledger.uploads()}
             needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
-                if file.name in needed or file.name.startswith(
-                    _PARTIAL
-                ):  # another thread may delete a partial file at any time
+                # another thread may delete a partial file at any time
+                if file.name in needed or file.name.startswith(_PARTIAL):
                     continue
                 about = file.stat()
                 if about.st_mtime < before:

@@ -83,7 +83,7 @@ def jobs_router(context: Context) -> APIRouter:
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
-            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # a name to show; no upload has this name
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # this name is only shown; no upload has it
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:

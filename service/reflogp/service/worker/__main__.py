@@ -139,7 +139,7 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except ContentMismatchError as error:  # requests for this reference get the same error, all others work
+            except ContentMismatchError as error:  # requests for this reference get the same error; other requests work
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
@@ -382,11 +382,11 @@ def _ids(scalar: Any) -> Any:
 
 def main() -> None:
     """Read the configuration, then run the worker."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of the group, but the service decides when workers end
+    # Ctrl-C reaches all processes of the group, but the service decides when workers end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent has set SIG_IGN, the exit status of children is lost
+    # if the parent process has ignored SIGCHLD, the exit status of children is lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # text that libraries print goes to stderr, not between the frames
     handler = logging.StreamHandler(sys.stderr)

@@ -1,9 +1,9 @@
 """Load and unload the engines of a worker, and share them between online requests and a job.
 
-Online requests are served first. Requests that fit together are computed in one round. After each round, the job gets one pass
-if it has work, so that neither the job nor the requests have to wait for long. A request waits for at most two passes of the
-job, which are short while there are online requests. The thread that calls `preload` and `run` owns the engines; all other
-public methods may be called from any thread.
+Online requests are served first. Several requests are computed together in one round if they fit into one token budget. After
+each round, the job gets one pass if it has work, so that neither the job nor the requests have to wait for long. A request
+waits for at most two passes of the job, which are short while there are online requests. The thread that calls `preload` and
+`run` owns the engines; all other public methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -516,7 +516,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # the limit is only for passes of jobs, so that online requests wait less
+        engine.pass_seconds = None  # only passes of jobs are limited, so that online requests wait less
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

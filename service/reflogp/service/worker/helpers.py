@@ -45,9 +45,8 @@ class Helpers:
         self.count, self.may_come = 0, may_come
         self.job = job
         self._send = send
-        self._run = (
-            uuid.uuid4().hex
-        )  # a job may run twice in one process, and answers to its first run may arrive during the second run
+        # a job may run twice in one process, and answers to its first run may arrive during the second run
+        self._run = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._joined: list[Worker] = []
