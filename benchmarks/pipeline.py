@@ -40,8 +40,7 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
 from reflogp.scoring.torch_engine.flow import InFlight, Unit
-from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from reflogp.service.worker.helpers import Helpers
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, run_job
 from reflogp.service.worker.protocol import JobOrder

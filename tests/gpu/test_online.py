@@ -7,8 +7,7 @@ import threading
 import numpy as np
 
 from reflogp.scoring.torch_engine import TorchEngine
-from reflogp.service.worker.engine_loop import Answer, EngineLoop, OnlineRequest
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import Answer, EngineLoop, Engines, OnlineRequest
 from tests.gpu.device import DEVICE, NEEDS_GPU
 from tools.families import build
 from tools.fidelity import some_pairs

@@ -31,7 +31,7 @@ from reflogp.scoring.vllm_engine.child import VllmProcess
 from reflogp.scoring.vllm_engine.options import Loading
 from reflogp.service import processes
 from reflogp.service.worker.__main__ import Worker
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import Engines
 from reflogp.service.worker.protocol import ModelConfig, WorkerConfiguration
 from reflogp.store import ReflogpError, describe_reference
 from reflogp.store.checkpoint import read_checkpoint

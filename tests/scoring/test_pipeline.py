@@ -18,8 +18,7 @@ from reflogp.scoring.runs.local import LocalScorer
 from reflogp.scoring.runs.prefetch import Prefetch
 from reflogp.scoring.runs.score import score_dataset
 from reflogp.scoring.torch_engine import Sequence, TorchEngine
-from reflogp.service.worker.engine_loop import EngineLoop, ModelUnloadedError, OnlineRequest
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.store import LogprobTable, Store, StoreUnavailableError, describe_reference
 from tests.conftest import plain_token_logps, write_rows
 from tests.scoring.watching import Watching

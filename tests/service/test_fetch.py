@@ -460,10 +460,10 @@ def test_a_prefix_that_is_none_is_named(prefix):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("out", "fetches nothing from there"),
-        ("dots", "fetches nothing from there"),
+        ("out", "do not allow fetching from there"),
+        ("dots", "do not allow fetching from there"),
         ("encoded", "cannot be fetched"),
-        ("loopback", "fetches nothing|host is not public"),
+        ("loopback", "do not allow fetching|host is not public"),
         ("metadata", "host is not public"),
         ("file", "cannot be fetched"),
         ("object", "does not lead to an http"),
@@ -471,7 +471,7 @@ def test_a_prefix_that_is_none_is_named(prefix):
         ("circle", "redirects more than 3"),
         ("chain4", "redirects more than 3"),
         ("nowhere", "does not lead to an http"),
-        ("odd", "fetches nothing from there"),
+        ("odd", "do not allow fetching from there"),
         ("missing", "status is 404"),
         ("partial", "status is 206"),
         ("none", "status is 204"),
@@ -618,11 +618,11 @@ def test_objects_are_fetched(bucket, folder):
 @pytest.mark.parametrize(
     "uri, says",
     [
-        ("s3://team/prefs/none.jsonl", "no such object"),
+        ("s3://team/prefs/none.jsonl", "object does not exist"),
         ("s3://team/prefs/large.jsonl", "longer than 1,000,000"),
-        ("s3://team/secret/a.jsonl", "fetches nothing from there"),
-        ("s3://other/prefs/a.jsonl", "fetches nothing from there"),
-        ("s3://team/prefs/../secret/a.jsonl", "empty segment"),
+        ("s3://team/secret/a.jsonl", "do not allow fetching from there"),
+        ("s3://other/prefs/a.jsonl", "do not allow fetching from there"),
+        ("s3://team/prefs/../secret/a.jsonl", "segment that is empty"),
     ],
 )
 def test_objects_that_are_not_there_or_not_allowed(bucket, folder, uri, says):
@@ -677,13 +677,13 @@ def test_files_of_the_hub_are_fetched(hub_of_team, folder, monkeypatch):
         ("hf://datasets/team/prefs/prefs", "does not end in"),
         ("hf://datasets/team/a.jsonl", "is not a file of the Hub"),
         ("hf://datasets/a.jsonl", "is not a file of the Hub"),
-        ("hf://models/team/prefs/a.jsonl", "a file of the Hub is hf://datasets"),
-        ("hf://datasets/team/prefs/a.jsonl?token=x", "a file of the Hub is hf://datasets"),
-        ("hf://datasets/team/prefs/a%41.jsonl", "a file of the Hub is hf://datasets"),
+        ("hf://models/team/prefs/a.jsonl", "URI of a file of the Hub must be hf://datasets"),
+        ("hf://datasets/team/prefs/a.jsonl?token=x", "URI of a file of the Hub must be hf://datasets"),
+        ("hf://datasets/team/prefs/a%41.jsonl", "URI of a file of the Hub must be hf://datasets"),
         ("hf://datasets/team/prefs@refs/pr/1/a.jsonl@b.jsonl", "is not a file of the Hub"),
         ("hf://datasets/team/prefs@/a.jsonl", "is not a file of the Hub"),
-        ("hf://datasets/team/prefs/../secret/prefs/a.jsonl", "empty segment"),
-        ("hf://datasets/team/prefs//a.jsonl", "empty segment"),
+        ("hf://datasets/team/prefs/../secret/prefs/a.jsonl", "segment that is empty"),
+        ("hf://datasets/team/prefs//a.jsonl", "segment that is empty"),
     ],
 )
 def test_files_of_the_hub_that_are_not_there_or_are_none(hub_of_team, folder, uri, says):

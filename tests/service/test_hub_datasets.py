@@ -284,7 +284,7 @@ def test_a_job_scores_a_dataset_by_its_name(server, tmp_path, reference_folder, 
         job = json.loads(out)
         assert (job["dataset"]["config"], job["summary"]["hits"], job["summary"]["scored"]) == ("extra", 10, 0)
         for refused in ("team/secret", ServiceUri("hf://datasets/team/secret")):
-            with pytest.raises(NotAllowedError, match="may not be fetched: this service fetches nothing from there"):
+            with pytest.raises(NotAllowedError, match="settings do not allow fetching from there"):
                 client.submit(refused, "ref")
         with pytest.raises(RequestRefusedError, match="has configs"):
             client.submit(ServiceUri("hf://datasets/team/prefs/extra/a.parquet", "extra"), "ref")

@@ -184,13 +184,13 @@ def test_a_lock_that_another_process_holds(tmp_path):
     job = running(ledger)
     with locked(file):
         began = time.monotonic()
-        with pytest.raises(LedgerUnavailableError, match="another process has locked it"):
+        with pytest.raises(LedgerUnavailableError, match="another process has locked the file"):
             ledger.finish(job, "done", summary={})
         assert ledger.get(job).state == "running"  # it can be read
         with pytest.raises(LedgerUnavailableError):
             ledger.retry(job)
         assert time.monotonic() - began < 5
-        with pytest.raises(UsageError, match="another process has locked it"):
+        with pytest.raises(UsageError, match="another process has locked the file"):
             Ledger(file, patience_seconds=0.2)
     assert ledger.finish(job, "done", summary={}) and ledger.trouble is None
     ledger.close()

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from reflogp.client import Client
-from reflogp.service import charts
 from reflogp.service.models import DatasetSpec, Histogram
+from reflogp.service.pages import charts
 from reflogp.service.pages.api import dataset_name
 from reflogp.store import texts
 from tests.conftest import write_rows
@@ -196,7 +196,7 @@ def test_the_list_shows_jobs_and_filters_them(chromium, service, done, script):
         assert row.locator("progress").evaluate("bar => [bar.value, bar.max]") == [78, 78]
         assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.locator("time").get_attribute("datetime"))
         page.locator("#filter-failed").click()
-        assert page.locator("tbody tr").count() == 0 and "No job is failed" in page.locator("main").inner_text()
+        assert page.locator("tbody tr").count() == 0 and "There are no failed jobs" in page.locator("main").inner_text()
         page.locator("#filter-done").click()
         page.locator(f"#job-{done}").click()
         page.wait_for_url(f"**/jobs/{done}")
@@ -376,7 +376,7 @@ def test_a_job_is_followed_through_a_restart_of_the_service(chromium, reference_
             page.evaluate("window.stayed = true")
             page.locator(".badge.running").wait_for()
             first.stop()
-        page.locator("#live", has_text="The connection is lost").wait_for()
+        page.locator("#live", has_text="The connection was lost").wait_for()
         with running(*config, "--port", first.url.rpartition(":")[2]):
             page.locator(".badge.done").wait_for()
             assert page.evaluate("window.stayed")
@@ -465,7 +465,7 @@ def test_a_link_from_another_site_reaches_its_page(chromium, guarded, script):
         page.goto("http://elsewhere.test/")
         page.get_by_role("link").click()
         if not script:
-            page.get_by_role("link", name="Go on").click()
+            page.get_by_role("link", name="Continue").click()
         page.wait_for_url(f"{guarded}/store")
 
 

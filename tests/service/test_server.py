@@ -351,7 +351,7 @@ def reflogp(*arguments, **environment):
     ("arguments", "says"),
     [
         (["serve"], "store"),
-        (["serve", "--store", "x", "--host", "0.0.0.0"], "give tokens"),
+        (["serve", "--store", "x", "--host", "0.0.0.0"], "set tokens"),
         (["serve", "--store", "x", "--model", "nameless"], "NAME=PATH"),
         (["serve", "--store", "x", "--dtype", "float32"], "--dtype needs --model"),
         (["serve", "--store", "x", "--model", "a=/nowhere"], "nowhere"),

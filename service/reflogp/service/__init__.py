@@ -1,4 +1,4 @@
 """Serve scoring jobs, online scoring and lookups over HTTP, from one store for all clients.
 
-Needs fastapi and uvicorn, but not torch: responses that come from the store alone need no model.
+The main process imports no torch, because only the worker processes load models.
 """

@@ -44,7 +44,7 @@ _DESCRIPTION = "Reference log-probs: score datasets as jobs, score sequences at 
 
 
 class _App(FastAPI):
-    """An app that adds request ids and security headers outside all other middleware, so that every error has them too."""
+    """An app whose outermost middleware adds request ids and security headers, so that error responses have them too."""
 
     def build_middleware_stack(self) -> ASGIApp:
         return RequestIds(SecurityHeaders(super().build_middleware_stack()))
@@ -55,7 +55,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     Raises:
         UsageError: another service uses the same state folder, or the folder cannot be written.
-        What ReferenceRegistry raises: a service that cannot describe its references does not start.
+        UsageError, CheckpointError: the store's URI, or a reference of the settings, cannot be used (see ReferenceRegistry).
     """
     folder = settings.state_folder()
     lock = StateLock(folder)
@@ -81,7 +81,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
 
     workers, start, end = _workers(settings, registry, folder)
     most = settings.max_worker_bytes
-    if most is None and settings.executor == "local":  # Ray watches the memory of its nodes itself
+    if most is None and settings.executor == "local":  # Ray limits memory on its nodes by itself
         most = total_memory() * 9 // 10
     configurations = _configurations(settings, registry, folder, workers)
     silence, longest = settings.worker_silence_seconds, settings.max_pass_seconds
@@ -105,7 +105,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
         version=version("reflogp"),
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own page runs a script of another site; /docs is one of this service's pages
+        docs_url=None,  # FastAPI's /docs loads a script from another site; routes/pages.py serves a page without it
         redoc_url=None,
     )
     app.state.context = context
@@ -128,9 +128,9 @@ def create_app(settings: ServerSettings) -> FastAPI:
 def _workers(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path
 ) -> tuple[list[Place], Start, Callable[[], None]]:
-    """Return the place of each worker, the function that starts a worker, and the function to call at the end.
+    """Return (the place of each worker, a function that starts one worker, a function to call when the service ends).
 
-    There are no workers if there is no model to load.
+    The list of places is empty if the settings name no model.
     """
     if not registry.named():
         return [], start_here, lambda: None
@@ -152,13 +152,18 @@ def _workers(
 def _configurations(
     settings: ServerSettings, registry: ReferenceRegistry, folder: Path, workers: list[Place]
 ) -> list[WorkerConfiguration]:
-    """Return the configuration of one worker for each place. Raise UsageError if one model has two different engines."""
+    """Return the configurations of the workers, one for each place.
+
+    Raise UsageError if a model is configured with two engines.
+    """
     named = registry.named()
     models: dict[str, ModelConfig] = {}
     for name, reference in named.items():
         place = settings.references[name].place()
         if models.setdefault(reference.reference_id, place).engine != place.engine:
-            raise UsageError(f"references.{name} has the same model and numerics as another, but not its engine: keep one")
+            raise UsageError(
+                f"references.{name} has the model and numerics of another reference, but another engine: keep only one of them"
+            )
     first = WorkerConfiguration(
         device="auto",
         visible=None,

@@ -1,6 +1,6 @@
-"""Check bearer tokens and browsers' sessions: who may call which routes.
+"""Check bearer tokens and the sessions of browsers, and restrict routes to tokens with the required scope.
 
-Only digests of tokens are kept, never tokens.
+The service stores the digests of tokens, never the tokens themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from reflogp.service.settings import Scope, TokenSettings
 
 #: Seconds for which a browser stays signed in.
 SESSION_SECONDS = 12 * 3600
-#: The most sessions of one token. A further session ends the token's oldest, so that the sign-ins of one token neither fill the
-#: memory nor end the sessions of another.
+#: The maximum number of sessions of one token. A further session ends the token's oldest session. The sessions of one token
+#: therefore cannot fill the memory, and never end sessions of other tokens.
 _MOST_SESSIONS = 100
-#: A browser sends the cookie with every request that a page makes, so the cookie allows only methods that read.
+#: Browsers add the session's cookie to every request that a page makes, so the cookie only authorizes methods that read.
 _SAFE_METHODS = ("GET", "HEAD")
 
 
 def new_token() -> tuple[str, str]:
-    """Return a token of 256 random bits and its sha256. A digest without salt is enough: such a token cannot be guessed."""
+    """Return a random token of 256 bits and its sha256. The digest needs no salt, because nobody can guess a random token."""
     token = "reflogp_" + secrets.token_urlsafe(32)
     return token, digest_of(token)
 
@@ -39,9 +39,9 @@ def digest_of(token: str) -> str:
 
 
 def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
-    """Return the settings' entry of a token; None for an unknown or empty token.
+    """Return the entry of a token in the settings, or None for an unknown or empty token.
 
-    Every known digest is compared, each in constant time, so the response time does not reveal how close a guess was.
+    Every known digest is compared in constant time, so the response time does not show how much of a guess was right.
     """
     given = digest_of(token)
     known = [entry for entry in tokens if hmac.compare_digest(entry.sha256, given)]
@@ -50,22 +50,25 @@ def entry_of(token: str, tokens: list[TokenSettings]) -> TokenSettings | None:
 
 @dataclass(frozen=True)
 class _Session:
-    sha256: str  # of the token that signed in
+    sha256: str  # digest of the token that signed in
     expires_at: float  # time.monotonic
 
 
 class Sessions:
-    """Sessions of signed-in browsers. A cookie names a session and holds no token. Signing out ends every copy of the cookie.
+    """Sessions of signed-in browsers.
 
-    Sessions are kept in memory. A restart ends them all, also those of a token that was removed from the settings.
+    A cookie holds the id of a session, not a token. Signing out invalidates all copies of the cookie.
+
+    Sessions are kept in memory, so a restart of the service ends all of them. When a token was removed from the settings, the
+    restart ends its sessions too.
 
     Args:
-        tokens: who may sign in.
+        tokens: the tokens that may sign in.
     """
 
     def __init__(self, tokens: list[TokenSettings]) -> None:
         self._entries = {entry.sha256: entry for entry in tokens}
-        self._sessions: dict[str, _Session] = {}  # by the digest of the cookie, oldest first
+        self._sessions: dict[str, _Session] = {}  # digest of the cookie -> session, oldest first
 
     def begin(self, token: str) -> str:
         """Begin a session of a known token; return the cookie's value."""
@@ -83,7 +86,7 @@ class Sessions:
         self._sessions.pop(digest_of(request.cookies.get(cookie_name(request), "")), None)
 
     def entry(self, request: Request) -> TokenSettings | None:
-        """Return the token's entry for the request of a signed-in browser; None if the browser is not signed in."""
+        """Return the settings' entry of the token with which a browser signed in, or None if the browser is not signed in."""
         session = self._sessions.get(digest_of(request.cookies.get(cookie_name(request), "")))
         if session is None or session.expires_at <= time.monotonic():
             return None
@@ -97,7 +100,7 @@ def sessions_of(request: Request) -> Sessions:
 
 
 def cookie_name(request: Request) -> str:
-    """Return the cookie's name. Browsers send cookies to every port of a host, so services on two ports need two names."""
+    """Return the name of the session cookie. Browsers send a cookie to all ports of a host, so the name contains the port."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"reflogp_session_{port}" if port.isascii() and port.isdigit() else "reflogp_session"
 
@@ -105,8 +108,9 @@ def cookie_name(request: Request) -> str:
 def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitable[str]]:
     """Return a dependency that admits a request if its token has the scope; the dependency returns the token's name.
 
-    A GET or HEAD without an Authorization header may use a browser's session, since links and EventSource send no such header.
-    If no tokens are set (loopback only, see ServerSettings), everybody is admitted.
+    A GET or HEAD request without an Authorization header is admitted by the browser's session, since links and EventSource
+    cannot send this header. If the settings have no tokens, every request is admitted. ServerSettings allows this only on
+    loopback.
     """
 
     async def check(
@@ -133,18 +137,18 @@ def requires(scope: Scope, tokens: list[TokenSettings]) -> Callable[..., Awaitab
 
 
 def still_allowed(request: Request) -> bool:
-    """Return whether a long response may go on; False if the browser's session has ended since the request."""
+    """Return whether a long response may continue, which means that the browser's session has not ended since the request."""
     entry: TokenSettings | None = request.state.token
     return entry is None or "authorization" in request.headers or sessions_of(request).entry(request) is not None
 
 
 def may_read(request: Request) -> bool:
-    """Return True if the caller of a route that `requires` a scope may see everything, False if only its own submissions."""
+    """Return whether the caller may read the data of all callers. Other callers may see only their own submissions."""
     entry: TokenSettings | None = request.state.token
     return entry is None or bool({"read", "admin"} & entry.scopes)
 
 
 def require_scope(entry: TokenSettings, scope: Scope) -> None:
-    """Raise Problem 403 unless a token has the scope or is an administrator's."""
+    """Raise Problem 403 unless a token has the given scope or the scope `admin`."""
     if not {scope, "admin"} & entry.scopes:
         raise Problem(403, f"token {entry.name!r} may not {scope}", f"ask for a token with the scope {scope!r}")

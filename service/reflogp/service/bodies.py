@@ -1,8 +1,8 @@
-"""Read request bodies within bounds, and make responses: Arrow IPC and JSON.
+"""Read request bodies in Arrow IPC and JSON format within limits, and write responses in these formats.
 
-A body that is too long or too slow is refused while it arrives. A body with too many rows or values, or with compressed batches
-(a few bytes can stand for gigabytes), is refused before it is decoded.
-Memory for a body is reserved before it is read (see request_memory).
+A body that is too long or too slow is refused while it arrives. A body with too many rows or values is refused before it is
+decoded. A body with compressed batches is also refused, because a few compressed bytes can become gigabytes. Memory for a body
+is reserved before it is read (see request_memory).
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ JSON = "application/json"
 
 #: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
 _DECODED_AT_ONCE = 64 << 10
-_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or less at a time"
+_SEND_ARROW = "send an Arrow stream, as reflogp.client does, or send less in one request"
 
-#: An incomplete body is refused after _BODY_SECONDS. Until then it must arrive at _LEAST_RATE bytes per second, but may be slow
-#: for the first _SLOW_START_SECONDS. A slower sender would hold reserved memory for too long.
+#: A body is refused if it is incomplete after _BODY_SECONDS, or if it arrives at less than _LEAST_RATE bytes per second after
+#: the first _SLOW_START_SECONDS. A slower sender would hold reserved memory for too long.
 _BODY_SECONDS, _LEAST_RATE, _SLOW_START_SECONDS = 120.0, 128 << 10, 15.0
-#: Length for which memory is reserved at first if a body has no Content-Length; more is reserved as the body grows.
+#: If a body has no Content-Length, memory for this many bytes is reserved at first, and more as the body arrives.
 _UNKNOWN_BYTES = 64 << 10
-#: Bytes of memory that decoded JSON and the response to it take for each byte of the body.
+#: Bytes of memory that the decoded JSON and its response need for each byte of the body.
 _JSON_COST = 24
-#: The most objects, lists and fields in a JSON body. No route needs more: a thousand sequences are three thousand lists and
-#: objects.
+#: The maximum number of objects, lists and fields in a JSON body. No route needs more: a thousand sequences have three thousand
+#: lists and objects.
 _MAX_JSON_PARTS = 10_000
-#: The most bytes of an Arrow message's metadata (schema, offsets of buffers), and the most messages of a stream. Ordinary
-#: streams have a kilobyte of metadata and one batch per some thousands of rows. Parsing metadata and messages takes far more
-#: memory than their bytes.
+#: The maximum size in bytes of an Arrow message's metadata (schema, buffer offsets), and the maximum number of messages in a
+#: stream. Ordinary streams have about a kilobyte of metadata and one batch for some thousands of rows. Parsing metadata and
+#: messages takes far more memory than the bytes themselves.
 _MAX_METADATA_BYTES, _MAX_MESSAGES = 64 << 10, 20_000
-#: Allowance for the headers, padding and metadata of a stream, whatever its length.
+#: Bytes that are allowed for the headers, padding and metadata of a stream, in addition to its data.
 _FRAME_BYTES = 1 << 20
-#: A response is sent in pieces of this size. Each piece waits until the one before has left, so a slow reader holds only one.
+#: Size in bytes of the pieces of a response. A piece is made after the previous piece was sent, so a slow reader holds only one
+#: piece in memory.
 PIECE_BYTES = 256 << 10
-#: Indices of fields in Arrow's flatbuffers (format/Message.fbs): Message.header_type, Message.header; RecordBatch.length,
-#: RecordBatch.compression. Type 3 of the header union is RecordBatch.
+#: Indices of fields in Arrow's flatbuffers (format/Message.fbs): header_type and header of Message, length and compression of
+#: RecordBatch. The last number is the type of RecordBatch in the union of headers.
 _HEADER_TYPE, _HEADER, _LENGTH, _COMPRESSION, _RECORD_BATCH = 1, 2, 0, 3, 3
 
 
 async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]) -> bytearray:
-    """Reserve memory for a body and for what is made of it, then read the body.
+    """Reserve memory for a body and for the data decoded from it, then read the body.
 
     Args:
         max_bytes: a longer body is refused.
-        cost: bytes of a body -> bytes of memory to reserve.
+        cost: returns the bytes of memory to reserve for a body of the given length.
 
     Raises:
         Problem: 408 for a body that arrives too slowly, 413 for a body that is too long, 400 if the sender disconnects, and
@@ -88,39 +89,41 @@ async def read_body(request: Request, max_bytes: int, cost: Callable[[int], int]
             raise Problem(
                 408,
                 f"only {len(body):,} bytes of the body arrived within {patience:.0f} seconds",
-                "send less at a time, or over a faster connection",
+                "send less in one request, or use a faster connection",
             ) from None
         if chunk is None:
             return body
         body += chunk
         if len(body) > max_bytes:
             raise _too_long(max_bytes)
-        if len(body) > room:  # only without a Content-Length
+        if len(body) > room:  # this happens only if the request has no Content-Length
             room = min(2 * len(body), max_bytes)
             reservation.resize(cost(room))
 
 
 async def stream_chunks(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives; the caller bounds its length. Raise Problem 400 if the sender disconnects early."""
+    """Yield the body as it arrives. The caller limits its length. Raise Problem 400 if the sender disconnects early."""
     try:
         async for chunk in request.stream():
             if chunk:
                 yield chunk
     except ClientDisconnect as error:
-        raise Problem(400, "the connection ended before the body did", "send it again") from error
+        raise Problem(400, "the connection ended before the end of the body", "send the request again") from error
 
 
 def media_type(request: Request) -> str:
-    """Return the body's media type without parameters; empty if the request names none."""
+    """Return the body's media type without parameters, or an empty string if the request has no Content-Type."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def require_type(request: Request, *accepted: str) -> str:
-    """Return the body's media type. Raise Problem 415 if the request names no type, or a type that the route does not accept.
+    """Return the body's media type.
 
-    A page of another site can make a browser send a body without a type, or with one of the three types of HTML forms, to
-    any service that the browser reaches. For every other type the browser first sends a CORS preflight request, which this
-    service never grants.
+    Raise Problem 415 if the request has no Content-Type, or if the route does not accept the Content-Type.
+
+    A page of another site can make a browser send a body without a type, or with one of the three types of HTML forms, to any
+    service that the browser can reach. For all other types the browser first sends a CORS preflight request, and this service
+    refuses preflight requests.
     """
     kind = media_type(request)
     if kind not in accepted:
@@ -130,7 +133,7 @@ def require_type(request: Request, *accepted: str) -> str:
 
 
 async def read_json(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """Read a JSON body as a model; decode a long body in a thread, off the event loop.
+    """Read a JSON body and return it as a pydantic model. A long body is decoded in a thread, outside the event loop.
 
     Raises:
         Problem: 415 for another media type, 422 for a body that does not fit the model, and what `read_body` raises.
@@ -148,7 +151,7 @@ async def read_json(request: Request, model: type[Model], max_bytes: int) -> Mod
 
 
 def _json_model(body: bytearray, model: type[Model]) -> Model:
-    # Pydantic makes an error object of about a kilobyte for each wrong list, object or field.
+    # For each wrong list, object or field, Pydantic creates an error object of about a kilobyte.
     if body.count(b"[") + body.count(b"{") + body.count(b":") > _MAX_JSON_PARTS:
         raise Problem(422, f"the JSON body has more than {_MAX_JSON_PARTS:,} lists, objects and fields", _SEND_ARROW)
     try:
@@ -160,14 +163,20 @@ def _json_model(body: bytearray, model: type[Model]) -> Model:
 
 
 def body_schemas(model: type[BaseModel], *others: str) -> dict[str, Any]:
-    """Return the OpenAPI request body of a route that takes `model` as JSON, or bytes of one of the `others` media types."""
+    """Return the OpenAPI description of a request body.
+
+    The body is either `model` as JSON, or bytes of one of the media types `others`.
+    """
     content = {"application/json": {"schema": _inlined(model.model_json_schema())}}
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in others}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema with its `$defs` inlined: inside an OpenAPI document they would not be found."""
+    """Return a JSON schema in which every reference to `$defs` is replaced by the definition.
+
+    Inside an OpenAPI document such a reference would not be found.
+    """
     definitions = schema.pop("$defs", {})
 
     def resolved(part: Any) -> Any:
@@ -185,7 +194,8 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
     """Return the `key` column of an Arrow IPC stream.
 
     Raises:
-        Problem: the body is not such a stream, a key is null, a batch is compressed, or there are more than `max_keys` rows.
+        Problem: the body is not an Arrow IPC stream with this column, a key is null, a batch is compressed, or there are more
+            than `max_keys` rows.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -198,23 +208,24 @@ def keys_of(body: bytearray, max_keys: int) -> pa.FixedSizeBinaryArray:
     except pa.ArrowException as error:
         raise _not_arrow("keys", error) from error
     if keys.null_count:
-        raise Problem(422, f"{keys.null_count} keys are null", f"send {KEY_BYTES} bytes for each")
+        raise Problem(422, f"{keys.null_count} keys are null", f"send {KEY_BYTES} bytes for each key")
     return keys
 
 
 def keys_body_bytes(max_keys: int) -> int:
-    """Return the maximum bytes of a body with `max_keys` keys: binary values with 64-bit offsets and a validity bitmap."""
+    """Return the maximum size of a body with `max_keys` keys. The keys may have 64-bit offsets and a validity bitmap."""
     return 25 * max_keys + _FRAME_BYTES
 
 
 def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Table:
-    """Return the columns of an Arrow IPC stream as list<int32>: prompt_ids, completion_ids and, if sent, attention_mask.
+    """Return a table of the list<int32> columns prompt_ids, completion_ids and, if it was sent, attention_mask.
 
-    Values are counted before they are cast: an int8 column takes four times its bytes after the cast.
+    The number of values is checked before the values are cast to int32, because an int8 column then grows to four times its
+    size.
 
     Raises:
-        Problem: the body is not such a stream, a sequence or token id is null or beyond 32 bits, a batch is compressed, or
-            there are more sequences or tokens than allowed.
+        Problem: the body is not an Arrow IPC stream of these columns, a sequence or token id is null, a token id needs more
+            than 32 bits, a batch is compressed, or there are more sequences or tokens than allowed.
     """
 
     def check(schema: pa.Schema) -> None:
@@ -223,7 +234,7 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
             raise Problem(
                 422,
                 f"the stream's columns are {_described(schema)}",
-                "send prompt_ids and completion_ids, lists of integers; for rows of padded batches attention_mask too",
+                "send prompt_ids and completion_ids as lists of integers, and attention_mask too for rows of padded batches",
             )
 
     parts, kind, tokens, masked = [], SEQUENCES, 0, 0
@@ -231,39 +242,39 @@ def sequences_of(body: bytearray, max_sequences: int, max_tokens: int) -> pa.Tab
         kind = MASKED_SEQUENCES if "attention_mask" in batch.schema.names else SEQUENCES
         columns = {name: batch.column(name) for name in kind.names}
         if any(column.null_count for column in columns.values()):
-            raise Problem(422, "a sequence is null", "send token ids for each")
+            raise Problem(422, "a sequence is null", "send token ids for each sequence")
         flat = {name: column.flatten() for name, column in columns.items()}
         tokens += sum(len(flat[name]) for name in SEQUENCES.names)
         masked += len(flat.get("attention_mask", ()))
         if max(tokens, masked) > max_tokens:
             raise _too_many_tokens(max_tokens)
         if any(values.null_count for values in flat.values()):
-            raise Problem(422, "a token id is null", "send token ids for each")
+            raise Problem(422, "a token id is null", "send an integer for each token")
         try:
             lists = [pa.ListArray.from_arrays(_offsets(columns[name]), flat[name].cast(pa.int32())) for name in kind.names]
         except pa.ArrowInvalid as error:
-            raise Problem(422, "a token id is beyond 32 bits", "send ids of the model's vocabulary") from error
+            raise Problem(422, "a token id does not fit into 32 bits", "send ids of the model's vocabulary") from error
         parts.append(pa.record_batch(lists, schema=kind))
     return pa.Table.from_batches(parts, kind)
 
 
 def sequences_body_bytes(max_sequences: int, max_tokens: int) -> int:
-    """Return the maximum bytes of a body with this many sequences and tokens.
+    """Return the maximum size in bytes of a body with this many sequences and tokens.
 
-    This counts 64-bit ids, a mask of the same length, and 64-bit offsets of three columns.
+    The size includes 64-bit token ids, an attention mask with 64 bits per token, and the 64-bit offsets of three columns.
     """
     return 16 * max_tokens + 32 * max_sequences + _FRAME_BYTES
 
 
 def bounded_tokens(sequences: pa.Table, max_tokens: int) -> pa.Table:
-    """Return the same table. Raise Problem 413 if it has more tokens than allowed."""
+    """Return the table unchanged, or raise Problem 413 if it has more than `max_tokens` tokens."""
     if token_count(sequences) > max_tokens:
         raise _too_many_tokens(max_tokens)
     return sequences
 
 
 def _too_many_tokens(max_tokens: int) -> Problem:
-    return Problem(413, f"more than {max_tokens:,} tokens", "send them in several requests")
+    return Problem(413, f"more than {max_tokens:,} tokens", "split the request into several requests")
 
 
 def _offsets(lists: pa.Array) -> pa.Array:
@@ -274,7 +285,7 @@ def _offsets(lists: pa.Array) -> pa.Array:
 
 
 def _described(schema: pa.Schema) -> str:
-    """List a schema's columns and types for a message, shortened."""
+    """Return a shortened list of a schema's columns and types, for an error message."""
     return ", ".join(f"{field.name[:50]}: {str(field.type)[:50]}" for field in list(schema)[:5]) or "none"
 
 
@@ -299,13 +310,13 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
         for number, message in enumerate(messages):
             _check_metadata(message)
             if number >= _MAX_MESSAGES:
-                raise Problem(413, f"more than {_MAX_MESSAGES:,} record batches", "send fewer and larger ones")
+                raise Problem(413, f"more than {_MAX_MESSAGES:,} record batches", "send fewer and larger batches")
             batch_rows, compressed = _record_batch_header(message.metadata.to_pybytes())
             rows += batch_rows
             if compressed:
                 raise Problem(422, "the stream's record batches are compressed", "send them uncompressed")
             if rows > max_rows:
-                raise Problem(413, f"more than {max_rows:,} {what}", "send them in several requests")
+                raise Problem(413, f"more than {max_rows:,} {what}", "split the request into several requests")
             batch = pa.ipc.read_record_batch(message, schema)
             batch.validate(full=True)
             if batch_rows:
@@ -315,10 +326,12 @@ def _batches_of(body: bytearray, max_rows: int, what: str, check: Callable[[pa.S
 
 
 def _check_metadata(message: pa.ipc.Message) -> None:
-    """Raise Problem 413 for a message with long metadata: thousands of columns, or long texts among the metadata."""
+    """Raise Problem 413 if a message has too much metadata, for example thousands of columns or long texts."""
     if message.metadata.size > _MAX_METADATA_BYTES:
         raise Problem(
-            413, f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata", "send only the columns"
+            413,
+            f"a message of the stream has more than {_MAX_METADATA_BYTES:,} bytes of metadata",
+            "send only the required columns, without metadata of your own",
         )
 
 
@@ -328,7 +341,10 @@ def _not_arrow(what: str, error: Exception) -> Problem:
 
 
 class PiecewiseResponse(Response):
-    """A response that is sent in pieces, so that a slow reader holds one piece in the connection's buffer and not the whole."""
+    """A response that is sent in pieces.
+
+    For a slow reader, the connection's buffer holds one piece instead of the whole response.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -345,21 +361,21 @@ def in_pieces(content: pa.Buffer | bytes | memoryview) -> Iterator[bytes]:
 
 
 def arrow_response(table: pa.Table) -> Response:
-    """Return a table as an Arrow IPC stream."""
+    """Return a response that contains a table as an Arrow IPC stream."""
     return PiecewiseResponse(memoryview(stream_buffer(table)), media_type=ARROW_STREAM)
 
 
 def json_response(answer: BaseModel) -> Response:
-    """Return a model as JSON. Call this in a thread if the response may be long."""
+    """Return a response that contains a pydantic model as JSON. Call this in a thread if the response may be long."""
     return PiecewiseResponse(answer.model_dump_json().encode(), media_type="application/json")
 
 
 def _too_long(max_bytes: int) -> Problem:
-    return Problem(413, f"the body is longer than {max_bytes:,} bytes", "send it in several requests")
+    return Problem(413, f"the body is longer than {max_bytes:,} bytes", "split the request into several requests")
 
 
 def _record_batch_header(metadata: bytes) -> tuple[int, bool]:
-    """Return (rows, whether it is compressed) of a record batch message, before anything is decoded."""
+    """Return (number of rows, whether the batch is compressed) of a record batch message, without decoding the batch."""
     message = place(metadata, 0)
     kind = field_at(metadata, message, _HEADER_TYPE)
     if kind is None or metadata[kind] != _RECORD_BATCH:

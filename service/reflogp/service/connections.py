@@ -1,9 +1,9 @@
-"""Add deadlines to uvicorn's connections, so that nobody holds one without sending a request or reading the response.
+"""Add deadlines to uvicorn's connections. A client cannot keep a connection open without sending requests or reading responses.
 
-A request's head must be complete within `head_seconds`, also on a connection that is kept alive. A reader of a response must
-not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections wait for a head. Beyond that number, the
-connection that has waited longest is closed for the new one, so that complete requests are served even if other clients send
-theirs a byte at a time.
+The head of a request (request line and headers) must be complete within `head_seconds`, also on a connection that is kept
+alive. A client that reads a response must not pause for longer than `answer_idle_seconds`. At most `max_waiting` connections
+wait for a head. If more connections wait, the connection that has waited longest is closed. Therefore complete requests are
+served even if other clients send their requests one byte at a time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from reflogp.service.problems import Problem
 
 logger = logging.getLogger(__name__)
 
-#: Files that the process needs in addition to connections: shards, pipes, the ledger.
+#: Number of open files that the process needs in addition to its connections (shards, pipes, the ledger).
 _OTHER_FILES = 512
 _LEAST_WAITING = 32
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's configuration, and the bounds of BoundedProtocol.
+    """The configuration of uvicorn, with the limits that BoundedProtocol applies.
 
     Args:
         head_seconds: maximum time until a request's head is complete.
-        answer_idle_seconds: maximum time for which the reader of a response may pause.
+        answer_idle_seconds: maximum time for which a client may pause while it reads a response.
         max_waiting: maximum number of connections that wait for a head.
     """
 
@@ -41,7 +41,7 @@ class ConnectionConfig(uvicorn.Config):
         self.head_seconds = head_seconds
         self.answer_idle_seconds = answer_idle_seconds
         self.max_waiting = max_waiting
-        #: Connections that wait for a head, the longest wait first.
+        #: Connections that wait for the head of a request. The connection that has waited longest is first.
         self.waiting: dict[BoundedProtocol, None] = {}
 
 
@@ -67,7 +67,7 @@ class BoundedProtocol(H11Protocol):
             self._stop_waiting()
 
     def on_response_complete(self) -> None:
-        self._wait_for_head()  # even if the rest of the body has not arrived: nobody reads it any more
+        self._wait_for_head()  # even if a part of the body has not arrived: nothing reads the body after the response
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -111,14 +111,16 @@ class BoundedProtocol(H11Protocol):
 
     def _answer_not_read(self) -> None:
         self._answer_timer = None
-        logger.info("a response was not read for %.0f seconds: its connection is closed", self.config.answer_idle_seconds)
+        logger.info(
+            "a client did not read a response for %.0f seconds: the connection is closed", self.config.answer_idle_seconds
+        )
         self.transport.abort()
 
 
 class HeadLimit:
-    """Middleware that refuses requests with a long target or long headers.
+    """Middleware that refuses requests whose target or headers are too long.
 
-    The server's own limit applies only to heads that arrive in several pieces.
+    The limit of uvicorn itself applies only to heads that arrive in several pieces.
 
     Args:
         max_bytes: maximum size of all headers together, and of the target.
@@ -132,9 +134,11 @@ class HeadLimit:
         if scope["type"] == "http":
             refused = None
             if len(scope["raw_path"]) + len(scope["query_string"]) > self._max_bytes:
-                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send what is long in a body")
+                refused = Problem(414, f"the target is longer than {self._max_bytes:,} bytes", "send long values in the body")
             elif sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
-                refused = Problem(431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer")
+                refused = Problem(
+                    431, f"the headers are longer than {self._max_bytes:,} bytes", "send fewer or shorter headers"
+                )
             if refused is not None:
                 await refused.response()(scope, receive, send)
                 return
@@ -142,9 +146,9 @@ class HeadLimit:
 
 
 class ActiveRequests:
-    """Middleware that responds with 503 to a request while `most` others are under way.
+    """Middleware that responds with 503 while `most` other requests are being processed.
 
-    Connections without a request do not count, so idle connections keep nobody out.
+    Connections without a request do not count, so idle connections cause no refusals.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -157,7 +161,9 @@ class ActiveRequests:
             await self._app(scope, receive, send)
             return
         if self._active >= self._most:
-            problem = Problem(503, f"{self._most:,} requests are under way already", "try again later", {"Retry-After": "1"})
+            problem = Problem(
+                503, f"{self._most:,} other requests are being processed", "try again later", {"Retry-After": "1"}
+            )
             await problem.response()(scope, receive, send)
             return
         self._active += 1
@@ -168,9 +174,9 @@ class ActiveRequests:
 
 
 def waiting_connections(max_connections: int) -> int:
-    """Return how many connections may wait for a head in addition to `max_connections` requests.
+    """Return how many connections may wait for the head of a request, in addition to `max_connections` open requests.
 
-    Also raises the process's soft limit of open files as far as needed, at most to the hard limit.
+    The function also raises the process's soft limit of open files as far as needed and as far as the hard limit allows.
     """
     wanted = 2 * max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Hold the parts of a running service that routes need, in one object."""
+"""Define the object that gives routes access to the parts of a running service."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Context:
     """The parts of a running service.
 
     Attributes:
-        settings: as given at the start.
+        settings: settings with which the service was started.
         registry: references and their snapshots.
-        ledger: jobs.
-        precompute: submits, cancels, retries and watches jobs.
-        online: scores sequences at once.
+        ledger: records of all jobs and uploads.
+        precompute: submits, cancels and retries jobs, and follows their progress.
+        online: scores sequences while the caller waits.
         uploads: dataset files that were uploaded.
         metrics: counters and gauges.
-        request_memory: memory of all requests under way.
+        request_memory: memory that open requests have reserved.
     """
 
     settings: ServerSettings

@@ -13,11 +13,11 @@ from reflogp.store.errors import ReflogpError
 
 
 class LedgerError(ReflogpError):
-    """A service's ledger of jobs cannot be used now; the message says why, and what to do."""
+    """A service's ledger of jobs cannot be used now. The message says why, and what to do."""
 
 
 class LedgerUnavailableError(LedgerError):
-    """The ledger is locked by another process, or its disk is full or fails: the same call may succeed later."""
+    """The ledger is locked by another process, or its disk is full or fails. A call that failed may succeed later."""
 
 
 class LedgerDamagedError(LedgerError):

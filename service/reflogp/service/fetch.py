@@ -1,16 +1,16 @@
-"""Fetch datasets by URI, only from hosts and buckets that an administrator allows.
+"""Fetch datasets by URI, but only from hosts and buckets that an administrator allows.
 
-`check_uri` checks a URI without any connection. `fetch` blocks, so it is called in a thread.
+`check_uri` checks a URI without opening a connection. `fetch` blocks, so it is called in a thread.
 
-A host named by a prefix in the settings (https://data.example.org/prefs/, s3://team/) is trusted, whether its addresses are
-internal or public. A bare http scheme (https://) allows any host whose addresses are all public: the name is resolved once, and
-the connection goes to an address that was checked. A bare scheme of an object store (s3://) allows every bucket, and hf://
-every dataset repository of the Hugging Face Hub. A prefix of a repository allows its files at every revision.
+The settings list URI prefixes. A host that a prefix names (https://data.example.org/prefs/, s3://team/) is trusted, even if it
+has internal addresses. The prefix https:// without a host allows all hosts whose addresses are all public: the host name is
+resolved once, and the connection goes to an address that was checked. The prefix s3:// allows every bucket, and hf:// allows
+every dataset repository of the Hugging Face Hub. The prefix of a repository allows its files at every revision.
 
-A URI of a whole repository (hf://datasets/team/prefs) stands for the files of one split, which are fetched into a folder.
+For the URI of a whole repository (hf://datasets/team/prefs), the files of one split are fetched into a folder.
 
-Two steps are bounded only by the timeouts of their libraries: name resolution, and a single request to an object store. The
-total time may therefore exceed the limit by some minutes.
+Name resolution and single requests to an object store are limited only by the timeouts of their libraries. The total time may
+therefore exceed the limit in the settings by some minutes.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from reflogp.store.texts import hide_secrets
 _PORTS = {"http": 80, "https": 443}
 _OBJECT_STORES = ("s3", "gs", "az")
 _HUB = "hf"
-#: The path of a URI that names a whole repository of the Hub, with or without a revision.
+#: Matches the path of a URI that names a whole repository of the Hub, with or without a revision.
 _REPOSITORY = re.compile(r"/[\w.-]+/(?P<name>[\w.-]+)(@(refs/convert/parquet|[\w.-]+))?/?", re.ASCII)
 _MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: The most addresses of a public host that are tried.
+#: Maximum number of addresses of a public host to which a connection is tried.
 _MOST_ADDRESSES = 4
 _CHUNK = 8 << 20
 _CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
-#: Bytes that must arrive within `body_idle_seconds` plus the time allowed for connecting, so that a server that sends a byte a
-#: minute does not keep a fetch open.
+#: A fetch is stopped if fewer bytes than this arrive within `body_idle_seconds` plus the time allowed for connecting, so that a
+#: server cannot keep it open by sending a byte per minute.
 _LEAST_BYTES = 4 << 10
-#: The characters of a URI without a fragment (RFC 3986).
+#: Matches a URI that has only the characters of URIs without a fragment (RFC 3986).
 _URI = re.compile(r"[A-Za-z0-9\-._~:/?\[\]@!$&'()*+,;=%]{1,4096}")
 _PARTS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://([^/?]*)(/[^?]*)?(\?.*)?")
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 _BUCKET = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
-#: If the last label looks like this, resolvers read the whole name as an IPv4 address in decimal, octal or hexadecimal.
+#: Matches the last label of a host name that resolvers read as an IPv4 address in decimal, octal or hexadecimal.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -81,14 +81,14 @@ class FetchCancelledError(DatasetError):
 
 @dataclass(frozen=True)
 class _Uri:
-    """A URI in parts, each in a form that every library reads in the same way.
+    """The parts of a URI, each in a form that all libraries interpret in the same way.
 
     Attributes:
-        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" of the Hub; ""
-            only in a prefix.
+        host: host name in lower case, IPv6 address without brackets, bucket of an object store, or "datasets" for the Hub;
+            empty only in a prefix.
         port: None for object stores and the Hub.
-        path: "" or begins with a slash.
-        query: "" or begins with a question mark.
+        path: empty, or begins with a slash.
+        query: empty, or begins with a question mark.
     """
 
     scheme: str
@@ -104,11 +104,11 @@ class _Uri:
 
 
 def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> None:
-    """Raise a Problem for a URI that `fetch` would refuse without connecting to anything.
+    """Check whether `fetch` would refuse a URI before it opens a connection.
 
     Raises:
-        Problem: 403 if the settings do not allow the URI, 422 if it is malformed, its suffix names no dataset format, or it has
-            a config and is not a repository of the Hub.
+        Problem: 403 if the settings do not allow the URI; 422 if the URI is malformed, if its suffix is not that of a dataset
+            format, or if `config` is given and the URI is not a repository of the Hub.
         UsageError: a prefix in the settings is malformed.
     """
     try:
@@ -118,7 +118,7 @@ def check_uri(uri: str, settings: ServerSettings, config: str | None = None) -> 
             if config is not None:
                 raise ValueError("only a whole dataset of the Hub (hf://datasets/ORGANISATION/NAME) has configs")
     except ValueError as error:
-        raise Problem(422, f"the URI cannot be fetched: {error}", "write it plainly: https://host/folder/file.jsonl") from error
+        raise Problem(422, f"the URI cannot be fetched: {error}", "use a plain URI: https://host/folder/file.jsonl") from error
     try:
         trusted = _admit(parsed, settings)
         if not trusted and (address := _literal(parsed.host)) is not None:
@@ -141,16 +141,17 @@ def fetch(
 ) -> tuple[Path, str]:
     """Fetch a dataset; return its file and its sha256 digest, or a folder and its digest for a whole dataset of the Hub.
 
-    The file or folder is named by its content. It is complete, or it does not exist. The caller must call `folder.released`
-    when it no longer needs it.
+    The file or folder is named by its digest, and exists under this name only when it is complete. The caller must call
+    `folder.released` once the ledger names the file, or when the file is not needed.
 
     Args:
-        uri: https://, http://, s3://, gs://, az:// or hf://, under a prefix of the settings.
-        folder: receives the file and bounds its size.
-        settings: prefixes and limits.
-        cancelled: called a few times a second, or after each chunk from an object store or the Hub; True stops the fetch.
-        arrived: called after each chunk with the number of bytes so far.
-        config, split: what is fetched of a whole dataset of the Hub; None for its default config.
+        uri: URI with one of the schemes https, http, s3, gs, az and hf, below a prefix in the settings.
+        folder: folder into which the file is written, and which limits the total size of its files.
+        settings: allowed prefixes, and limits on time and size.
+        cancelled: called a few times per second, or after each chunk from an object store or the Hub. The fetch stops when
+            `cancelled` returns True.
+        arrived: called after each chunk with the total number of bytes that have arrived.
+        config, split: config and split to fetch if the URI names a whole dataset of the Hub; None is the default config.
 
     Raises:
         FetchCancelledError: `cancelled` returned True.
@@ -182,35 +183,37 @@ def fetch(
 def _parse(uri: str) -> _Uri:
     """Split a URI into parts. Raise ValueError for a URI that two libraries might read differently."""
     if not _URI.fullmatch(uri):
-        raise ValueError("it has characters that are not allowed in a URI, or is longer than 4,096 characters")
+        raise ValueError("the URI has characters that are not allowed, or is longer than 4,096 characters")
     found = _PARTS.fullmatch(uri)
     if not found:
-        raise ValueError("it is not of the form scheme://host/path")
+        raise ValueError("the URI is not of the form scheme://host/path")
     scheme, authority, path, query = found[1].lower(), found[2], found[3] or "", found[4] or ""
     if scheme in _OBJECT_STORES:
         if authority and not _BUCKET.fullmatch(authority):
-            raise ValueError("its bucket name is not valid")
+            raise ValueError("the bucket name is not valid")
         if query or "%" in path:
-            raise ValueError("its key must be written without percent-encoding and query: % and ? are not allowed")
+            raise ValueError("the key must be written without percent-encoding and query: % and ? are not allowed")
         host, port = authority, None
     elif scheme == _HUB:
         if authority not in ("", "datasets") or query or "%" in path:
-            raise ValueError("a file of the Hub is hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % and ?")
+            raise ValueError(
+                "the URI of a file of the Hub must be hf://datasets/ORGANISATION/NAME[@REVISION]/PATH, without % and ?"
+            )
         host, port = authority, None
     elif scheme in _PORTS:
         host, port = _host_and_port(scheme, authority) if authority else ("", None)
     else:
-        raise ValueError(f"its scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES, _HUB])}")
+        raise ValueError(f"the scheme must be one of {', '.join([*_PORTS, *_OBJECT_STORES, _HUB])}")
     _check_path(path)
     return _Uri(scheme, host, port, path, query)
 
 
 def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if "@" in authority:
-        raise ValueError("it has a user name")
+        raise ValueError("the URI has a user name")
     found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::([1-9][0-9]{0,4}))?", authority)
     if not found or int(found[2] or 1) > 65535:
-        raise ValueError("its host and port cannot be read")
+        raise ValueError("the host and port cannot be read")
     host, port = found[1].lower().strip("[]"), int(found[2]) if found[2] else _PORTS[scheme]
     if ":" in host:
         return str(ipaddress.IPv6Address(host)), port
@@ -218,32 +221,32 @@ def _host_and_port(scheme: str, authority: str) -> tuple[str, int]:
     if _NUMBER.fullmatch(labels[-1]):
         return str(ipaddress.IPv4Address(host)), port
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise ValueError("its host is not a host name")
+        raise ValueError("the host is not a valid host name")
     return host, port
 
 
 def _check_path(path: str) -> None:
     if re.search(r"%(?![0-9A-Fa-f]{2})|%25|%2[Ff]|%5[Cc]|%[01][0-9A-Fa-f]|%7[Ff]", path):
-        raise ValueError("its path hides a slash, a percent sign or a control character")
+        raise ValueError("the path has an encoded slash, percent sign or control character")
     parts = path.split("/")[1:]
     if any(unquote(part).split(";")[0] in (".", "..") for part in parts) or "" in parts[:-1]:
-        raise ValueError("its path has an empty segment, or one that is `.` or `..`")
+        raise ValueError("the path has a segment that is empty, `.` or `..`")
 
 
 def _suffix(uri: _Uri) -> str:
-    """Return the suffix that names the format. Raise ValueError if the URI has no such suffix, or no host."""
+    """Return the suffix of the dataset's format. Raise ValueError if the URI has no such suffix, or no host."""
     suffix = dataset_suffix(unquote(uri.path).rpartition("/")[2])
     if not uri.host or suffix is None:
-        raise ValueError(f"its path does not end in {SUFFIXES_IN_WORDS}")
+        raise ValueError(f"the path does not end in {SUFFIXES_IN_WORDS}")
     if uri.scheme == _HUB:
         _hub_file(uri)
     return suffix
 
 
 def _repository(uri: _Uri) -> HubPlace | None:
-    """Return the repository of the Hub that a URI names as a whole; None for all other URIs."""
+    """Return the repository if a URI names a whole repository of the Hub, else None."""
     found = _REPOSITORY.fullmatch(uri.path) if uri.scheme == _HUB and uri.host else None
-    if found is None or dataset_suffix(found["name"]) is not None:  # team/a.jsonl is a file whose repository is missing
+    if found is None or dataset_suffix(found["name"]) is not None:  # team/a.jsonl names a file without its repository
         return None
     return HubPlace.parse(f"{_HUB}://{uri.host}{uri.path}")
 
@@ -256,7 +259,7 @@ def _hub_file(uri: _Uri) -> HubFile:
 
 
 def _admit(uri: _Uri, settings: ServerSettings) -> bool:
-    """Return whether the URI's host is trusted: a prefix names it, or it is an allowed bucket.
+    """Return whether the host of an allowed URI is trusted, which means that a prefix names the host or allows its bucket.
 
     Raises:
         ValueError: no prefix allows the URI.
@@ -287,7 +290,7 @@ def _admit(uri: _Uri, settings: ServerSettings) -> bool:
             if any(path == prefix.path or path.startswith(f"{folder}/") for path in paths):
                 return True
     if not any_host:
-        raise ValueError("this service fetches nothing from there")
+        raise ValueError("this service's settings do not allow fetching from there")
     return uri.scheme not in _PORTS
 
 
@@ -302,18 +305,23 @@ def _literal(host: str) -> _Address | None:
 
 
 def _check_public(addresses: list[_Address]) -> None:
-    """Raise ValueError unless every address is public. The message names no address, so that it does not
-    reveal an internal network."""
+    """Raise ValueError unless all addresses are public.
+
+    The message contains no address, so that it reveals nothing about an internal network.
+    """
     if not all(map(is_public, addresses)):
-        raise ValueError("its host is not public")
+        raise ValueError("the host is not public")
 
 
 async def _public_addresses(uri: _Uri) -> list[str]:
-    """Return the first addresses of the URI's host. Raise ValueError unless all its addresses are public."""
+    """Return up to _MOST_ADDRESSES addresses of the URI's host.
+
+    Raise ValueError unless all addresses of the host are public.
+    """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(uri.host, uri.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ValueError("its host cannot be resolved") from error
+        raise ValueError("the host name cannot be resolved") from error
     addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
     _check_public(addresses)
     return list(dict.fromkeys(map(str, addresses)))[:_MOST_ADDRESSES]
@@ -325,7 +333,7 @@ async def _public_addresses(uri: _Uri) -> list[str]:
 async def _download_bounded(
     uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]
 ) -> None:
-    """Download within the time limits of the settings, or until the fetch is cancelled."""
+    """Download a URI into a sink. Stop when a time limit of the settings is exceeded or the fetch is cancelled."""
     download = asyncio.create_task(_download(uri, trusted, sink, settings))
     deadline = time.monotonic() + settings.fetch_seconds
     size, since = 0, time.monotonic()
@@ -349,15 +357,18 @@ def _check_going_on(deadline: float, settings: ServerSettings, cancelled: Callab
     if cancelled():
         raise FetchCancelledError("the job was cancelled while its dataset was fetched")
     if time.monotonic() > deadline:
-        raise ValueError(f"it took longer than {settings.fetch_seconds:g} seconds")
+        raise ValueError(f"the fetch took longer than {settings.fetch_seconds:g} seconds")
 
 
 async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSettings) -> None:
-    """Write the body of a URI to a sink, following redirects that `_admit` allows. Raise ValueError or httpx.HTTPError."""
-    context = httpx.create_ssl_context()  # certifi's roots, or those that SSL_CERT_FILE names
+    """Write the content of a URI to a sink, and follow redirects that `_admit` allows.
+
+    Raise ValueError or httpx.HTTPError if the download fails.
+    """
+    context = httpx.create_ssl_context()  # the root certificates of certifi, or of the file that SSL_CERT_FILE names
     for _ in range(1 + _MOST_REDIRECTS):
         addresses = [uri.host] if trusted else await _public_addresses(uri)
-        # A transport, not a client: it uses no proxies, cookies, redirects or .netrc.
+        # A transport is used instead of a client because it ignores proxies, cookies, redirects and .netrc.
         async with httpx.AsyncHTTPTransport(verify=context, trust_env=False) as transport:
             response = await _ask(transport, uri, addresses, settings.body_idle_seconds)
             try:
@@ -368,11 +379,11 @@ async def _download(uri: _Uri, trusted: bool, sink: _Sink, settings: ServerSetti
                 trusted = _admit(uri, settings)
             finally:
                 await response.aclose()
-    raise ValueError(f"it redirects more than {_MOST_REDIRECTS} times")
+    raise ValueError(f"the server redirects more than {_MOST_REDIRECTS} times")
 
 
 async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[str], idle_seconds: float) -> httpx.Response:
-    """Send the request to the first reachable address; return the response before its body is read.
+    """Send the request to the first reachable address, and return the response before its body is read.
 
     The Host header and the certificate check use the URI's host name, not the address.
     """
@@ -389,16 +400,16 @@ async def _ask(transport: httpx.AsyncHTTPTransport, uri: _Uri, addresses: list[s
         except (httpx.ConnectError, httpx.ConnectTimeout):
             if number == len(addresses):
                 raise
-    raise ValueError("its host has no address")
+    raise ValueError("the host has no address")
 
 
 def _redirected(uri: _Uri, location: str) -> _Uri:
     try:
         target = _parse(urljoin(f"{uri.scheme}://{uri.authority}{uri.path}", location))
     except ValueError as error:
-        raise ValueError(f"it redirects to a URI that cannot be fetched: {error}") from error
+        raise ValueError(f"the server redirects to a URI that cannot be fetched: {error}") from error
     if not location or target.scheme not in _PORTS or not target.host:
-        raise ValueError("its redirect does not lead to an http or https URI")
+        raise ValueError("the redirect does not lead to an http or https URI")
     return target
 
 
@@ -420,16 +431,16 @@ async def _take_body(response: httpx.Response, sink: _Sink, settings: ServerSett
 
 
 def _copy_object(uri: _Uri, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool]) -> None:
-    """Copy an object into a sink. Raise ValueError if that fails."""
+    """Copy an object from an object store into a sink. Raise ValueError if the copy fails."""
     deadline = time.monotonic() + settings.fetch_seconds
     root, key = f"{uri.scheme}://{uri.host}", uri.path.removeprefix("/")
     try:
         filesystem = open_filesystem(root, with_credentials(root, None))
         about = filesystem.get_file_info(key)
         if about.type != pafs.FileType.File:
-            raise ValueError("there is no such object")
+            raise ValueError("the object does not exist")
         sink.check_room(about.size, settings)
-        with filesystem.open_input_stream(key, compression=None) as source:  # the stored bytes, never decompressed
+        with filesystem.open_input_stream(key, compression=None) as source:  # reads the stored bytes
             while chunk := source.read(_CHUNK):
                 sink.write(chunk, settings)
                 _check_going_on(deadline, settings, cancelled)
@@ -453,7 +464,10 @@ def _fetch_split(
     cancelled: Callable[[], bool],
     arrived: Callable[[int], None],
 ) -> tuple[Path, str]:
-    """Fetch the files of a split into a folder, where their names keep their order. Return the folder and its digest."""
+    """Fetch the files of a split into a folder, and name the files so that their sorted names are in the order of the split.
+
+    Return the folder and its digest.
+    """
     deadline = time.monotonic() + settings.fetch_seconds
     files = files_of_split(place, config, split, lambda: _check_going_on(deadline, settings, cancelled))
     with _partial_folder(folder, arrived) as sinks:
@@ -466,7 +480,10 @@ def _fetch_split(
 def _copy_from_hub(
     file: HubFile, sink: _Sink, settings: ServerSettings, cancelled: Callable[[], bool], deadline: float
 ) -> None:
-    """Copy a file of a dataset repository into a sink, with the service's own token. Raise ValueError if that fails."""
+    """Copy a file of a dataset repository of the Hub into a sink, with the Hub token of the service.
+
+    Raise ValueError if the copy fails.
+    """
     try:
         size, pieces = file.read(_CHUNK)
         sink.check_room(size, settings)
@@ -483,10 +500,10 @@ def _copy_from_hub(
 
 
 class _Sink:
-    """A hidden file that is being written, and its digest.
+    """A hidden file to which a dataset is being written, and the digest of its content.
 
     Args:
-        size: bytes of the same dataset that were written to other files before.
+        size: number of bytes of the same dataset that were already written to other files.
     """
 
     def __init__(
@@ -499,7 +516,7 @@ class _Sink:
         self.size = size
 
     def check_room(self, size: int, settings: ServerSettings) -> None:
-        """Raise ValueError if a file of `size` bytes is too long, or if there is no room for it."""
+        """Raise ValueError if a file of `size` bytes would be too long, or if the folder has no room for it."""
         self._check_length(self.size + size, settings)
         self._folder.check_room(size)
 
@@ -512,31 +529,34 @@ class _Sink:
         self._arrived(self.size)
 
     def keep(self, suffix: str) -> tuple[Path, str]:
-        """Name the file by its content; return the file and its sha256 digest."""
+        """Rename the file after its content. Return the new path and the sha256 digest."""
         digest = self.written()
         file = self._folder.keep(self._path, f"{digest}{suffix}", self.size)
         self.size = 0
         return file, digest
 
     def written(self) -> str:
-        """Bring the file to the disk; return its sha256 digest."""
+        """Flush the file to the disk and return its sha256 digest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
-        """Delete the file unless it was kept."""
+        """Delete the file, unless `keep` was called."""
         self._folder.give(self.size)
         self._path.unlink(missing_ok=True)
 
     def _check_length(self, size: int, settings: ServerSettings) -> None:
         if size > settings.max_upload_bytes:
-            raise ValueError(f"it is longer than {settings.max_upload_bytes:,} bytes")
+            raise ValueError(f"the dataset is longer than {settings.max_upload_bytes:,} bytes")
 
 
 @contextmanager
 def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_Sink]:
-    """Open a hidden file in a folder; delete it at the end unless it was kept. Raise ValueError if it cannot be written."""
+    """Open a hidden file in a folder.
+
+    At the end, delete the file unless `keep` was called. Raise ValueError if the file cannot be written.
+    """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
         with path.open("xb") as file:
@@ -546,11 +566,11 @@ def _partial(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[
             finally:
                 sink.abandon()
     except OSError as error:
-        raise ValueError(f"it cannot be written here: {error.strerror}") from error
+        raise ValueError(f"the dataset cannot be written here: {error.strerror}") from error
 
 
 class _FolderSink:
-    """A hidden folder into which files are written one after the other."""
+    """A hidden folder into which the files of a dataset are written one after the other."""
 
     def __init__(self, path: Path, folder: FetchedFolder, arrived: Callable[[int], None]) -> None:
         self._path, self._folder, self._arrived = path, folder, arrived
@@ -559,7 +579,7 @@ class _FolderSink:
 
     @contextmanager
     def file(self, name: str) -> Iterator[_Sink]:
-        """Open the next file."""
+        """Open a new file in the folder."""
         with (self._path / name).open("xb") as file:
             sink = _Sink(self._path / name, file, self._folder, self._arrived, self._size)
             try:
@@ -569,21 +589,24 @@ class _FolderSink:
             self._digests[name] = sink.written()
 
     def keep(self) -> tuple[Path, str]:
-        """Name the folder by its content; return the folder and its digest."""
+        """Rename the folder after its content. Return the new path and the digest."""
         digest = folder_digest(self._digests)
         kept = self._folder.keep(self._path, digest, self._size)
         self._size = 0
         return kept, digest
 
     def abandon(self) -> None:
-        """Delete the folder unless it was kept."""
+        """Delete the folder, unless `keep` was called."""
         self._folder.give(self._size)
         shutil.rmtree(self._path, ignore_errors=True)
 
 
 @contextmanager
 def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> Iterator[_FolderSink]:
-    """Make a hidden folder; delete it at the end unless it was kept. Raise ValueError if it cannot be written."""
+    """Create a hidden folder.
+
+    At the end, delete the folder unless `keep` was called. Raise ValueError if the folder cannot be written.
+    """
     path = folder.folder / f"{PARTIAL}{secrets.token_hex(8)}"
     try:
         path.mkdir()
@@ -593,4 +616,4 @@ def _partial_folder(folder: FetchedFolder, arrived: Callable[[int], None]) -> It
         finally:
             sink.abandon()
     except OSError as error:
-        raise ValueError(f"it cannot be written here: {error.strerror}") from error
+        raise ValueError(f"the dataset cannot be written here: {error.strerror}") from error

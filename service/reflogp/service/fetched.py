@@ -1,6 +1,6 @@
-"""Keep fetched datasets in one folder, each a file or folder named by its content, until no unfinished job needs them.
+"""Keep fetched datasets in one folder until no unfinished job needs them. Each dataset is a file or folder named by its digest.
 
-One quota bounds the bytes of uploads and fetched files together.
+A single quota limits the total size of uploads and fetched datasets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from reflogp.store.texts import byte_count
 
 
 class DatasetQuota:
-    """A count of bytes with a limit. Safe to use from several threads.
+    """A limit on the total size of datasets, and the number of bytes that are in use. Safe to use from several threads.
 
     Args:
-        most: maximum bytes of all datasets together.
+        most: maximum total size of all datasets, in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -34,17 +34,20 @@ class DatasetQuota:
         return self._used
 
     def add_sweeper(self, sweep: Callable[[], object]) -> None:
-        """Register a function that deletes unneeded files and calls `give` for their bytes."""
+        """Register a function that deletes unneeded files and calls `give` with their sizes."""
         self._sweepers.append(sweep)
 
     def fits(self, size: int) -> bool:
-        """Return whether `size` bytes fit; sweep first if they do not. Blocks."""
+        """Return whether `size` more bytes are within the limit of the quota.
+
+        If the limit would be exceeded, delete unneeded files and check again. This call blocks.
+        """
         if self._used + size > self.most:
             self.sweep()
         return self._used + size <= self.most
 
     def take(self, size: int) -> bool:
-        """Take room for bytes that have arrived. Return False, and take nothing, if they do not fit. Does not block."""
+        """Add `size` to the bytes in use, or return False if this would exceed the limit. This call does not block."""
         with self._lock:
             if self._used + size > self.most:
                 return False
@@ -52,17 +55,17 @@ class DatasetQuota:
             return True
 
     def hold(self, size: int) -> None:
-        """Count a file that exists already."""
+        """Add the size of a file that already exists to the bytes in use, without checking the limit."""
         with self._lock:
             self._used += size
 
     def give(self, size: int) -> None:
-        """Give room back."""
+        """Subtract `size` from the bytes in use."""
         with self._lock:
             self._used -= size
 
     def sweep(self) -> None:
-        """Delete the files that nobody needs. Blocks."""
+        """Delete all unneeded files. This call blocks."""
         for sweep in self._sweepers:
             sweep()
 
@@ -72,12 +75,12 @@ PARTIAL = ".partial-"
 
 
 class FetchedFolder:
-    """Fetched datasets, each a file or folder named by its content. Safe to use from several threads.
+    """A folder of fetched datasets, each a file or folder named by its digest. Safe to use from several threads.
 
     Args:
-        folder: created if it does not exist. What a killed service had half written is deleted from it.
+        folder: created if it does not exist. Incomplete files that a killed service left in it are deleted.
         ledger: lists the datasets that jobs need.
-        room: bounds the size of these datasets together with uploads.
+        room: limits the total size of fetched datasets and uploads.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, room: DatasetQuota) -> None:
@@ -85,7 +88,7 @@ class FetchedFolder:
         self._ledger = ledger
         self._room = room
         self._lock = Lock()
-        self._fresh: dict[Path, int] = {}  # kept, but not in the ledger yet -> number of fetches of the file
+        self._fresh: dict[Path, int] = {}  # dataset that the ledger may not name yet -> number of fetches that protect it
         folder.mkdir(parents=True, exist_ok=True)
         for partial_dataset in folder.glob(f"{PARTIAL}*"):
             _delete(partial_dataset)
@@ -93,23 +96,29 @@ class FetchedFolder:
         room.add_sweeper(self.collect)
 
     def take(self, size: int) -> None:
-        """Take room for bytes that have arrived. Raise ValueError if there is no room."""
+        """Count bytes that have arrived against the quota.
+
+        Raise ValueError if the quota is exceeded even after unneeded files were deleted.
+        """
         if not self._room.take(size):
             self._room.sweep()
             if not self._room.take(size):
                 raise self._no_room()
 
     def check_room(self, size: int) -> None:
-        """Raise ValueError if there is no room for `size` bytes."""
+        """Raise ValueError if `size` more bytes would exceed the quota."""
         if not self._room.fits(size):
             raise self._no_room()
 
     def give(self, size: int) -> None:
-        """Give back the room of an abandoned dataset."""
+        """Return the bytes of a deleted dataset to the quota."""
         self._room.give(size)
 
     def keep(self, partial_dataset: Path, name: str, size: int) -> Path:
-        """Give a complete file or folder its name; return its path. It stays until `released`, then while a job needs it."""
+        """Rename a complete file or folder to its final name, and return the new path.
+
+        `collect` does not delete the file before `released` is called, nor while an unfinished job needs the file.
+        """
         file = self.folder / name
         with self._lock:
             if file.exists():
@@ -122,14 +131,20 @@ class FetchedFolder:
         return file
 
     def released(self, file: Path) -> None:
-        """End the protection of a kept dataset: the ledger names it now, or nobody needs it."""
+        """End the protection of a dataset from `collect`.
+
+        Call this when the ledger names the dataset, or when the caller no longer needs the dataset.
+        """
         with self._lock:
             self._fresh[file] -= 1
             if not self._fresh[file]:
                 del self._fresh[file]
 
     def collect(self) -> int:
-        """Delete the datasets that no unfinished job needs; return how many. A retried job fetches its dataset again."""
+        """Delete the datasets that no unfinished job needs; return how many were deleted.
+
+        A job that is retried fetches its dataset again.
+        """
         deleted = 0
         with self._lock:
             needed = self._ledger.files_in_use(unfinished_only=True)
@@ -151,13 +166,14 @@ class FetchedFolder:
 
 
 def _size(dataset: Path) -> int:
-    """Return the bytes of a file, or of the files in a folder."""
+    """Return the size of a file, or the total size of the files in a folder."""
     return sum(file.stat().st_size for file in dataset.iterdir()) if dataset.is_dir() else dataset.stat().st_size
 
 
 def _delete(dataset: Path) -> None:
     if dataset.is_dir():
-        doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")  # a kill in between leaves no dataset that lacks files
+        # after the rename, the service deletes the folder at its next start even if it is killed here
+        doomed = dataset.with_name(f"{PARTIAL}{secrets.token_hex(8)}")
         dataset.rename(doomed)
         shutil.rmtree(doomed)
     else:

@@ -1,4 +1,4 @@
-"""Fetch the datasets of queued jobs by URI, so that a slow server holds up no worker and no other job."""
+"""Fetch the datasets of queued jobs in the background. A slow server therefore delays no worker and no other job."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from reflogp.store.texts import byte_count
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two reads of the ledger if `look` is not called, and between two updates of a job's note about its fetch.
+#: The ledger is read every _LOOK_SECONDS even if `look` is not called. The note of a job about its fetch is updated every
+#: _NOTE_SECONDS.
 _LOOK_SECONDS, _NOTE_SECONDS = 5.0, 5.0
 
 
 @dataclass(eq=False)
 class _Fetch:
-    """A fetch that is under way."""
+    """A running fetch."""
 
     stop: threading.Event = field(default_factory=threading.Event)
     size: int = 0
 
     def arrived(self, size: int) -> None:
-        """Record how many bytes have arrived so far."""
+        """Record the number of bytes that have arrived so far."""
         self.size = size
 
 
 class Fetching:
-    """Fetches the datasets of queued jobs in queue order, several at a time.
+    """The background fetches of a service. Datasets of queued jobs are fetched in queue order, several at a time.
 
     Args:
-        settings: limits.
+        settings: limits on fetches.
         ledger: lists the queued jobs whose dataset must be fetched.
         pending: records the fetched files in the ledger.
         folder: receives the files.
@@ -73,27 +74,27 @@ class Fetching:
         self._news = asyncio.Event()
 
     def look(self) -> None:
-        """Look for queued jobs now."""
+        """Make `run` look for queued jobs now."""
         self._news.set()
 
     def cancel(self, job: str) -> None:
-        """Stop the fetch of a job, if there is one."""
+        """Stop the fetch of a job if it is running."""
         if job in self._going_on:
             self._going_on[job].stop.set()
 
     def close(self) -> None:
-        """Stop all fetches; their jobs stay queued."""
+        """Stop all fetches. The jobs that wait for these fetches stay queued."""
         for fetching in self._going_on.values():
             fetching.stop.set()
 
     async def run(self) -> None:
-        """Begin fetches as jobs come. Never returns."""
+        """Start a fetch for each queued job that needs one. This coroutine never returns."""
         while True:
             self._news.clear()
             free = self._settings.max_fetches - len(self._going_on)
             if free > 0:
                 but = [*self._going_on, *self._pending.jobs]
-                with suppress(LedgerError):  # the next round tries again
+                with suppress(LedgerError):  # the next round reads the ledger again
                     for job, source in await to_thread.run_sync(self._ledger.to_fetch, free, but):
                         fetching = self._going_on[job] = _Fetch()
                         task = asyncio.create_task(self._fetch(job, source, fetching))
@@ -120,7 +121,8 @@ class Fetching:
             notes.cancel()
             fetched = {**source, "file": str(file), "digest": digest}
             await self._pending.put(job, partial(self._ledger.fetched, job, fetched), partial(self._recorded, job, file))
-        except (FetchCancelledError, LedgerError) as error:  # cancelled, the service ends, or a later round fetches it
+        except (FetchCancelledError, LedgerError) as error:
+            # the job was cancelled, the service ends, or a later round fetches the dataset
             logger.info("the dataset was not fetched: %s", error, extra={"job": job})
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
@@ -135,9 +137,9 @@ class Fetching:
         self._on_change(job)
 
     async def _note(self, job: str, fetching: _Fetch) -> None:
-        """Keep the job's note about the progress of the fetch up to date."""
+        """Write the progress of a fetch into the job's note every few seconds."""
         while True:
-            note = "its dataset is being fetched" + (f": {byte_count(fetching.size)} so far" if fetching.size else "")
+            note = "the dataset is being fetched" + (f": {byte_count(fetching.size)} so far" if fetching.size else "")
             with suppress(LedgerError):
                 await to_thread.run_sync(self._ledger.note, job, note)
                 self._on_change(job)

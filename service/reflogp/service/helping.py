@@ -1,6 +1,6 @@
-"""Let idle workers help with a running job, and pass frames between the owner of the job and its helpers.
+"""Let idle workers help with a running job, and relay frames between the worker that runs the job (its owner) and the helpers.
 
-All state belongs to the event loop. The content of a unit of work is never read here.
+All state is used in the event loop only. The content of a unit of work is relayed without being read.
 
     owner    -> ask (+ unit), for a helper        helper -> helping, answer, helped
     service  -> helper, answer, gone to an owner; help, ask, stop to a helper
@@ -20,21 +20,21 @@ from reflogp.service.worker.protocol import HelpOrder
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of work that a job must have left for help to be worthwhile: from a worker that has the model loaded, and from a
-#: worker that must load it.
+#: Workers help only with jobs that have at least this many seconds of work left: _LEFT_SECONDS if the worker has loaded the
+#: job's model, else _LEFT_TO_LOAD_SECONDS.
 _LEFT_SECONDS, _LEFT_TO_LOAD_SECONDS = 1.0, 30.0
-#: After this many failures of a worker with a job, the worker is not asked again to help with that job.
+#: A worker that has failed this many times while it helped with a job is not asked again to help with that job.
 _FAILURES = 3
 
 
 @dataclass(eq=False)
 class _Help:
-    """The help of one worker with the job of another worker.
+    """The state of one worker that helps with the job of another worker.
 
     Attributes:
-        owner: number of the worker that has the job.
-        joined: whether the owner was informed of the helper.
-        leaving: whether the helper was ordered to stop.
+        owner: number of the worker that runs the job.
+        joined: whether the owner was told that the helper is ready.
+        leaving: whether the helper was told to stop.
     """
 
     job: str
@@ -44,25 +44,29 @@ class _Help:
 
 
 class Helping:
-    """Keeps track of the helpers, and relays their frames.
+    """The helpers of all jobs, and the relay between owners and helpers.
 
     Args:
-        pool: holds the workers.
+        pool: the workers of the service.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._helps: dict[int, _Help] = {}  # by helper
-        self._failures: Counter[tuple[int, str]] = Counter()  # by worker and job
+        self._helps: dict[int, _Help] = {}  # number of the helper -> its help
+        self._failures: Counter[tuple[int, str]] = Counter()  # (worker, job) -> failures
 
     def is_helping(self, number: int) -> bool:
-        """Return whether a worker is helping, or has not stopped helping yet."""
+        """Return whether a worker is helping with a job.
+
+        A worker that was told to stop counts as helping until it has stopped.
+        """
         return number in self._helps
 
     def offer(self, claim: Claim, owner: int, progress: JobProgress, idle: list[WorkerHandle]) -> None:
         """Ask idle workers to help with a job if enough of the job is left.
 
-        No model is unloaded for this. A search for a sequence that kills workers stays with the job's own worker.
+        A worker that would have to unload a model is not asked. While a job searches for a sequence that kills workers, no
+        worker is asked, so that only the job's own worker can die.
         """
         left = progress.seconds_left
         if not progress.scored or left is None or claim.suspects:
@@ -73,19 +77,22 @@ class Helping:
             least = _LEFT_SECONDS if is_loaded else _LEFT_TO_LOAD_SECONDS
             if worker.number in self._helps or self._failures[worker.number, claim.id] >= _FAILURES or is_full or left < least:
                 continue
-            logger.info("worker %d helps worker %d", worker.number, owner, extra={"job": claim.id})
+            logger.info("worker %d helps worker %d with a job", worker.number, owner, extra={"job": claim.id})
             self._helps[worker.number] = _Help(claim.id, owner)
             worker.send({"op": "help", "order": asdict(HelpOrder(claim.id, claim.reference_id, claim.poison))})
 
     def dismiss(self, number: int) -> None:
-        """Dismiss a helper: it commits its computed values and reports that. Do nothing if the worker does not help."""
+        """Tell a helper to stop.
+
+        The helper commits its computed values and then reports that it has stopped. Do nothing if the worker is not helping.
+        """
         help = self._helps.get(number)
         if help is not None and not help.leaving:
             help.leaving = True
             self._pool.workers[number].send({"op": "stop", "job": help.job, "why": "dismissed", "help": True})
 
     def end(self, job: str, owner: int) -> None:
-        """Dismiss the helpers of a job that its worker no longer has."""
+        """Tell all helpers of a job to stop, because the job no longer runs on its owner."""
         for number, help in self._helps.items():
             if (help.job, help.owner) == (job, owner):
                 self.dismiss(number)
@@ -93,10 +100,10 @@ class Helping:
             del self._failures[pair]
 
     def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> bool:
-        """Relay a frame; return whether it was about help."""
+        """Relay a frame if it is about help. Return whether the frame was about help."""
         help = self._helps.get(worker.number)
         match message["op"]:
-            case "ask":  # from an owner
+            case "ask":  # sent by an owner
                 to = self._helps.get(message["to"])
                 if to is not None and (to.job, to.owner) == (message["job"], worker.number):
                     self._pool.workers[message["to"]].send(message, body)
@@ -107,7 +114,9 @@ class Helping:
                 self._to_owner(help, message, body)
             case "helped" if help is not None:
                 if message["error"] is not None:
-                    logger.warning("worker %d cannot help: %s", worker.number, message["error"], extra={"job": help.job})
+                    logger.warning(
+                        "worker %d cannot help with a job: %s", worker.number, message["error"], extra={"job": help.job}
+                    )
                     self._failures[worker.number, help.job] += 1
                 self._gone(worker.number, message["error"] or "it was dismissed", False)
             case "helping" | "answer" | "helped":
@@ -117,9 +126,10 @@ class Helping:
         return True
 
     def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Record that a worker's process has ended, and inform the owner of the job that it helped with."""
+        """Record that a worker's process has ended. If the worker was helping with a job, tell the owner of the job."""
         if (help := self._helps.get(worker.number)) is not None:
-            self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES  # loading the model may kill it
+            # the worker may have died because it loaded the model
+            self._failures[worker.number, help.job] += 1 if help.joined else _FAILURES
             self._gone(worker.number, reason, blame)
 
     def _gone(self, number: int, reason: str, blamed: bool) -> None:

@@ -1,7 +1,8 @@
-"""Keep the ledger of jobs in SQLite (WAL mode): what was submitted, the state of each job, and how it ended.
+"""Keep the ledger in SQLite (WAL mode). The ledger records all jobs with their state and results, and the names of uploads.
 
-A write is on the disk when its call returns, so a killed service forgets nothing. The ledger is safe to call from several
-threads, and one service owns it. Every method may raise LedgerError, after the retries that `ledger_file` describes.
+A write is on the disk when its call returns, so a killed service loses no recorded change. The ledger is safe to use from
+several threads, and belongs to one service at a time. A method that fails is retried (see `ledger_file`), and finally raises
+LedgerError.
 """
 
 from __future__ import annotations
@@ -60,22 +61,23 @@ create table if not exists upload (
 """
 #: SQL condition: the job's dataset is available as a file, so a worker can run the job.
 _HAS_FILE = "json_extract(source, '$.file') is not null"
-#: SQL expressions for a running job whose worker gives it back or dies: its next state, and its finish time.
+#: SQL expressions for the next state and the finish time of a running job whose worker interrupts the job or dies.
 _QUEUED_OR_CANCELLED = "case when id in (select job from cancellation) then 'cancelled' else 'queued' end"
 _ENDED_IF_CANCELLED = "case when id in (select job from cancellation) then ? end"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A job as it is submitted.
+    """A job that is being submitted.
 
     Attributes:
-        identity: two submissions with the same identity are the same job.
-        content: digest of the dataset (its content, or its URI if the content is not known), the reference id and the settings.
-        lasting: False if only the dataset's location is known, so that its content may change later. In that case the same
-            submission creates a new job once the earlier job is done. So does a submission without an Idempotency-Key if rows
-            of the earlier job name images as files, which are no part of the dataset's content.
-        source: what the worker will read.
+        identity: identifies the job. A second submission with the same identity creates no second job.
+        content: digest over the reference id, the settings and the dataset (its content, or its URI if the content is not
+            known).
+        lasting: False if only the dataset's location is known, so that its content may change later. If the earlier job of the
+            same identity is done, a submission that is not lasting creates a new job. A submission without an Idempotency-Key
+            also creates a new job if rows of the earlier job name image files, because `content` does not cover those files.
+        source: where the worker reads the dataset: name and split, and as far as known file, digest, path, uri and config.
         request, traceparent: X-Request-Id and W3C trace context of the submitting request.
     """
 
@@ -93,13 +95,14 @@ class Submission:
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that a worker is to begin.
+    """A job that is about to run on a worker.
 
     Attributes:
-        deaths: workers that died since the job last made progress.
-        suspects: keys (hex) of sequences, one of which may have killed a worker. They are scored in ever smaller groups.
-        poison: keys (hex) that killed a worker, each with the reason. They are not scored again.
-        request, traceparent: see Submission; those of the last submission that queued the job.
+        deaths: number of workers that died since the job last made progress.
+        suspects: keys (hex) of the sequences that a worker was scoring when it died, which are scored in smaller and smaller
+            groups.
+        poison: key (hex) of each sequence that killed workers, and is not scored again -> the reason.
+        request, traceparent: as in Submission, from the last submission that queued the job.
     """
 
     id: str
@@ -115,14 +118,14 @@ class Claim:
 
 
 class Ledger:
-    """Jobs in one SQLite file.
+    """The ledger of jobs and uploads in one SQLite file.
 
     Args:
         file: created if it does not exist.
         patience_seconds: how long a failing call is retried before it raises LedgerError.
 
     Raises:
-        UsageError: a newer reflogp wrote the file, it is not a ledger, it is damaged, or it stays unusable for
+        UsageError: the file was written by a newer reflogp, is not a ledger, is damaged, or stays unusable for
             `patience_seconds`.
     """
 
@@ -131,7 +134,7 @@ class Ledger:
 
     @property
     def trouble(self) -> LedgerError | None:
-        """The reason why the ledger cannot be used now; None while it can be used."""
+        """The reason why the ledger cannot be used now, or None if it can be used."""
         return self._file.trouble
 
     @property
@@ -140,7 +143,7 @@ class Ledger:
         return self._file.failures
 
     def probe(self) -> None:
-        """Try a write to update `trouble`. Raise nothing."""
+        """Try a write to the ledger and update `trouble`. Raise no error if the write fails."""
         self._file.probe()
 
     def close(self) -> None:
@@ -149,10 +152,10 @@ class Ledger:
     def submit(self, asked: Submission) -> tuple[Job, bool]:
         """Record a submission; return the job and whether it is new.
 
-        A failed or cancelled job of the same identity is queued again.
+        A failed or cancelled job with the same identity is queued again.
 
         Raises:
-            DifferentContentError: the identity is known with other content.
+            DifferentContentError: a job with this identity exists and has other content.
         """
 
         def submit(db: sqlite3.Connection) -> tuple[Job, bool]:
@@ -163,7 +166,8 @@ class Ledger:
             if known is not None:
                 if known["content"] != asked.content:
                     raise DifferentContentError(known["id"])
-                if known["state"] in ("failed", "cancelled"):  # the same content may have another path or URI now
+                # the same content may have been submitted with another path or URI
+                if known["state"] in ("failed", "cancelled"):
                     place = [asked.dataset.model_dump_json(), json.dumps(asked.source), known["id"]]
                     db.execute("update job set dataset = ?, source = ? where id = ?", place)
                     _set_origin(db, known["id"], asked)
@@ -196,11 +200,11 @@ class Ledger:
         return _as_job(row) if row else None
 
     def page(self, state: JobState | None = None, before: str | None = None, limit: int = 50) -> Jobs:
-        """Return up to `limit` jobs, newest first.
+        """Return a page of up to `limit` jobs, newest first.
 
         Args:
-            state: return only jobs in this state; None for all.
-            before: id of a job; return only older jobs.
+            state: return only jobs in this state; None returns jobs in all states.
+            before: id of a job. Only jobs that are older than this job are returned.
         """
         where: list[str] = ["1"]
         values: list[Any] = []
@@ -220,11 +224,13 @@ class Ledger:
         return {row["state"]: row["n"] for row in self._all("select state, count(*) n from job group by state")}
 
     def requeue_running(self, note: str = "the service ended", but: Collection[str] = ()) -> int:
-        """Queue the running jobs that no worker has, or end them if they were cancelled; return how many there were.
+        """Queue all running jobs again that no worker has, or end them if they were cancelled.
+
+        Return the number of jobs that were queued or ended.
 
         Args:
-            note: the reason, kept as the note of the jobs.
-            but: ids of jobs that workers have.
+            note: the reason, which is stored as the note of the jobs.
+            but: ids of the jobs that workers have, which are left unchanged.
         """
 
         def requeue(db: sqlite3.Connection) -> int:
@@ -238,22 +244,22 @@ class Ledger:
         return int(row["n"]) if row else 0
 
     def highest_queued_priority(self) -> int | None:
-        """Return the priority of the first queued job that a worker can begin; None if there is no such job."""
+        """Return the highest priority among queued jobs that can begin, or None if no queued job can begin."""
         query = f"select priority from job where state = 'queued' and {_HAS_FILE} order by priority desc, number limit 1"
         row = self._one(query)
         return None if row is None else row["priority"]
 
     def claim(self, loaded: Iterable[str], patience_seconds: float, but: Collection[str] = ()) -> Claim | None:
-        """Mark the next job as running and return it; None if no queued job can begin.
+        """Mark the next job as running and return it, or return None if no queued job can begin.
 
-        The job with the highest priority is next; among equal priorities the oldest. A job of the same priority whose
-        reference is in `loaded` goes before an older job that has waited for less than `patience_seconds`, so that models are
-        not loaded and unloaded for every job. A job whose dataset has not been fetched yet is passed over.
+        The next job is the oldest job of the highest priority. A younger job of the same priority whose reference is in
+        `loaded` may run first if the oldest job has waited for less than `patience_seconds`, so that models are not loaded and
+        unloaded for every job. Jobs whose dataset has not been fetched yet are skipped.
 
         Args:
             loaded: ids of references whose models are loaded.
-            patience_seconds: how long an older job may be overtaken.
-            but: ids of jobs that are not taken.
+            patience_seconds: how long younger jobs may run before a job that waits.
+            but: ids of jobs that are skipped.
         """
         here = list(loaded)
         ready = f"state = 'queued' and {_HAS_FILE} and id not in ({_marks(but)})"
@@ -280,13 +286,13 @@ class Ledger:
         return self._file.write(claim)
 
     def cancel(self, job: str) -> JobState | None:
-        """Cancel a job: a queued one at once, a running one when its worker gives it back or dies.
+        """Cancel a job. A queued job ends at once, a running job when its worker stops the job or dies.
 
-        The cancellation of a running job is on the disk, so it outlasts the service. If the worker
+        The cancellation of a running job is stored on the disk, so that it is not lost if the service ends. If the worker
         finishes the job first, the job ends as done or failed.
 
         Returns:
-            The state before; None for an unknown job.
+            The state of the job before this call, or None for an unknown job.
         """
 
         def cancel(db: sqlite3.Connection) -> JobState | None:
@@ -307,7 +313,8 @@ class Ledger:
 
         Args:
             progress: the latest progress.
-            committed: whether some of the job's work became durable since the last call. If so, its deaths no longer count.
+            committed: whether values of the job were committed to the store since the last call, so that earlier deaths of
+                workers no longer count.
         """
 
         def progressed(db: sqlite3.Connection) -> None:
@@ -326,29 +333,29 @@ class Ledger:
         self._file.write(progressed)
 
     def finish(self, job: str, state: JobState, *, summary: dict[str, Any] | None = None, error: str | None = None) -> bool:
-        """End a running or queued job: done with a summary, failed with the reason, or cancelled.
+        """End a running or queued job with a final state, and store the summary of a done job or the error of a failed job.
 
-        Return False if the job had ended already.
+        Return False if the job had already ended.
         """
         return self._file.write(lambda db: _finish(db, job, state, summary, error))
 
     def to_fetch(self, limit: int, but: Collection[str] = ()) -> list[tuple[str, dict[str, str]]]:
-        """Return (job, source) of up to `limit` queued jobs whose dataset must be fetched first, in queue order.
+        """Return (job id, source) of up to `limit` queued jobs whose dataset must be fetched, in queue order.
 
         Args:
-            but: ids of jobs that are left out.
+            but: ids of jobs that are skipped.
         """
         query = f"select id, source from job where state = 'queued' and not ({_HAS_FILE}) and id not in ({_marks(but)})"
         rows = self._all(f"{query} order by priority desc, number limit ?", *but, limit)
         return [(row["id"], json.loads(row["source"])) for row in rows]
 
     def fetched(self, job: str, source: dict[str, str]) -> None:
-        """Record that a queued job's dataset has been fetched; workers read the file that `source` names."""
+        """Record that the dataset of a queued job has been fetched to the file that `source` names."""
         query = "update job set source = ?, note = null where id = ? and state = 'queued'"
         self._file.write(lambda db: db.execute(query, [json.dumps(source), job]))
 
     def fetch_again(self, job: str, note: str) -> None:
-        """Queue a running job again because its fetched file no longer exists; its dataset is then fetched again."""
+        """Queue a running job again because its fetched file no longer exists. The dataset is then fetched again."""
 
         def fetch_again(db: sqlite3.Connection) -> None:
             _forget_file(db, job)
@@ -362,21 +369,24 @@ class Ledger:
         self._file.write(lambda db: db.execute(query, [note, job]))
 
     def give_back(self, job: str, note: str) -> None:
-        """Queue a running job again at its old place; the note says why. A cancelled job ends instead."""
+        """Queue a running job again in its old place of the queue.
+
+        The note says why the job was interrupted. A job that was cancelled ends instead.
+        """
         self._file.write(lambda db: _requeue(db, "id = ? and state = 'running'", note, job))
 
     def died(
         self, job: str, suspects: list[str], poison: dict[str, str], note: str, narrowed: bool = False, limit: int | None = None
     ) -> int:
-        """Queue a job again after its worker died, and record what is known about the cause. A cancelled job ends instead.
+        """Queue a job again after its worker died, and record the suspects and poison. A job that was cancelled ends instead.
 
         Args:
             suspects, poison: see Claim.
-            narrowed: whether this death narrowed the search for the sequence that kills workers. If so, it is not counted.
-            limit: the job fails when this many workers have died since it last made progress. None for no limit.
+            narrowed: whether this death reduced the number of suspects. A death that reduced it does not count.
+            limit: the job fails if this many workers have died since it last made progress. None means no limit.
 
         Returns:
-            The number of workers that died since the job last made progress.
+            The number of workers that died since the job last made progress, without deaths that do not count.
         """
 
         def died(db: sqlite3.Connection) -> int:
@@ -399,26 +409,27 @@ class Ledger:
     def retry(self, job: str) -> bool:
         """Queue a failed or cancelled job again; return False if it is in another state.
 
-        The retry fetches a dataset from a URI again. It also scores sequences that were left out because they killed workers.
+        The retry fetches a dataset again if it has a URI, and also scores sequences that were left out because they killed
+        workers.
         """
         return self._file.write(lambda db: _retry(db, job))
 
     def files_in_use(self, unfinished_only: bool = False) -> set[str]:
-        """Return the dataset files of all jobs except done ones, or only those of queued and running jobs.
+        """Return the dataset files of all jobs that are not done, or of queued and running jobs if `unfinished_only` is set.
 
-        Failed and cancelled jobs still need their files, because they may be retried.
+        Failed and cancelled jobs may still need their files, because they can be retried.
         """
         condition = f"state in {UNFINISHED}" if unfinished_only else "state <> 'done'"
         rows = self._all(f"select distinct json_extract(source, '$.file') file from job where {condition} and {_HAS_FILE}")
         return {row["file"] for row in rows}
 
     def ended_before(self, moment: datetime) -> list[str]:
-        """Return the ids of jobs that ended before a moment."""
+        """Return the ids of jobs that ended before the given time."""
         query = "select id from job where state in ('done', 'failed', 'cancelled') and finished_at < ?"
         return [row["id"] for row in self._all(query, moment.isoformat())]
 
     def forget(self, jobs: Collection[str]) -> None:
-        """Delete these jobs, except those that have not ended."""
+        """Delete the given jobs. Jobs that have not ended are kept."""
 
         def forget(db: sqlite3.Connection) -> None:
             query = "delete from job where state in ('done', 'failed', 'cancelled') and id = ?"
@@ -428,12 +439,12 @@ class Ledger:
         self._file.write(forget)
 
     def put_upload(self, name: str, file: str, size: int, sha256: str) -> None:
-        """Record an upload; an upload of the same name is replaced."""
+        """Record an upload. The record of an earlier upload of the same name is replaced."""
         values = [name, file, size, sha256, _now()]
         self._file.write(lambda db: db.execute("insert or replace into upload values (?, ?, ?, ?, ?)", values))
 
     def uploads(self) -> list[dict[str, Any]]:
-        """Return name, file, bytes, sha256 and uploaded_at of every upload, sorted by name."""
+        """Return a dict with name, file, bytes, sha256 and uploaded_at for every upload, sorted by name."""
         return [dict(row) for row in self._all("select * from upload order by name")]
 
     def upload(self, name: str) -> dict[str, Any] | None:
@@ -452,7 +463,7 @@ class Ledger:
 
 
 class DifferentContentError(Exception):
-    """An Idempotency-Key was used before with other content. `args[0]` is the id of the job that has the key."""
+    """A submission has the Idempotency-Key of an earlier job, but other content. `args[0]` is the id of the earlier job."""
 
 
 def _now() -> str:
@@ -464,7 +475,7 @@ def _marks(values: Collection[str]) -> str:
 
 
 def _is_lasting(asked: Submission, summary: str | None) -> bool:
-    """Return whether a done job with this summary is the result of a new submission too."""
+    """Return whether a done job with this summary may be returned for a new submission of the same identity."""
     names_files = summary is not None and bool(json.loads(summary).get("image_files"))
     return asked.lasting and not (names_files and asked.identity == asked.content)
 
@@ -484,7 +495,7 @@ def _finish(db: sqlite3.Connection, job: str, state: JobState, summary: dict[str
 
 
 def _requeue(db: sqlite3.Connection, condition: str, note: str, *values: str) -> int:
-    """Queue the jobs that match a condition again, or end them if they were cancelled; return how many matched."""
+    """Queue all jobs that match an SQL condition again, or end them if they were cancelled. Return how many jobs matched."""
     query = f"update job set state = {_QUEUED_OR_CANCELLED}, finished_at = {_ENDED_IF_CANCELLED}, note = ? where {condition}"
     changed = db.execute(query, [_now(), note, *values])
     db.execute("delete from cancellation where job not in (select id from job where state = 'running')")
@@ -504,7 +515,7 @@ def _retry(db: sqlite3.Connection, job: str) -> bool:
 
 
 def _forget_file(db: sqlite3.Connection, job: str) -> None:
-    """Forget a file that was fetched from a URI, so that it is fetched again before the job goes on."""
+    """Remove the fetched file from the job's source if the dataset has a URI, so that the dataset is fetched again."""
     db.execute(
         "update job set source = json_remove(source, '$.file', '$.digest')"
         " where id = ? and json_extract(source, '$.uri') is not null",
@@ -517,7 +528,7 @@ def _set_origin(db: sqlite3.Connection, job: str, asked: Submission) -> None:
 
 
 def _as_claim(row: sqlite3.Row, origin: sqlite3.Row | None) -> Claim:
-    """Return a job as a claim. Jobs of an older reflogp have no origin."""
+    """Return a row of the job table as a Claim. Jobs that an older reflogp recorded have no origin."""
     return Claim(
         row["id"],
         JobSettings.model_validate_json(row["settings"]),

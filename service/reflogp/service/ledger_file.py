@@ -1,8 +1,8 @@
-"""Open, retry, recover and own the SQLite file of the ledger of jobs, and lock the state folder.
+"""Access the SQLite file of the ledger with retries and recovery, and ensure that only one service uses it.
 
-Every statement of the ledger runs here. A failing statement is retried for a bounded time. If it still fails, a LedgerError
-says what is wrong and what to do. Each write is one transaction, which first checks that this service still owns the file. The
-lock lets only one service use the folder.
+All SQL statements of the ledger are executed by this module. A failing statement is retried for a limited time. If a statement
+still fails after the last retry, the raised LedgerError says what is wrong and what to do. Each write is one transaction, which
+first checks that this service still owns the file. StateLock ensures that only one service uses the state folder.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import TypeVar
 from reflogp.service.errors import LedgerDamagedError, LedgerError, LedgerReplacedError, LedgerUnavailableError
 from reflogp.store import UsageError
 
-#: Seconds to wait for the lock, since a service that was just killed may still be exiting, and the pause between attempts.
+#: StateLock waits up to _PATIENCE_SECONDS, because a service that was just killed may still hold the lock. It tries again every
+#: _PAUSE_SECONDS.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 2.0, 0.1
 
 
 class StateLock:
-    """An exclusive lock on a state folder. The kernel releases it when the process ends, even after a crash.
+    """An exclusive lock on a state folder. The kernel releases the lock when the process ends, even after a crash.
 
-    There are two locks, so that no deleted or renamed file lets a second service in: one on the folder itself, and one on the
-    file `lock` in it, for file systems (NFS) that cannot lock folders. The ledger is a third guard: it records the service that
-    owns it.
+    The class locks the folder itself and also the file `lock` in the folder, for file systems (NFS) that cannot lock folders. A
+    second service therefore cannot start even if the file is deleted or renamed. The ledger also records the service that owns
+    it.
 
     Raises:
         UsageError: another service uses the folder, or the folder cannot be written.
@@ -49,11 +50,13 @@ class StateLock:
         while not all(map(_locked, self._held)):
             if time.monotonic() > stop:
                 self.close()
-                raise UsageError(f"another service uses the state folder {folder}: stop it, or set another `state` here")
+                raise UsageError(
+                    f"another service uses the state folder {folder}: stop the other service, or set another `state` here"
+                )
             time.sleep(_PAUSE_SECONDS)
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the locks."""
         for handle in self._held:
             os.close(handle)
         self._held = []
@@ -77,21 +80,21 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-#: Seconds that SQLite itself waits for a lock of another process. The retries in this module wait longer.
+#: Maximum time in seconds that SQLite itself waits for a lock of another process. The retries in this module wait longer.
 _BUSY_SECONDS = 0.1
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _REASONS = {
-    sqlite3.SQLITE_BUSY: "another process has locked it",
-    sqlite3.SQLITE_LOCKED: "another process has locked it",
-    sqlite3.SQLITE_FULL: "its disk is full",
-    sqlite3.SQLITE_READONLY: "it cannot be written",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
-    sqlite3.SQLITE_IOERR: "its disk fails",
+    sqlite3.SQLITE_BUSY: "another process has locked the file",
+    sqlite3.SQLITE_LOCKED: "another process has locked the file",
+    sqlite3.SQLITE_FULL: "the disk is full",
+    sqlite3.SQLITE_READONLY: "the file cannot be written",
+    sqlite3.SQLITE_CANTOPEN: "the file cannot be opened",
+    sqlite3.SQLITE_IOERR: "the disk fails",
 }
-#: Errors after which the connection is kept, because it still works: opening another one needs room on the disk.
+#: After these errors the connection is kept, because it still works, and a new connection would need space on the disk.
 _CONNECTION_IS_GOOD = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL)
-#: Text in an error message -> error code, for SQLite errors without a code.
+#: Text in an error message -> SQLite's error code, for errors that have no code attribute.
 _CODES_BY_TEXT = {
     "locked": sqlite3.SQLITE_BUSY,
     "is full": sqlite3.SQLITE_FULL,
@@ -103,25 +106,25 @@ _OWNER = "create table if not exists owner (token text not null) strict"
 
 
 class LedgerFile:
-    """One SQLite file in WAL mode. Safe to call from several threads.
+    """An SQLite file in WAL mode. Safe to use from several threads.
 
     Args:
         file: created if it does not exist.
-        schema: SQL statements that create the tables. They run at every start, so they must be safe to repeat.
+        schema: SQL statements that create the tables. The statements run at every start, so they must be safe to repeat.
         version: version of the schema; a file with a higher version is refused.
-        patience_seconds: how long a call is retried. While the file is known to fail, each call is tried once.
+        patience_seconds: how long a failing call is retried. While `trouble` is set, each call is tried only once.
 
     Attributes:
-        trouble: why the ledger cannot be used now; None while it can.
+        trouble: the reason why the ledger cannot be used now, or None if it can be used.
         failures: number of attempts that have failed so far.
 
     Raises:
-        UsageError: a newer reflogp wrote the file, it is not a database, it is damaged, or it stays unusable for
+        UsageError: the file was written by a newer reflogp, is not a database, is damaged, or stays unusable for
             `patience_seconds`.
     """
 
     def __init__(self, file: Path, schema: str, version: int, patience_seconds: float) -> None:
-        self._file = file.resolve()  # the write-ahead log is next to the resolved file
+        self._file = file.resolve()  # SQLite writes the write-ahead log next to the resolved file
         self._schema = schema
         self._version = version
         self._patience = patience_seconds
@@ -134,13 +137,19 @@ class LedgerFile:
         self._inode = _inode(self._file)
 
     def read(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run `work`, which only reads, and return its result. Raise LedgerError if it still fails after the last retry."""
+        """Call `work`, which must only read, and return its result.
+
+        Raise LedgerError if `work` still fails after the last retry.
+        """
         return self._patiently(lambda: work(self._db))
 
     def write(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Run `work` in a transaction, which is on the disk when this returns. Raise LedgerError like `read`.
+        """Call `work` in a transaction, which is on the disk when this method returns.
 
-        A transaction that is reported as failed may be on the disk all the same, so it must be safe to run `work` twice.
+        Raise LedgerError if the transaction still fails after the last retry.
+
+        A transaction that was reported as failed may have reached the disk nevertheless, so it must be safe to call `work`
+        twice.
         """
         result = self._patiently(lambda: self._transaction(work))
         if self.trouble is not None and not isinstance(self.trouble, LedgerDamagedError):
@@ -148,7 +157,7 @@ class LedgerFile:
         return result
 
     def probe(self) -> None:
-        """Try a write, and check a damaged file again; `trouble` holds the outcome. Raise nothing."""
+        """Try a write, check a damaged file again, and update `trouble`. Raise no error if the ledger cannot be used."""
         try:
             self.write(lambda db: db.execute("update owner set token = token"))
             if isinstance(self.trouble, LedgerDamagedError):
@@ -169,7 +178,7 @@ class LedgerFile:
             try:
                 with self._lock:
                     if self._closed:
-                        raise LedgerUnavailableError("the ledger of jobs is closed: the service ends")
+                        raise LedgerUnavailableError("the ledger of jobs is closed because the service is shutting down")
                     try:
                         return attempt()
                     except sqlite3.DatabaseError as error:
@@ -193,7 +202,7 @@ class LedgerFile:
         if _inode(self._file) != self._inode:
             raise LedgerReplacedError(
                 f"the ledger of jobs ({self._file.name}) was moved, deleted or replaced while the service ran:"
-                " put it back, or restart the service"
+                " put the file back, or restart the service"
             )
         if not all(self._file.with_name(f"{self._file.name}-{part}").exists() for part in ("wal", "shm")):
             self._leave_deleted_log()
@@ -211,7 +220,7 @@ class LedgerFile:
             raise
 
     def _failure(self, error: sqlite3.DatabaseError) -> LedgerError:
-        """Return an SQLite error as a LedgerError. Raise it unchanged if the statement itself is wrong."""
+        """Return a LedgerError for an SQLite error. If the SQL statement itself is wrong, raise the SQLite error unchanged."""
         if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | sqlite3.DataError | sqlite3.NotSupportedError):
             raise error
         self.failures += 1
@@ -224,7 +233,7 @@ class LedgerFile:
     def _in_trouble(self, failure: LedgerError) -> None:
         if type(self.trouble) is not type(failure):
             logger.error("%s", failure)
-        if not isinstance(self.trouble, LedgerDamagedError):  # stays damaged until its pages are checked
+        if not isinstance(self.trouble, LedgerDamagedError):  # a damaged file stays in trouble until its pages are checked
             self.trouble = failure
 
     def _recovered(self) -> None:
@@ -232,7 +241,7 @@ class LedgerFile:
         self.trouble = None
 
     def _open(self) -> sqlite3.Connection:
-        """Open the first connection, create the schema, and make this service the owner of the file."""
+        """Open the first connection, create the tables, and record this service as the owner of the file."""
         deadline, pause = time.monotonic() + self._patience, _FIRST_PAUSE
         while True:
             try:
@@ -256,7 +265,7 @@ class LedgerFile:
                 code = _code(error)
                 if code == sqlite3.SQLITE_NOTADB:
                     raise UsageError(
-                        f"{self._file} is not a ledger of jobs ({error}): move it away, or name another state folder"
+                        f"{self._file} is not a ledger of jobs ({error}): move the file away, or name another state folder"
                     ) from error
                 if code == sqlite3.SQLITE_CORRUPT:
                     raise UsageError(damaged_ledger(self._file, str(error))) from error
@@ -278,7 +287,7 @@ class LedgerFile:
         return db
 
     def _open_again(self) -> None:
-        """Replace a failed connection by a new one, if a new one can be opened."""
+        """Replace a failed connection by a new connection, if one can be opened."""
         try:
             db = self._connect("rw")
         except sqlite3.Error:
@@ -295,7 +304,10 @@ class LedgerFile:
             logger.warning("a connection to the ledger of jobs could not be closed: %s", error)
 
     def _leave_deleted_log(self) -> None:
-        """Move the content of a deleted write-ahead log into the database, so that a crash cannot lose it; begin a new log."""
+        """Write the content of a deleted write-ahead log into the database, so that a crash cannot lose it.
+
+        After that, open a new connection, which creates a new write-ahead log.
+        """
         logger.warning("the write-ahead log of %s was deleted while the service ran", self._file.name)
         self._db.execute("pragma wal_checkpoint(truncate)").fetchone()
         self._db.close()
@@ -304,7 +316,7 @@ class LedgerFile:
 
 
 def damaged_ledger(file: Path, what: str) -> str:
-    """Return the message for a damaged ledger, with the steps of its recovery."""
+    """Return the error message for a damaged ledger, which lists the steps of the recovery."""
     return (
         f"the ledger of jobs ({file.name}) is damaged ({what}): stop the service, copy {file.name} and {file.name}-wal to"
         f" another folder, make a new one with `sqlite3 {file.name} .recover | sqlite3 recovered.sqlite`, put it in its"
@@ -313,14 +325,14 @@ def damaged_ledger(file: Path, what: str) -> str:
 
 
 def _check_pages(db: sqlite3.Connection) -> None:
-    """Raise sqlite3.DatabaseError if pages of the file are damaged."""
+    """Check all pages of the file. Raise sqlite3.DatabaseError if a page is damaged."""
     said = db.execute("pragma quick_check(1)").fetchone()[0]
     if said != "ok":
         raise sqlite3.DatabaseError(f"database disk image is malformed: {said.strip().splitlines()[-1]}")
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's primary code of an error."""
+    """Return SQLite's primary error code of an exception."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF
@@ -328,7 +340,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def _inode(file: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file; None if it does not exist."""
+    """Return the device and inode of a file, or None if the file does not exist."""
     try:
         about = file.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Format log records of the service and of its workers as lines for people."""
+"""Format log records of the service and of its workers as readable lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class LogLine(LineFormatter):
-    """Formats a record as a line, with the ids of the job and of the request that it is about at the end."""
+    """A log formatter that writes a record as one line, and appends the ids of the record's job and request."""
 
     def __init__(self) -> None:
         super().__init__(FIELDS)

@@ -1,6 +1,6 @@
-"""Define the Prometheus metrics of the service, and count and time every request.
+"""Define the Prometheus metrics of the service, and the middleware that counts and times every request.
 
-Gauges are set when the metrics are requested.
+The values of gauges are set when the metrics are requested.
 """
 
 from __future__ import annotations
@@ -22,17 +22,26 @@ class Metrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Histogram(
-            "reflogp_request_seconds", "Time of a request.", ["route", "status"], buckets=_SECONDS, registry=registry
+            "reflogp_request_seconds",
+            "Time from the start of a request to the end of its response.",
+            ["route", "status"],
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.lookup_keys = Counter("reflogp_lookup_keys", "Keys looked up.", ["found"], registry=registry)
-        self.sequences = Counter("reflogp_sequences", "Sequences, hit or scored.", ["way", "how"], registry=registry)
+        self.sequences = Counter(
+            "reflogp_sequences", "Sequences that were found in the store (hit) or scored.", ["way", "how"], registry=registry
+        )
         self.tokens = Counter("reflogp_scored_tokens", "Tokens of sequences that an engine scored.", ["way"], registry=registry)
         self.engine_seconds = Histogram(
-            "reflogp_score_engine_seconds", "Engine time of online requests.", buckets=_SECONDS, registry=registry
+            "reflogp_score_engine_seconds",
+            "Time that the engine took for an online request.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.queue_seconds = Histogram(
             "reflogp_score_queue_seconds",
-            "Time that online requests waited for the engine.",
+            "Time that an online request waited for the engine.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -40,18 +49,22 @@ class Metrics:
         self.jobs_ended = Counter("reflogp_jobs_ended", "Jobs that ended.", ["state"], registry=registry)
         self.worker_deaths = Counter("reflogp_worker_deaths", "Worker processes that ended unexpectedly.", registry=registry)
         self._jobs = Gauge("reflogp_jobs", "Jobs in the ledger.", ["state"], registry=registry)
-        self._workers = Gauge("reflogp_workers_ready", "Workers that take work.", registry=registry)
+        self._workers = Gauge("reflogp_workers_ready", "Workers that accept work.", registry=registry)
         self._online_tokens = Gauge("reflogp_score_queued_tokens", "Tokens of online requests in the queue.", registry=registry)
-        self._answering = Gauge("reflogp_workers_answering", "Workers that take work and answer.", registry=registry)
+        self._answering = Gauge("reflogp_workers_answering", "Workers that accept work and answer pings.", registry=registry)
         self._busy = Gauge(
             "reflogp_worker_busy_seconds",
-            "Time since the engine began its current load or pass; 0 if idle.",
+            "Time since the engine began its current load or pass; 0 while the engine is idle.",
             ["worker", "at"],
             registry=registry,
         )
-        self._ledger_well = Gauge("reflogp_ledger_works", "1 while the ledger of jobs can be written.", registry=registry)
-        self._ledger_failures = Gauge("reflogp_ledger_failures", "Attempts to use the ledger that failed.", registry=registry)
-        self._unrecorded = Gauge("reflogp_ledger_waiting_writes", "Writes that are not in the ledger yet.", registry=registry)
+        self._ledger_well = Gauge(
+            "reflogp_ledger_works", "1 while the ledger of jobs can be written, else 0.", registry=registry
+        )
+        self._ledger_failures = Gauge("reflogp_ledger_failures", "Failed attempts to use the ledger.", registry=registry)
+        self._unrecorded = Gauge(
+            "reflogp_ledger_waiting_writes", "Writes that wait until the ledger can be written.", registry=registry
+        )
         self._memory = Gauge("reflogp_memory_bytes", "Resident memory.", ["process"], registry=registry)
 
     def set_ledger(self, works: bool, failures: int, waiting_writes: int) -> None:
@@ -64,9 +77,10 @@ class Metrics:
         """Set the gauges of the workers.
 
         Args:
-            ready: workers that take work.
-            answering: workers that take work and respond.
-            busy: worker's number -> what its engine is doing ("load" or "pass") and for how many seconds; None if idle.
+            ready: number of workers that accept work.
+            answering: number of workers that accept work and answer pings.
+            busy: worker's number -> (operation of its engine, "load" or "pass", and seconds since it began), or None if it is
+                idle.
         """
         self._workers.set(ready)
         self._answering.set(answering)
@@ -78,9 +92,9 @@ class Metrics:
         """Return all metrics in Prometheus' text format.
 
         Args:
-            jobs: number of jobs by state; None keeps the last known numbers.
+            jobs: state -> number of jobs. None leaves the gauges of jobs unchanged.
             online_tokens: queued tokens of online requests.
-            memory: process -> resident bytes.
+            memory: name of a process -> its resident memory in bytes.
         """
         for state in JOB_STATES if jobs is not None else ():
             self._jobs.labels(state).set((jobs or {}).get(state, 0))
@@ -91,7 +105,10 @@ class Metrics:
 
 
 class Timed:
-    """Middleware that counts and times requests by route and status, from the end of the head to the response's last byte."""
+    """Middleware that counts and times requests by route and status.
+
+    The measured time of a request ends with the last byte of its response.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app

@@ -1,4 +1,7 @@
-"""Define the JSON of the HTTP API for jobs, their reports, and uploads. The OpenAPI document is made from these models."""
+"""Define the JSON models of the HTTP API for jobs, their reports, and uploads.
+
+The OpenAPI document is made from these models.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from reflogp.store.texts import hide_secrets
 from reflogp.store.windows import TruncationMode
 
-#: A queued or running job ends in one of the other states. A failed or cancelled job can be queued again (retry).
+#: The final states are done, failed and cancelled. A failed or cancelled job can be queued again (retry).
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 
-#: A name in a URL or a folder: no slash, no leading dot.
+#: Pattern of names that are safe in URLs and as file names, with no slash and no leading dot.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-#: The suffix of an upload's name says its format; text formats may be compressed.
+#: Pattern of the names of uploads. The suffix gives the format, and text formats may be compressed.
 UPLOAD_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,180}\.((jsonl|ndjson|json|csv)(\.(gz|bz2|zst|lz4))?|parquet|arrow|feather)$"
 
 
 def _one_source(schema: dict[str, Any]) -> None:
-    """State in DatasetSpec's JSON schema that exactly one of its sources is given, and that only a URI has a config."""
+    """Add two rules to DatasetSpec's JSON schema: exactly one of upload, path and uri is given, and only a URI has a config."""
     names = ("upload", "path", "uri")
     absent = {"type": "null"}
     others = dict.fromkeys(names, absent)
@@ -37,24 +40,27 @@ def _one_source(schema: dict[str, Any]) -> None:
 
 
 class DatasetSpec(BaseModel):
-    """Where a job's rows come from: exactly one of upload, path and uri."""
+    """The dataset of a job: exactly one of upload, path and uri."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_one_source)
     upload: Name | None = Field(None, description="Name of an upload (PUT /v1/uploads/NAME).")
     path: str | None = Field(
-        None, pattern="^/", max_length=4096, description="File or folder on the service's machine, under an allowed root."
+        None,
+        pattern="^/",
+        max_length=4096,
+        description="File or folder on the service's machine, below one of its dataset_roots.",
     )
     uri: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.-]*://",
         max_length=4096,
-        description="https://, s3://, hf://datasets/ORGANISATION/NAME (or a file of it), where the settings allow it.",
+        description="URI that the setting dataset_uris allows: https://, s3://, hf://datasets/ORGANISATION/NAME, …",
     )
     split: str = Field(
         "train", max_length=200, description="Split of a saved DatasetDict or of hf://datasets/ORGANISATION/NAME."
     )
     config: str | None = Field(
-        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME; None for its default."
+        None, max_length=200, description="Config (subset) of hf://datasets/ORGANISATION/NAME. None is its default config."
     )
 
     @model_validator(mode="after")
@@ -62,25 +68,41 @@ class DatasetSpec(BaseModel):
         if sum(source is not None for source in (self.upload, self.path, self.uri)) != 1:
             raise ValueError("name the dataset by exactly one of upload, path and uri")
         if self.config is not None and self.uri is None:
-            raise ValueError("only a dataset of the Hub has configs: give its uri, hf://datasets/ORGANISATION/NAME")
+            raise ValueError("only a dataset of the Hub has configs: name it by its uri, hf://datasets/ORGANISATION/NAME")
         return self
 
 
 class JobSettings(BaseModel):
-    """How a job reads its dataset. Settings that a trainer also has are named as in the trainer's config."""
+    """The settings of a job. Settings that a trainer also has are named as in the trainer's config."""
 
     model_config = ConfigDict(extra="forbid")
     reference: str = Field(min_length=1, max_length=200, description="Name of a reference of this service, or its id.")
-    format: Literal["preference", "kto", "tokens"] | None = Field(None, description="None: detected from the columns.")
-    max_length: int | None = Field(None, ge=1, le=2**31 - 1, description="Tokens of prompt and completion together.")
-    truncation_mode: TruncationMode = Field("keep_start", description="Which end a longer sequence keeps.")
-    ld_alpha: float | None = Field(None, ge=0, le=1, description="LD-DPO's weight of a pair's longer tail, in the result.")
-    priority: int = Field(0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt lower ones.")
-    title: str = Field("", max_length=200, description="A label for people.")
+    format: Literal["preference", "kto", "tokens"] | None = Field(
+        None, description="Format of the rows. None detects it from the columns."
+    )
+    max_length: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="Maximum number of tokens of a prompt and its completion together; longer sequences are truncated.",
+    )
+    truncation_mode: TruncationMode = Field(
+        "keep_start", description="The end of a sequence that truncation to max_length keeps."
+    )
+    ld_alpha: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Weight of the tokens beyond the shorter completion of a pair (LD-DPO), for the sums in the result.",
+    )
+    priority: int = Field(
+        0, ge=-100, le=100, description="Jobs of higher priority run first, and interrupt jobs of lower priority."
+    )
+    title: str = Field("", max_length=200, description="Title that pages show for the job.")
 
 
 class JobRequest(JobSettings):
-    """A precompute job: a dataset to score with a reference."""
+    """A request to score a dataset with a reference (a precompute job)."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -90,49 +112,56 @@ class JobRequest(JobSettings):
 
 
 class JobProgress(BaseModel):
-    """Progress of a job. A sequence counts as done when it is a hit, was scored, or failed."""
+    """The progress of a job. A sequence counts as done if its values were in the store, if it was scored, or if it failed."""
 
-    rows: int = Field(0, description="Rows read so far, in this attempt.")
-    sequences: int = Field(0, description="Total number of sequences, as far as it is known.")
-    done: int = Field(0, description="Sequences that were hits, were scored or failed.")
+    rows: int = Field(0, description="Number of rows that this attempt has read so far.")
+    sequences: int = Field(0, description="Number of sequences found in the dataset so far.")
+    done: int = Field(0, description="Number of sequences that were hits, were scored or failed.")
     hits: int = Field(
-        0, description="Sequences that needed no computing: the store had them, or they occur twice in the dataset."
+        0,
+        description="Sequences that were not computed, because the store has their values or they occur twice in the dataset.",
     )
     scored: int = Field(0, description="Sequences that were computed.")
-    bad_rows: int = Field(0, description="Rows without values so far; the result says why.")
+    bad_rows: int = Field(0, description="Rows that have no values so far. The result gives the reason for each of them.")
     tokens: int = Field(0, description="Tokens of the scored sequences.")
     tokens_per_second: float = Field(0.0, description="Tokens of the scored sequences, divided by the time spent scoring.")
-    seconds: float = Field(0.0, description="Seconds that this attempt has been running.")
-    seconds_left: float | None = Field(None, description="Seconds left at the current rate; None while it is unknown.")
+    seconds: float = Field(0.0, description="Seconds since this attempt began.")
+    seconds_left: float | None = Field(
+        None, description="Estimated seconds until the job is done, or None if there is no estimate yet."
+    )
 
 
 class Job(BaseModel):
-    """A job: what was submitted, its state, its progress, and how it ended."""
+    """A job, with its settings, state, progress and outcome."""
 
-    id: str = Field(description="Identifies the job in all other routes.")
+    id: str = Field(description="Id of the job, which all routes about a job take.")
     state: JobState = Field(description="queued, running, done, failed or cancelled.")
-    settings: JobSettings = Field(description="As submitted.")
+    settings: JobSettings = Field(description="Settings with which the job was submitted.")
     dataset: DatasetSpec | None = Field(
-        description="As submitted, without the query of a URI. None if the caller's token may not read and did not submit it."
+        description="Dataset of the job. None if the caller's token has no scope read and did not submit the job."
     )
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    submitted_by: str = Field(description="Name of the token that submitted it; empty if dataset is None.")
-    created_at: datetime = Field(description="When it was submitted first.")
-    started_at: datetime | None = Field(None, description="When the latest attempt began.")
-    finished_at: datetime | None = Field(None, description="When it was done, failed or cancelled.")
-    attempts: int = Field(0, description="How many times a worker has begun it.")
-    progress: JobProgress = Field(description="Progress of its latest attempt.")
+    submitted_by: str = Field(description="Name of the token that submitted the job; empty if dataset is None.")
+    created_at: datetime = Field(description="Time when the job was first submitted.")
+    started_at: datetime | None = Field(None, description="Time when the latest attempt began.")
+    finished_at: datetime | None = Field(None, description="Time when the job was done, failed or cancelled.")
+    attempts: int = Field(0, description="Number of attempts so far, each on a worker.")
+    progress: JobProgress = Field(description="Progress of the latest attempt.")
     throughput: list[tuple[float, float]] = Field(
-        default_factory=list, description="(seconds running, tokens per second) over the latest attempt, at most 200 points."
+        default_factory=list,
+        description="Throughput of the latest attempt: at most 200 pairs (seconds since its start, tokens per second).",
     )
-    note: str | None = Field(None, description="Why the latest attempt did not end the job, or what a queued job waits for.")
-    error: str | None = Field(None, description="Why it failed.")
-    summary: dict[str, Any] | None = Field(None, description="Of a done job: counts, as `reflogp score --json` prints them.")
+    note: str | None = Field(None, description="Reason why the latest attempt was interrupted, or what a queued job waits for.")
+    error: str | None = Field(None, description="Reason why the job failed.")
+    summary: dict[str, Any] | None = Field(None, description="Counts of a done job, as `reflogp score --json` prints them.")
 
     @field_validator("dataset")
     @classmethod
     def _hide_signature(cls, dataset: DatasetSpec | None) -> DatasetSpec | None:
-        """Hide the secrets of a URI, since every token that may read sees the job. The fetch uses the full URI."""
+        """Remove the secrets from the dataset's URI, because every token with the scope read can see the job.
+
+        The fetch uses the full URI.
+        """
         if dataset is None or dataset.uri is None:
             return dataset
         return dataset.model_copy(update={"uri": hide_secrets(dataset.uri)})
@@ -143,7 +172,10 @@ class Job(BaseModel):
         return None if text is None else hide_secrets(text)
 
     def for_stranger(self, asked: JobRequest | None = None) -> Job:
-        """Return the job for a token that may not read and did not submit it: its progress, and what this token submitted."""
+        """Return the job without the data of other submitters, for a token that has no scope read and did not submit the job.
+
+        The returned settings and dataset are those of `asked`, the caller's own submission.
+        """
         settings = self.settings.model_copy(update={"title": "", "priority": 0})
         return self.model_copy(
             update={
@@ -167,50 +199,55 @@ class Jobs(BaseModel):
 
 
 class Histogram(BaseModel):
-    """Counts between edges: len(edges) == len(counts) + 1."""
+    """A histogram, which has one more edge than counts."""
 
-    edges: list[float] = Field(description="Edges of the bars, ascending.")
+    edges: list[float] = Field(description="Edges of the bars in ascending order.")
     counts: list[int] = Field(description="Number of values between each edge and the next.")
 
 
 class Outlier(BaseModel):
-    """A row that stands out, with its text."""
+    """A row with an unusual value, and its texts."""
 
-    row: int = Field(description="Its number in the dataset, from 0.")
+    row: int = Field(description="Number of the row in the dataset, from 0.")
     why: str = Field(description="What stands out.")
-    value: float = Field(description="The number that stands out: a mean log-prob per token, or a margin; nats.")
-    prompt: str = Field(description="Text of its prompt, shortened.")
-    completions: dict[str, str] = Field(description="Column (chosen, rejected, completion) -> text.")
+    value: float = Field(description="The unusual value in nats: a mean log-prob per token, or a margin.")
+    prompt: str = Field(description="Text of the row's prompt, shortened.")
+    completions: dict[str, str] = Field(
+        description="Texts of the row's completions by column (chosen, rejected, completion), shortened."
+    )
     images: list[str] = Field(
-        default_factory=list, description="Small copies of its first two images, as data URIs of PNG files; empty for text."
+        default_factory=list,
+        description="Small copies of the row's first two images, as data URIs of PNG files. Empty for a row without images.",
     )
 
 
 class RowProblem(BaseModel):
-    """A row without values."""
+    """A row of the dataset that has no values."""
 
-    row: int = Field(description="Its number in the dataset, from 0.")
-    error: str = Field(description="Why it has no values.")
+    row: int = Field(description="Number of the row in the dataset, from 0.")
+    error: str = Field(description="Reason why the row has no values.")
 
 
 class Report(BaseModel):
-    """A report on the values of a done job."""
+    """A report about the values of a done job."""
 
     histograms: dict[str, Histogram] = Field(
-        description="chosen, rejected (or completion): mean log-prob per token, nats; margin: chosen sum minus rejected sum."
+        description="Mean log-probs per token of chosen and rejected (or completion), and margins (chosen minus rejected)."
     )
-    outliers: list[Outlier] = Field(description="Up to four rows of each kind.")
-    bad_rows: list[RowProblem] = Field(description="The first hundred bad rows; the result has all.")
-    dropped_rows: int = Field(description="Rows that training drops too: the prompt alone fills max_length.")
+    outliers: list[Outlier] = Field(description="Rows with unusual values, up to four of each kind.")
+    bad_rows: list[RowProblem] = Field(description="The first hundred rows without values. The result lists all of them.")
+    dropped_rows: int = Field(
+        description="Number of rows that were dropped because their prompt alone fills max_length. Training drops them too."
+    )
 
 
 class Upload(BaseModel):
-    """A dataset file that was uploaded."""
+    """An uploaded dataset file."""
 
-    name: str = Field(description="Name by which a job refers to it.")
+    name: str = Field(description="Name by which jobs refer to the upload.")
     bytes: int = Field(description="Its size.")
     sha256: str = Field(description="Its digest.")
-    uploaded_at: datetime = Field(description="When it was complete.")
+    uploaded_at: datetime = Field(description="Time when the upload was complete.")
 
 
 class Uploads(BaseModel):

@@ -1,7 +1,7 @@
-"""Score sequences online, while their caller waits.
+"""Score sequences online: the caller waits for the response.
 
-OnlineScoring chooses a worker for each request, bounds the tokens that wait, and sends requests again when a worker dies. The
-worker decides which requests are merged. All state belongs to the event loop.
+OnlineScoring chooses a worker for each request, limits the number of queued tokens, and sends requests again when a worker
+dies. The worker decides which requests are computed together. All state is used in the event loop only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from reflogp.service.worker.protocol import MASKED_SEQUENCES, OUTCOMES, table_of
 from reflogp.store import ReferenceNotFoundError, UsageError, sequence_keys
 from reflogp.store.schema import one_array, stream_bytes
 
-#: If this many workers die while they compute a request, the request is considered the cause, and fails.
+#: If this many workers die while they compute a request, the request fails, because it probably caused the deaths.
 _DEATHS = 2
-#: Assumed bytes of a token id while it is sent to a worker.
+#: Assumed size in bytes of a token id in a frame to a worker.
 _TOKEN_BYTES = 8
-#: Weight of the latest request in the token rate from which Retry-After is computed.
+#: Weight of the latest request in the moving average of tokens per second, from which Retry-After is computed.
 _RATE_WEIGHT = 0.2
 
 
@@ -40,11 +40,12 @@ class Scored:
     """The result of a request.
 
     Attributes:
-        outcomes: a table with the schema worker.protocol.OUTCOMES, in the request's order.
+        outcomes: a table with the schema worker.protocol.OUTCOMES and one row for each sequence, in the order of the request.
         hits: number of sequences found in the store.
-        engine_seconds: time from the start of the round, which several requests may share, to the request's last outcome.
+        engine_seconds: time from the start of the round, in which several requests may be computed together, to the request's
+            last outcome.
         queue_seconds: time from the request's arrival at the worker to the start of the round.
-        snapshot: number of the snapshot that was read; None if the store was not read or lacks the reference.
+        snapshot: number of the snapshot that was read, or None if the store was not read or has no values of the reference.
     """
 
     outcomes: pa.Table
@@ -57,7 +58,7 @@ class Scored:
 
 @dataclass
 class _Pending:
-    """A request that was sent to a worker and is not answered yet."""
+    """A request that was sent to a worker and has no response yet."""
 
     worker: WorkerHandle
     message: dict[str, Any]
@@ -70,10 +71,10 @@ class _Pending:
 
 
 class OnlineScoring:
-    """Online requests of all callers.
+    """The online requests of all callers.
 
     Args:
-        settings: limits.
+        settings: limits on requests and queued tokens.
         registry: references, and their snapshots in the store.
         metrics: counters to update.
     """
@@ -91,7 +92,7 @@ class OnlineScoring:
         self._pool = pool
 
     def queued_tokens(self, worker: WorkerHandle | None = None) -> int:
-        """Return the number of tokens of unanswered requests, of one worker or of all."""
+        """Return the number of tokens in unanswered requests of one worker, or of all workers."""
         return sum(entry.tokens for entry in self._pending.values() if worker is None or entry.worker is worker)
 
     async def score(
@@ -103,29 +104,32 @@ class OnlineScoring:
         cache_write: bool,
         deadline_seconds: float,
     ) -> Scored:
-        """Score sequences. If the caller is cancelled, so is the request.
+        """Score sequences. If the calling task is cancelled, the request is cancelled too.
 
         Args:
             reference: name or id of one of the service's models.
-            sequences: columns prompt_ids and completion_ids, list<int32>. With a third column attention_mask they are rows of
-                padded batches, whose values are neither looked up nor stored.
-            temperature: logits are divided by it. Values at a temperature other than 1 are neither looked up nor stored.
-            cache_read: return stored values where the store has them.
-            cache_write: store the values that are computed.
+            sequences: table with the columns prompt_ids and completion_ids, list<int32>. With a third column attention_mask the
+                sequences are rows of padded batches. Values of such rows are neither looked up nor stored.
+            temperature: number by which logits are divided. Values at a temperature other than 1 are neither looked up nor
+                stored.
+            cache_read: whether values that the store has are returned without computing them.
+            cache_write: whether computed values are stored.
             deadline_seconds: maximum time to wait.
 
         Raises:
             ReferenceNotFoundError: the service has no model for the reference (404).
             UsageError: the reference's engine does not support the temperature.
-            Problem: 429 with Retry-After, 500 if workers died while they computed the request, 503 while no worker can answer,
-                504 when the deadline has passed.
+            Problem: 429 with Retry-After if too many tokens are queued, 500 if workers died while they computed the request,
+                503 if no worker can answer, 504 if the deadline has passed.
         """
         deadline = time.monotonic() + deadline_seconds
         model = self._registry.model_of(reference)
         if not len(sequences):
             return Scored(OUTCOMES.empty_table(), model.reference_id, 0, 0.0, 0.0, None)
         if temperature != 1.0 and not self._registry.supports_temperature(model.reference_id):
-            raise UsageError(f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports 1 only")
+            raise UsageError(
+                f"temperature {temperature}: the engine of {reference!r} is vLLM, which supports temperature 1 only"
+            )
         known: list[Any] = [None] * len(sequences)
         snapshot = None
         storable = temperature == 1.0 and sequences.schema.names != MASKED_SEQUENCES.names
@@ -158,9 +162,10 @@ class OnlineScoring:
                     entry.answer.set_result((message, body))
 
     async def on_death(self, worker: WorkerHandle, reason: str) -> bool:
-        """Send the requests of a dead worker again; return whether it was computing any of them.
+        """Send the requests of a dead worker again. Return whether the worker was computing a request when it died.
 
-        Requests that were being computed are sent to be scored alone. A request fails after _DEATHS such deaths.
+        A request that was being computed is scored alone next time. A request fails if _DEATHS workers have died while they
+        computed it.
         """
         mine = {key: entry for key, entry in self._pending.items() if entry.worker is worker}
         blame = any(entry.began for entry in mine.values())
@@ -171,7 +176,7 @@ class OnlineScoring:
                 entry.message["alone"] = True
             if entry.deaths >= _DEATHS:
                 self._fail(
-                    key, Problem(500, f"workers died while they scored this: {reason}", "report it with the service's log")
+                    key, Problem(500, f"workers died while they scored this: {reason}", "report this with the service's log")
                 )
             elif worker.broken:
                 self._fail(key, _no_worker(worker))
@@ -224,7 +229,9 @@ class OnlineScoring:
         return answered, body
 
     def _worker_for(self, reference_id: str, tokens: int) -> WorkerHandle:
-        """Return the worker with the fewest queued tokens; workers that respond and have the model loaded come first.
+        """Return the worker for a request.
+
+        Workers that respond come first, then workers that have loaded the model, then workers with few queued tokens.
 
         Raises:
             Problem: 503 if no worker can answer, 429 if too many tokens are queued.
@@ -241,13 +248,16 @@ class OnlineScoring:
             raise Problem(
                 429,
                 f"{queued:,} tokens are queued already",
-                "try again later, with fewer at a time",
+                "try again later, with fewer tokens in one request",
                 {"Retry-After": str(max(1, min(60, wait)))},
             )
         return chosen
 
     def _check_room(self, worker: WorkerHandle, size: int) -> None:
-        """Raise Problem 503 if `size` more bytes, on top of what a worker has not read yet, would take too much memory here."""
+        """Raise Problem 503 if `size` more bytes for a worker would take too much memory.
+
+        Bytes that the worker has not read yet are kept in this process.
+        """
         unread = worker.outgoing_bytes
         if unread and unread + size > self._settings.max_queued_tokens * _TOKEN_BYTES:
             self._metrics.refused.labels("unread").inc()
@@ -259,7 +269,7 @@ class OnlineScoring:
             )
 
     def _look_up(self, reference_id: str, sequences: pa.Table) -> tuple[list[Any], int | None]:
-        """Return the stored values of each sequence, None for a miss, and the number of the snapshot that was read."""
+        """Return (a list with the stored values of each sequence or None, the number of the snapshot that was read)."""
         try:
             snapshot = self._registry.snapshot(reference_id, None)
         except ReferenceNotFoundError:
@@ -281,7 +291,7 @@ class OnlineScoring:
 
     def _too_late(self) -> Problem:
         self._metrics.refused.labels("deadline").inc()
-        return Problem(504, "the deadline has passed", "allow more time, or send less at a time")
+        return Problem(504, "the deadline has passed", "allow more time, or send fewer sequences in one request")
 
 
 def _no_worker(worker: WorkerHandle) -> Problem:
@@ -292,7 +302,7 @@ def _no_worker(worker: WorkerHandle) -> Problem:
 
 
 def _merged(known: list[Any], missing: list[int], outcomes: pa.Table) -> pa.Table:
-    """Merge hits and computed values, in the request's order."""
+    """Merge stored and computed values into one table, in the order of the request."""
     errors: list[str | None] = [None] * len(known)
     values, said = one_array(outcomes["token_logps"]), outcomes["error"].to_pylist()
     for place, at in enumerate(missing):

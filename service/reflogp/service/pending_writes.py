@@ -1,8 +1,8 @@
-"""Keep writes to the ledger in memory until they succeed, in order for each job.
+"""Keep writes to the ledger in memory until they succeed. The writes of each job stay in order.
 
-A job that ends while the ledger fails has no caller that could retry. Its end waits here, and is recorded when the ledger works
-again. A service that is killed before that loses only these writes: the ledger still has the job as running, and the next
-service goes on with the sequences that the store lacks.
+If a job ends while the ledger fails, there is no caller that could retry the write. The write is therefore kept in memory, and
+made when the ledger works again. If the service is killed before a write has succeeded, the job is still running according to
+the ledger. The next service then starts the job again, and scores only the sequences that the store lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reflogp.service.models import JobProgress
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two attempts while the ledger fails; the pause doubles after each attempt.
+#: Seconds between two attempts while the ledger fails: _FIRST_PAUSE, doubled after each attempt, at most _LONGEST_PAUSE.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -32,7 +32,7 @@ class _Write:
 
     Attributes:
         then: called once with the result, in the event loop.
-        settled: set when the write was recorded, or when the first flush could not record it.
+        settled: set when the write has succeeded, or when its first attempt has failed.
     """
 
     call: Callable[[], Any]
@@ -42,7 +42,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Progress:
-    """The latest progress of a job; `begun` is True once it is being written."""
+    """The latest progress of a job. `begun` is True once the write of this progress has begun."""
 
     progress: JobProgress
     committed: bool
@@ -50,10 +50,10 @@ class _Progress:
 
 
 class PendingWrites:
-    """Pending writes about jobs that make progress or end.
+    """The queue of writes that record progress and ends of jobs.
 
     Args:
-        ledger: written to in threads.
+        ledger: ledger to write to, in threads.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -72,15 +72,16 @@ class PendingWrites:
         return set(self._writes)
 
     def put(self, job: str, call: Callable[[], Any], then: Callable[[Any], None] = lambda _: None) -> Awaitable[None]:
-        """Queue a write about a job; the job is in `jobs` until it is recorded.
+        """Queue a write about a job. The job is in `jobs` until the write has succeeded.
 
-        The returned awaitable completes when the write was recorded or its first attempt failed. While the ledger is in
-        trouble, it completes at once.
+        The returned awaitable completes when the write has succeeded or its first attempt has failed. While the ledger is in
+        trouble, the awaitable completes at once.
 
         Args:
             job: id of the job. The writes of one job are made in the order in which they came.
-            call: writes to the ledger. It must be safe to repeat. It is called in a thread until it raises no LedgerError.
-            then: called with the result, in the event loop.
+            call: function that writes to the ledger. The function is called in a thread, and again until it raises no
+                LedgerError, so it must be safe to repeat.
+            then: called in the event loop with the result of `call`.
         """
         write = _Write(call, then)
         self._writes.setdefault(job, deque()).append(write)
@@ -88,7 +89,7 @@ class PendingWrites:
         return self._settled(write)
 
     async def progressed(self, job: str, progress: JobProgress, committed: bool, then: Callable[[Any], None]) -> None:
-        """Record the progress of a job. It replaces earlier progress that has not been recorded yet."""
+        """Record the progress of a job. New progress replaces earlier progress that has not been recorded yet."""
         waiting = self._progress.get(job)
         if waiting is not None and not waiting.begun:
             waiting.progress, waiting.committed = progress, waiting.committed or committed
@@ -111,7 +112,7 @@ class PendingWrites:
             await write.settled.wait()
 
     async def run(self) -> None:
-        """Make the writes as they come. Never returns."""
+        """Make queued writes, and retry failed writes. This coroutine never returns."""
         pause = _FIRST_PAUSE
         while True:
             await self._changed.wait()
@@ -124,11 +125,11 @@ class PendingWrites:
                 self._changed.set()
 
     async def flush(self) -> bool:
-        """Try the pending writes once; return whether none is left."""
+        """Try each pending write once. Return whether all writes have succeeded."""
         async with self._flushing:
             for job in list(self._writes):
                 if not await self._flush_job(job) and not isinstance(self._ledger.trouble, LedgerDamagedError):
-                    break  # the ledger fails for all jobs; if it is only damaged, other jobs may be writable
+                    break  # the ledger fails for all jobs; one that is only damaged may accept writes about other jobs
             for writes in self._writes.values():
                 for write in writes:
                     write.settled.set()
@@ -142,8 +143,8 @@ class PendingWrites:
                 result = await to_thread.run_sync(writes[0].call)
             except LedgerError:
                 return False
-            except Exception:  # a defect: the job is found as running without a worker, and queued again
-                logger.exception("a write to the ledger was given up", extra={"job": job})
+            except Exception:  # a bug; the job is later found running without a worker, and queued again
+                logger.exception("a write to the ledger failed with an unexpected error and is not retried", extra={"job": job})
             write = writes.popleft()
             write.settled.set()
             try:

@@ -1,10 +1,10 @@
-"""Start worker processes, send and receive their frames, watch them, and restart them when they end.
+"""Start worker processes, exchange frames with them, monitor them, and restart them when they end.
 
-Everything here runs in the event loop. Of the frames only `ready`, `loaded`, `pong` and `dying` are interpreted here; the
-callbacks interpret the others.
+All code of this module runs in the event loop. The pool handles the frames `ready`, `loaded`, `pong` and `dying` of workers;
+callbacks handle the other frames.
 
-Each worker gets a `ping` every few seconds. A separate thread of the worker answers, even while a model is loaded or a pass is
-computed, so silence means that the whole process is stopped or hangs.
+Each worker gets a `ping` every few seconds. A separate thread of the worker answers pings, also while the worker loads a model
+or computes a pass. If a worker does not answer a ping, its whole process is therefore stopped or hangs.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ logger = logging.getLogger(__name__)
 #: Seconds before a restart: _FIRST_PAUSE, doubled for each failed start in a row, up to _LONGEST_PAUSE. A worker that
 #: had been ready is restarted at once.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-#: Failed starts in a row (the process ended before it was ready) after which a worker counts as broken.
+#: A worker counts as broken after this many failed starts in a row, in which its process ended before it was ready.
 _BROKEN_AFTER = 3
 #: Seconds between two checks of a worker's memory and of its answers to pings.
 _LOOK_SECONDS = 2.0
-#: A starting worker may be silent this many times longer than a worker that has answered, because it imports its libraries.
+#: A starting worker has this many times longer to answer its first ping, because it imports its libraries.
 _START_FACTOR = 10
-#: A silent worker counts as late after this fraction of the time after which it is killed.
+#: A worker that does not answer is killed after `silence_seconds`, and counts as late after this fraction of that time.
 _LATE_PART = 0.25
-#: A pass that takes longer is logged.
+#: A pass that takes more seconds than this is logged.
 _LONG_PASS_SECONDS = 600.0
 _END_SECONDS = 25.0
-#: How often this process returns freed memory to the system.
+#: Seconds after which this process again returns freed memory to the system.
 _TRIM_SECONDS = 60.0
 
 
 class WorkerHandle:
-    """The service's view of one worker; it outlives the worker's processes.
+    """A worker of the service. When the worker's process ends, the WorkerHandle gets a new process.
 
     Attributes:
-        number: counted from 0.
-        ready: True if the worker takes work; False while it starts.
+        number: number of the worker, counted from 0.
+        ready: True if the worker accepts work, False while it starts.
         loaded: reference ids whose engines are loaded.
-        deaths: number of its processes that have ended so far.
-        memory_bytes: resident bytes at the last check.
+        deaths: number of processes of the worker that have ended so far.
+        memory_bytes: resident memory of the process at the last check.
         broken: True if several starts in a row have failed.
-        silent_seconds: how long the worker has not answered a ping; 0 if none is unanswered.
+        silent_seconds: seconds that the worker has not answered a ping, or 0 if it has answered all pings.
         late: True if the answer to a ping is overdue.
-        doing: ("load" or "pass", seconds since it began), or None while its engine is idle.
+        doing: (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle.
     """
 
     def __init__(self, number: int, configuration: WorkerConfiguration) -> None:
@@ -86,22 +86,22 @@ class WorkerHandle:
 
     @property
     def answering(self) -> bool:
-        """Whether the worker takes work and answers pings in time."""
+        """True if the worker accepts work and answers pings in time."""
         return self.ready and not self.late
 
     @property
     def outgoing_bytes(self) -> int:
-        """Bytes of frames that the worker has not read yet."""
+        """Number of bytes of frames that the worker has not read yet."""
         return sum(map(len, self._backlog)) + (self.process.outgoing() if self.process is not None else 0)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame, or keep it for the next process if none takes it now."""
+        """Send a frame to the worker's process. If the process does not accept the frame, keep it for the next process."""
         data = encode(message, body)
         if self.process is None or not self.process.send(data):
             self._backlog.append(data)
 
     def kill(self, why: str) -> None:
-        """Kill the process; it is started again."""
+        """Kill the process. The pool then starts a new process."""
         self.killed_for = why
         if self.process is not None:
             self.process.kill()
@@ -119,7 +119,7 @@ class WorkerHandle:
         return process
 
     def ask(self, passed: float, late_after: float) -> None:
-        """Send a ping, or add `passed` seconds to the silence if an earlier ping has no answer yet."""
+        """Send a ping. If an earlier ping has no answer yet, add `passed` to `silent_seconds` instead."""
         if self.asked:
             self.silent_seconds += passed
             self.late = self.silent_seconds > late_after
@@ -137,16 +137,17 @@ Deaths = Callable[[WorkerHandle, str], Awaitable[None]]
 
 
 class Pool:
-    """The workers of a service.
+    """All workers of a service.
 
     Args:
-        configurations: one per worker.
-        start: starts a worker's process.
+        configurations: configurations of the workers, one for each worker.
+        start: function that starts a worker's process.
         on_frame: called with every frame except `pong`, in order for each worker.
-        on_death: called with the reason when a worker's process has ended while the pool is not closing.
-        max_worker_bytes: a worker that uses more memory is killed before the system kills another process; None for no bound.
-        silence_seconds: a worker that does not answer for longer is killed; a starting worker has ten times as long.
-        max_pass_seconds: a worker whose engine computes one pass for longer is killed; None for no bound.
+        on_death: called with the reason when a worker's process has ended, except when the pool is closing.
+        max_worker_bytes: a worker that uses more memory is killed, so that the system does not kill another process. None
+            means no limit.
+        silence_seconds: a worker that does not answer for longer is killed. A starting worker has ten times as long.
+        max_pass_seconds: a worker whose engine computes one pass for longer is killed. None means no limit.
     """
 
     def __init__(
@@ -177,19 +178,19 @@ class Pool:
         self._tasks = [asyncio.create_task(work) for work in [*keep, watch]]
 
     async def close(self) -> None:
-        """Let every worker commit its values and end; kill those that do not end in time."""
+        """Let every worker commit its values and end. Kill workers that do not end in time."""
         self._closing = True
         for worker in self.workers:
             if worker.process is not None:
                 worker.send({"op": "exit"})
         watch = self._tasks.pop() if self._tasks else None
-        for worker, task in zip(self.workers, self._tasks, strict=False):  # there are no tasks if the pool was never started
-            if worker.process is None:  # it waits for a place on the cluster or for a restart
+        for worker, task in zip(self.workers, self._tasks, strict=False):  # a pool that was not started has no tasks
+            if worker.process is None:  # the worker waits for room on the cluster, or for its restart
                 task.cancel()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
             for worker in self.workers if late else []:
-                worker.kill("it did not end in time")
+                worker.kill("the worker did not end in time")
             if late:
                 await asyncio.wait(late, timeout=5)
         for task in [*self._tasks, *([watch] if watch else [])]:
@@ -200,7 +201,7 @@ class Pool:
             try:
                 reason = await self._live(worker)
             except ReflogpError as error:
-                reason = f"it could not be started: {error}"
+                reason = f"the worker could not be started: {error}"
             except Exception as error:  # a bug here must not leave the service without a worker
                 logger.exception("worker %d could not be supervised", worker.number)
                 reason = f"{type(error).__name__}: {error}"
@@ -213,7 +214,7 @@ class Pool:
             logger.warning("worker %d ended: %s", worker.number, reason)
             try:
                 await self._on_death(worker, reason)
-            except Exception:  # the job is found later, as a running job without a worker
+            except Exception:  # the job is later found running without a worker, and queued again
                 logger.exception("the end of worker %d could not be handled", worker.number)
             if worker.failed_starts:
                 await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**worker.failed_starts))
@@ -227,7 +228,7 @@ class Pool:
                 await self._take(worker, *frame)
         except Exception:  # a bug here must not leave the service without a worker
             logger.exception("a frame of worker %d could not be handled", worker.number)
-            worker.kill("the service could not handle a message from it (see the log)")
+            worker.kill("the service could not handle a message from the worker (see the log)")
         reason = await process.wait()
         return worker.killed_for or worker.last_error or reason
 
@@ -245,12 +246,12 @@ class Pool:
         await self._on_frame(worker, message, body)
 
     async def _watch(self) -> None:
-        """Check every worker now and then; never returns."""
+        """Check all workers every few seconds. This coroutine never returns."""
         last = trimmed = time.monotonic()
         while True:
             await asyncio.sleep(self._look_seconds)
             now = time.monotonic()
-            passed = min(now - last, 2 * self._look_seconds)  # a pause of this process is not a worker's silence
+            passed = min(now - last, 2 * self._look_seconds)  # do not count a pause of this process as silence of the workers
             last = now
             await asyncio.gather(*(self._look(worker, passed) for worker in self.workers))
             if now - trimmed > _TRIM_SECONDS:
@@ -265,14 +266,14 @@ class Pool:
         allowed = self._silence_seconds * (1 if worker.answered else _START_FACTOR)
         doing, seconds = worker.doing or ("", 0.0)
         if worker.silent_seconds > allowed:
-            worker.kill(f"it did not answer for {worker.silent_seconds:.0f} seconds")
+            worker.kill(f"the worker did not answer for {worker.silent_seconds:.0f} seconds")
         elif doing == "pass" and self._max_pass_seconds is not None and seconds > self._max_pass_seconds:
             worker.kill(f"one pass took more than {self._max_pass_seconds:g} seconds (max_pass_seconds)")
         elif doing == "pass" and seconds > _LONG_PASS_SECONDS and seconds % _LONG_PASS_SECONDS < 2 * self._look_seconds:
-            logger.warning("worker %d has been computing one pass for %.0f seconds: it may hang", worker.number, seconds)
+            logger.warning("worker %d has been computing one pass for %.0f seconds and may hang", worker.number, seconds)
         worker.memory_bytes = await worker.process.memory()
         if self._max_worker_bytes is not None and worker.memory_bytes > self._max_worker_bytes:
-            worker.kill(f"it took {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
+            worker.kill(f"the worker used {worker.memory_bytes:,} bytes of memory, more than max_worker_bytes allows")
 
 
 def own_memory() -> int:

@@ -1,9 +1,9 @@
-"""Run precompute jobs: submit them, assign them to workers, follow their progress, record how they end.
+"""Run precompute jobs: submit jobs, assign them to workers, and record their progress and final states.
 
-Runs in the event loop; the ledger and files are reached in threads.
+The code runs in the event loop, and accesses the ledger and files in threads.
 
-A caller's request (submit, cancel, retry) is in the ledger before the response is sent. Reports of workers are recorded through
-PendingWrites, so a failing ledger does not end a job. Only one task assigns jobs to workers.
+Requests of callers (submit, cancel, retry) are in the ledger before the response is sent. Reports of workers are recorded
+through PendingWrites, so that a failing ledger does not end a job. Only one task assigns jobs to workers.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from reflogp.store.texts import hide_secrets, shortened_without_secrets
 
 logger = logging.getLogger(__name__)
 
-#: A job fails when this many of its workers have died without progress in between.
+#: A job fails if this many of its workers have died without progress in between.
 _DEATHS = 3
-#: How long a queued job may be overtaken by jobs whose model is already loaded.
+#: Seconds for which younger jobs whose model is already loaded may run before a queued job.
 _PATIENCE_SECONDS = 60.0
-#: Pause between two rounds of housekeeping, and the pause after a round that failed in part.
+#: Seconds between two rounds of housekeeping, and the shorter pause after a round in which a step failed.
 _HOUSEKEEPING_SECONDS, _HOUSEKEEPING_AGAIN_SECONDS = 3600.0, 60.0
 _ALIVE_SECONDS = 15.0
 _EVENT_SECONDS = 0.2
-#: Maximum size of a report that is returned. Reports of this version are below 200 kB.
+#: Maximum size in bytes of a report that is returned. Reports that this version writes are below 200 kB.
 MAX_REPORT_BYTES = 4 << 20
 #: Seconds between two probes of a working ledger, between two probes of a failing ledger, and between two searches for running
 #: jobs that no worker has.
 _PROBE_SECONDS, _PROBE_AGAIN_SECONDS, _LOST_SECONDS = 5.0, 1.0, 60.0
 
 
-#: A write to the ledger, and the callback that gets its result.
+#: (A function that writes to the ledger, the callback that gets its result).
 _Write = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -82,7 +82,7 @@ class Precompute:
 
     Args:
         settings: settings of the service.
-        folder: state folder; results go to its subfolder `results`.
+        folder: state folder. Results are written to its subfolder `results`.
         ledger: ledger of jobs.
         registry: references by name or id.
         uploads: uploaded dataset files.
@@ -113,7 +113,7 @@ class Precompute:
         self._pool: Pool | None = None
         self._helping: Helping
         self._running: dict[int, _Running] = {}  # worker number -> its job
-        self._cancelled: set[str] = set()  # running jobs to be stopped
+        self._cancelled: set[str] = set()  # running jobs that must stop because they were cancelled
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._begins: set[asyncio.Task[None]] = set()
         self._wanted = asyncio.Event()
@@ -123,7 +123,7 @@ class Precompute:
         self._flusher: asyncio.Task[None] | None = None
 
     def start(self, pool: Pool) -> None:
-        """Start the background tasks; jobs continue where the last service stopped."""
+        """Start the background tasks. Jobs continue where the last service stopped."""
         self._pool = pool
         self._helping = Helping(pool)
         self._assign()
@@ -134,7 +134,7 @@ class Precompute:
             "watching the ledger": self._watch_ledger,
         }
         self._tasks = [asyncio.create_task(supervise(name, run)) for name, run in work.items()]
-        self._flusher = asyncio.create_task(supervise("recording what jobs did", self._pending.run))
+        self._flusher = asyncio.create_task(supervise("recording the state of jobs", self._pending.run))
 
     def drain(self) -> None:
         """Start no further jobs and end all event streams."""
@@ -146,7 +146,10 @@ class Precompute:
             self._notify(job)
 
     async def close(self) -> None:
-        """Flush the pending writes to the ledger after all workers have ended; log how many jobs could not be recorded."""
+        """Make the pending writes to the ledger.
+
+        Call this after all workers have ended. Log how many jobs could not be recorded.
+        """
         self.drain()
         if self._flusher is not None:
             self._flusher.cancel()
@@ -161,13 +164,13 @@ class Precompute:
     async def submit(
         self, request: JobRequest, who: str, idempotency_key: str | None, received: tuple[Path, str] | None = None
     ) -> tuple[Job, bool]:
-        """Submit a job; it is in the ledger when this returns.
+        """Submit a job. When this method returns, the job is in the ledger.
 
         Args:
             request: the requested job.
             who: name of the submitter.
-            idempotency_key: identifies the job, together with `who`; without a key the job is identified by its content.
-            received: (file, sha256) of a dataset that came with the request.
+            idempotency_key: identifies the job, together with `who`. Without a key, the job is identified by its content.
+            received: (file, sha256) of the dataset, if it was the body of the request.
 
         Returns:
             The job, and whether it is new.
@@ -175,8 +178,8 @@ class Precompute:
         Raises:
             LedgerError: the ledger cannot be used.
             ReferenceNotFoundError: the service has no model for the reference.
-            Problem: the dataset may not be read, the idempotency key was used with other content (409), or too many jobs are
-                queued (429).
+            Problem: the dataset cannot be read or is not allowed, the idempotency key was used with other content (409), or too
+                many jobs are queued (429).
         """
         reference = self._registry.model_of(request.reference)
         if received is not None:
@@ -188,7 +191,7 @@ class Precompute:
             **request.model_dump(exclude={"dataset", "priority", "title"}),
             "reference": reference.reference_id,
             "dataset": source.get("digest") or source["uri"],
-            "path": source["file"] if "path" in source else None,  # rows may name image files relative to it
+            "path": source["file"] if "path" in source else None,  # rows may name image files relative to the dataset
             "split": request.dataset.split,
             **({} if request.dataset.config is None else {"config": request.dataset.config}),
             "tokenizer": await to_thread.run_sync(self._registry.tokenizer_digest, reference),
@@ -196,7 +199,7 @@ class Precompute:
         content = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         identity = content if idempotency_key is None else f"{who}\n{idempotency_key}"
         if await to_thread.run_sync(self._ledger.waiting) >= self._settings.max_waiting_jobs:
-            raise Problem(429, "too many jobs are queued", "try again when some are done", {"Retry-After": "60"})
+            raise Problem(429, "too many jobs are queued", "try again when some jobs are done", {"Retry-After": "60"})
         submission = Submission(
             identity=identity,
             content=content,
@@ -213,7 +216,7 @@ class Precompute:
             job, new = await to_thread.run_sync(self._ledger.submit, submission)
         except DifferentContentError as error:
             raise Problem(
-                409, f"this Idempotency-Key was used for another job before ({error.args[0]})", "use a new key for a new job"
+                409, f"this Idempotency-Key was already used for another job ({error.args[0]})", "use a new key for a new job"
             ) from None
         if new:
             logger.info("job submitted by %s", who, extra={"job": job.id})
@@ -221,14 +224,16 @@ class Precompute:
         return job, new
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancel a job: at once if it is queued, within one pass if it runs. The ledger has the cancellation when this returns.
+        """Cancel a job.
 
-        Raises LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
+        A queued job ends at once, a running job within one pass. When this method returns, the cancellation is in the ledger.
+
+        Raise LedgerError if the ledger cannot be used, and Problem if the job is unknown or has ended.
         """
         job = await self.get(job_id)
         state = await to_thread.run_sync(self._ledger.cancel, job_id)
         if state not in UNFINISHED:
-            raise Problem(409, f"the job is {state or job.state} already", "there is nothing to cancel")
+            raise Problem(409, f"the job is already {state or job.state}", "only queued and running jobs can be cancelled")
         self._fetching.cancel(job_id)
         if state == "queued":
             self._ended(job_id, "cancelled", None, True)
@@ -240,7 +245,7 @@ class Precompute:
     async def retry(self, job_id: str) -> Job:
         """Queue a failed or cancelled job again.
 
-        Raises Problem if the job is unknown or in another state, and LedgerError if the ledger cannot be used.
+        Raise Problem if the job is unknown or in another state, and LedgerError if the ledger cannot be used.
         """
         job = await self.get(job_id)
         if not await to_thread.run_sync(self._ledger.retry, job_id):
@@ -250,7 +255,7 @@ class Precompute:
         return await self.get(job_id)
 
     async def get(self, job_id: str) -> Job:
-        """Return a job. Raises Problem if it is unknown."""
+        """Return a job. Raise Problem if the job is unknown."""
         job = await to_thread.run_sync(self._ledger.get, job_id)
         if job is None:
             raise Problem(
@@ -259,9 +264,11 @@ class Precompute:
         return job
 
     async def watch(self, job_id: str) -> AsyncIterator[Job | None]:
-        """Yield the job now and after changes, until it has ended. Changes in quick succession are merged.
+        """Yield the job now and after each change, until it has ended.
 
-        Yields None if nothing changed for a while or the ledger cannot be read. Ends early when the service stops.
+        If several changes follow quickly, only the last state is yielded.
+
+        Yield None if nothing has changed for a while, or if the ledger cannot be read. Return early when the service stops.
         """
         changed = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(changed)
@@ -270,7 +277,7 @@ class Precompute:
                 changed.clear()
                 try:
                     job = await self.get(job_id)
-                except LedgerError:  # retried until the ledger can be read again
+                except LedgerError:  # try again until the ledger can be read
                     yield None
                     await asyncio.sleep(_PROBE_AGAIN_SECONDS)
                     continue
@@ -290,18 +297,24 @@ class Precompute:
                 del self._watchers[job_id]
 
     def result(self, job_id: str) -> Path:
-        """Return the path of a job's result; the file need not exist."""
+        """Return the path of a job's result. The file may not exist yet."""
         return self._results / f"{job_id}.parquet"
 
     def report(self, job_id: str) -> Report | None:
-        """Return a job's report, or None if it has none. Raises Problem 413 if it is longer than MAX_REPORT_BYTES."""
+        """Return a job's report, or None if the job has no report.
+
+        Raise Problem 413 if the report is longer than MAX_REPORT_BYTES.
+        """
         file = self._report_file(job_id)
         if file.is_file() and file.stat().st_size > MAX_REPORT_BYTES:
             raise Problem(413, f"the report is longer than {MAX_REPORT_BYTES:,} bytes", "fetch the result, which has every row")
         return Report.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     async def on_frame(self, worker: WorkerHandle, message: dict[str, Any], body: bytes) -> None:
-        """Handle a worker's frame: a report on its job, a message to another worker, or a notice that the worker is ready."""
+        """Handle a frame of a worker.
+
+        The frame reports on the worker's job, is meant for another worker, or says that the worker is ready.
+        """
         if self._helping.on_frame(worker, message, body):
             return
         running = self._running.get(worker.number)
@@ -320,14 +333,14 @@ class Precompute:
                 await self._release(worker.number, running, self._end_of(running, message))
 
     async def on_death(self, worker: WorkerHandle, reason: str, blame: bool) -> None:
-        """Requeue the job of a worker whose process has ended, or let the job fail after too many deaths.
+        """Handle the end of a worker's process: queue its job again, or let the job fail after too many deaths.
 
         Args:
-            blame: True if the worker was not computing an online request, so that its job may have caused the death.
+            blame: False if the worker was computing an online request when it died, so that its job did not cause the death.
         """
         was_helping = self._helping.is_helping(worker.number)
         self._helping.on_death(worker, reason, blame)
-        blame = blame and not was_helping  # a helper's own job has not begun yet
+        blame = blame and not was_helping  # a worker that is still helping has not begun its own job
         running = self._running.get(worker.number)
         if running is None:
             return
@@ -335,7 +348,7 @@ class Precompute:
         if running.cancelled.is_set():
             await self._release(worker.number, running, self._finish(job, "cancelled"))
             return
-        note = f"its worker ended: {reason}"
+        note = f"the worker ended: {reason}"
         if not blame or self._closing:
             await self._release(worker.number, running, self._give_back(job, note))
             return
@@ -344,12 +357,12 @@ class Precompute:
         at_work = set(running.in_flight)
         narrowed = bool(at_work and known and at_work < known)
         if len(at_work) == 1 and at_work == known:
-            poison |= dict.fromkeys(at_work, f"a worker died whenever it was scored ({reason})")
+            poison |= dict.fromkeys(at_work, f"a worker died whenever the sequence was scored ({reason})")
             suspects, narrowed = [], True
             logger.warning("a sequence kills workers and is left out: %s", next(iter(at_work)), extra={"job": job})
         elif at_work:
             suspects = sorted(at_work)
-        logger.warning("its worker ended: %s", reason, extra={"job": job})
+        logger.warning("the job's worker ended: %s", reason, extra={"job": job})
 
         def recorded(deaths: int) -> None:
             if deaths >= _DEATHS:
@@ -361,7 +374,7 @@ class Precompute:
         await self._release(worker.number, running, (died, recorded))
 
     async def _release(self, number: int, running: _Running, write: _Write) -> None:
-        """Take a job from its worker and record its new state. The job is always in `_running` or among the pending writes."""
+        """Take a job from its worker and record its new state. At any time the job is in `_running` or has a pending write."""
         job = running.claim.id
         recorded = self._pending.put(job, *write)
         del self._running[number]
@@ -384,7 +397,10 @@ class Precompute:
             case "stopped" if running.cancelled.is_set():
                 return self._finish(job, "cancelled")
             case _:
-                why = {"interrupted": "a more urgent job came", "displaced": "its model was unloaded for another reference"}
+                why = {
+                    "interrupted": "a job of higher priority came",
+                    "displaced": "the job's model was unloaded for another reference",
+                }
                 return self._give_back(job, why.get(message["why"], "the service ended"))
 
     def _give_back(self, job: str, note: str) -> _Write:
@@ -393,20 +409,20 @@ class Precompute:
         return partial(self._ledger.give_back, job, note), lambda _: self._notify(job)
 
     def _finish(self, job: str, state: JobState, summary: dict[str, Any] | None = None, error: str | None = None) -> _Write:
-        # the text may contain parts of a dataset or a template
+        # the message may contain parts of a dataset or of a chat template
         error = None if error is None else shortened_without_secrets(error)
         finish = partial(self._ledger.finish, job, state, summary=summary, error=error)
         return finish, partial(self._ended, job, state, error)
 
     def _ended(self, job: str, state: JobState, error: str | None, changed: bool) -> None:
-        """Count, log and announce a job's end, once the ledger has it."""
+        """Count and log the end of a job and notify its watchers, after the end was recorded in the ledger."""
         if changed:
             self._metrics.jobs_ended.labels(state).inc()
             logger.info("job %s%s", state, f": {error}" if error else "", extra={"job": job})
         self._notify(job)
 
     async def _fail(self, job: str, error: str) -> None:
-        """Let a queued job fail."""
+        """Record that a queued job failed."""
         await self._pending.put(job, *self._finish(job, "failed", error=error))
 
     def _fetch_changed(self, job: str) -> None:
@@ -414,26 +430,29 @@ class Precompute:
         self._assign()
 
     def _count(self, running: _Running, progress: JobProgress) -> None:
-        """Add the progress since the last report to the metrics."""
+        """Add the progress since the previous report to the metrics."""
         before, running.counted = running.counted, progress
         self._metrics.sequences.labels("job", "hit").inc(max(0, progress.hits - before.hits))
         self._metrics.sequences.labels("job", "scored").inc(max(0, progress.scored - before.scored))
         self._metrics.tokens.labels("job").inc(max(0, progress.tokens - before.tokens))
 
     def _assign(self) -> None:
-        """Trigger a search for jobs for idle workers and for datasets to fetch."""
+        """Make the background tasks look for jobs that can begin and for datasets to fetch."""
         self._wanted.set()
         self._fetching.look()
 
     async def _assign_for_ever(self) -> None:
-        """Assign jobs to workers whenever something may have changed; never returns. Only this task claims jobs."""
+        """Assign jobs to workers whenever something may have changed.
+
+        This coroutine never returns. No other task claims jobs.
+        """
         looked, failures = 0.0, 0
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), _LOST_SECONDS)
             self._wanted.clear()
             try:
-                failed = self._ledger.failures != failures  # a failed claim may have been recorded nevertheless
+                failed = self._ledger.failures != failures  # a claim that failed may be in the ledger nevertheless
                 if self._look_for_lost or failed or time.monotonic() - looked > _LOST_SECONDS:
                     failures = self._ledger.failures
                     await self._requeue_lost()
@@ -444,7 +463,7 @@ class Precompute:
                 self._wanted.set()
 
     async def _requeue_lost(self) -> None:
-        """Queue again the jobs that are running according to the ledger although no worker has them."""
+        """Queue all jobs again that no worker has, although the ledger lists them as running."""
         held = {running.claim.id for running in self._running.values()}
         self._cancelled &= held
         known = self._pending.jobs | held
@@ -452,7 +471,10 @@ class Precompute:
             logger.info("%d jobs were recorded as running, but no worker has them: they are queued again", lost)
 
     async def _assign_once(self) -> None:
-        """Assign a job to every idle worker; if all are busy, interrupt the job of lowest priority for a more urgent one."""
+        """Assign a job to every idle worker.
+
+        If a queued job has a higher priority than a running job, interrupt the running job of the lowest priority.
+        """
         assert self._pool is not None
         for worker in sorted(self._pool.workers, key=lambda worker: self._helping.is_helping(worker.number)):
             if not worker.ready or worker.number in self._running:
@@ -460,7 +482,7 @@ class Precompute:
             claim = await to_thread.run_sync(self._ledger.claim, worker.loaded, _PATIENCE_SECONDS, self._pending.jobs)
             if claim is None:
                 return
-            if not worker.ready:  # its process ended meanwhile
+            if not worker.ready:  # the worker's process has ended in the meantime
                 self._look_for_lost = True
                 self._wanted.set()
                 return
@@ -478,7 +500,10 @@ class Precompute:
             self._stop(number, self._running[number], "interrupted")
 
     def _find_help(self, owner: int, running: _Running) -> None:
-        """Let workers without a job help with this one. Queued jobs go first: a helper that gets a job stops helping."""
+        """Ask workers without a job to help with a running job.
+
+        Queued jobs have precedence: a helper that gets a job of its own stops helping.
+        """
         assert self._pool is not None
         if self._wanted.is_set() or self._closing or running.stop_reason is not None:
             return
@@ -495,13 +520,13 @@ class Precompute:
             if "path" in source:
                 root = await to_thread.run_sync(self._check_unchanged, source)
             elif "uri" in source and not await to_thread.run_sync(Path(source["file"]).exists):
-                note = "its fetched dataset was deleted, and is fetched again"
+                note = "the fetched dataset was deleted and is fetched again"
                 write = partial(self._ledger.fetch_again, claim.id, note), lambda _: self._fetch_changed(claim.id)
         except Exception as error:
             detail = error.detail if isinstance(error, Problem) else str(error)
             write = self._finish(claim.id, "failed", error=f"the dataset: {detail}")
         if self._running.get(worker.number) is not running:
-            return  # the worker died meanwhile
+            return  # the worker has died in the meantime
         if running.cancelled.is_set():
             write = self._finish(claim.id, "cancelled")
         if write is not None:
@@ -546,7 +571,10 @@ class Precompute:
             self._pool.workers[number].send({"op": "stop", "job": running.claim.id, "why": why})
 
     def _admit(self, dataset: DatasetSpec) -> dict[str, str]:
-        """Return the source that a worker will read. Raises Problem if the dataset may not be read."""
+        """Return the source from which a worker will read the dataset.
+
+        Raise Problem if the dataset is not allowed or cannot be read.
+        """
         if dataset.upload is not None:
             file, digest = self._uploads.resolve(dataset.upload)
             return {"name": dataset.upload, "file": str(file), "digest": digest, "split": dataset.split}
@@ -559,10 +587,13 @@ class Precompute:
         return {"name": hide_secrets(dataset.uri), "uri": dataset.uri, "split": dataset.split, **config}
 
     def _check_unchanged(self, source: dict[str, str]) -> str:
-        """Return the root of a path. Raises Problem if the dataset has changed since the submission, or is forbidden now."""
+        """Return the allowed root that contains a dataset.
+
+        Raise Problem if the dataset has changed since the submission, or is no longer allowed.
+        """
         _, digest = resolve_path(source["path"], self._settings)
         if digest != source["digest"]:
-            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit it again")
+            raise Problem(409, f"{source['path']} has changed since the job was submitted", "submit the job again")
         return str(root_of(Path(source["file"]), self._settings))
 
     def _report_file(self, job_id: str) -> Path:
@@ -573,9 +604,9 @@ class Precompute:
             changed.set()
 
     async def _watch_ledger(self) -> None:
-        """Check periodically whether the ledger can be written; never returns.
+        """Check every few seconds whether the ledger can be written.
 
-        Stops all running jobs if another service has taken the ledger over.
+        This coroutine never returns. If another service has taken over the ledger, stop all running jobs.
         """
         while True:
             await to_thread.run_sync(self._ledger.probe)
@@ -586,7 +617,7 @@ class Precompute:
             await asyncio.sleep(_PROBE_SECONDS if self._ledger.trouble is None else _PROBE_AGAIN_SECONDS)
 
     async def _keep_house(self) -> None:
-        """Delete old jobs and unneeded dataset files periodically; never returns."""
+        """Delete old jobs and unneeded dataset files every hour. This coroutine never returns."""
         while True:
             moment = datetime.now(UTC) - timedelta(days=self._settings.keep_days)
             steps: list[Callable[[], object]] = [
@@ -598,14 +629,17 @@ class Precompute:
             for step in steps:
                 try:
                     await to_thread.run_sync(step)
-                except Exception as error:  # the other steps still run, and this step is retried
+                except Exception as error:  # the other steps still run, and the next round tries this step again
                     failed = True
                     known = isinstance(error, LedgerError | OSError)
-                    logger.warning("housekeeping failed in part: %s", error, exc_info=not known)
+                    logger.warning("a step of the housekeeping failed: %s", error, exc_info=not known)
             await asyncio.sleep(_HOUSEKEEPING_AGAIN_SECONDS if failed else _HOUSEKEEPING_SECONDS)
 
     def _forget_before(self, moment: datetime) -> None:
-        """Delete jobs that ended before a moment. Their files are deleted first, so that no file is left without a job."""
+        """Delete jobs that ended before the given time.
+
+        The files of a job are deleted first, so that no file is left without a job.
+        """
         jobs = self._ledger.ended_before(moment)
         for job in jobs:
             self.result(job).unlink(missing_ok=True)

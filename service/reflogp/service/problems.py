@@ -1,4 +1,4 @@
-"""Return every error over HTTP as problem+json (RFC 9457), with a cause and a next step."""
+"""Return every error as a problem+json response (RFC 9457) that names the cause and a next step."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
-#: Error class, HTTP status and next step. The first entry whose class matches an error is used.
+#: Tuples of error class, HTTP status and next step. The first tuple whose class matches an error is used.
 _STATUS: list[tuple[type[ReflogpError], int, str]] = [
     (ReferenceNotFoundError, 404, "GET /v1/references lists all references"),
-    (SnapshotNotFoundError, 404, "leave the snapshot out to get the latest"),
-    (LedgerDamagedError, 503, "ask an administrator to repair the ledger as the message says"),
+    (SnapshotNotFoundError, 404, "omit the snapshot to read the latest snapshot"),
+    (LedgerDamagedError, 503, "ask an administrator to repair the ledger as described in the message"),
     (LedgerError, 503, "try again, or ask an administrator to check the service's state folder"),
     (UsageError, 422, "correct the request"),
     (DamagedStoreError, 503, "ask an administrator to run `reflogp store verify --repair`"),
     (StoreUnavailableError, 503, "try again, or ask an administrator to check the store"),
 ]
-#: Retry-After, in seconds, of a response to a failing ledger of jobs.
+#: Seconds in the Retry-After header of a response that reports a failing ledger.
 _LEDGER_SECONDS = "5"
 
 
@@ -47,10 +47,10 @@ class ProblemBody(BaseModel):
     """A problem in the format of RFC 9457."""
 
     type: str = Field(default="about:blank", description="Kind of problem.")
-    title: str = Field(description="The status in words.")
+    title: str = Field(description="Name of the HTTP status.")
     status: int
-    detail: str = Field(description="What happened.")
-    next_step: str = Field(description="What the caller can do.")
+    detail: str = Field(description="Cause of the problem.")
+    next_step: str = Field(description="What the caller can do next.")
 
 
 class Problem(Exception):
@@ -78,12 +78,12 @@ class Problem(Exception):
 
 
 def problem_of(error: ReflogpError) -> Problem:
-    """Return the Problem for one of reflogp's own errors; 500 for a class without a status of its own."""
+    """Return the Problem for an error of reflogp. The status is 500 if no other status is listed for the error's class."""
     for kind, status, next_step in _STATUS:
         if isinstance(error, kind):
             headers = {"Retry-After": _LEDGER_SECONDS} if isinstance(error, LedgerError) else None
             return Problem(status, str(error), next_step, headers)
-    return Problem(500, str(error), "try again; if it happens again, report it with the service's log")
+    return Problem(500, str(error), "try again; if the error occurs again, report it with the service's log")
 
 
 def install(app: FastAPI) -> None:
@@ -101,23 +101,25 @@ def install(app: FastAPI) -> None:
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return Problem(422, f"{where}: {first['msg']}", "see /docs for what the route accepts").response()
+        return Problem(
+            422, f"{where}: {first['msg']}", "see /docs for the parameters and bodies that the route accepts"
+        ).response()
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # starlette lists only the methods of the first route with this path
+        if error.status_code == 405:  # starlette's Allow header has only the methods of the first route with this path
             headers["Allow"] = ", ".join(_methods_here(request))
         return Problem(error.status_code, str(error.detail), "see /docs for the routes", headers).response()
 
     @app.exception_handler(Exception)
     async def _(request: Request, error: Exception) -> JSONResponse:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return Problem(500, f"the service failed ({type(error).__name__})", "report it with the service's log").response()
+        return Problem(500, f"the service failed ({type(error).__name__})", "report this with the service's log").response()
 
 
 def _methods_here(request: Request) -> list[str]:
-    """Return the methods that any route accepts at a request's path."""
+    """Return all HTTP methods for which a route exists at the path of a request."""
     found: set[str] = set()
     for route in _routes_of(request.app.routes):
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -126,7 +128,7 @@ def _methods_here(request: Request) -> list[str]:
 
 
 def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
-    """Yield routes, including the routes of included routers, which newer versions of FastAPI keep as routers."""
+    """Yield all routes, also those of included routers, which newer versions of FastAPI keep as nested routers."""
     for route in routes:
         included = getattr(route, "original_router", None)
         if included is None:
@@ -136,6 +138,6 @@ def _routes_of(routes: Sequence[BaseRoute]) -> Iterator[BaseRoute]:
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's problem responses."""
+    """Return the OpenAPI entries of the problem responses with these statuses."""
     content = {MEDIA_TYPE: {"schema": ProblemBody.model_json_schema()}}
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

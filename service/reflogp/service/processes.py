@@ -1,6 +1,6 @@
-"""Define the interface of a worker's process, and start one on this machine.
+"""Define the interface of worker processes, and start worker processes on this machine.
 
-For processes on a Ray cluster see `ray_processes`.
+`ray_processes` starts worker processes on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 from reflogp.scoring.frames import Frame, receive_frame
 from reflogp.scoring.machine import exit_reason, growing_segments
 
-#: Command that starts a worker, and the buffer limit of its streams in bytes, which also bounds the head of a frame.
+#: Command that starts a worker, and the buffer limit of its pipes in bytes. The head of a frame must fit into the buffer.
 COMMAND = (sys.executable, "-m", "reflogp.service.worker")
 BUFFER = 1 << 20
 
@@ -26,31 +26,31 @@ class WorkerProcess(Protocol):
     """A running worker process.
 
     Attributes:
-        name: name in the log.
+        name: name of the process in the log.
     """
 
     name: str
 
     def send(self, data: bytes) -> bool:
-        """Send bytes of frames; return False if the process accepts no more."""
+        """Send bytes of frames to the process. Return False if the process accepts no more data."""
 
     def outgoing(self) -> int:
-        """Return the bytes that were sent but not yet read by the process, as far as known."""
+        """Return the number of bytes that were sent and that the process has not read yet, as far as is known."""
 
     async def receive(self) -> Frame | None:
         """Return the next frame, or None when the process has ended."""
 
     async def wait(self) -> str:
-        """Wait until the process ends; return the reason in words."""
+        """Wait until the process ends. Return the reason as a text."""
 
     async def memory(self) -> int:
-        """Return its resident bytes, or 0 if unknown."""
+        """Return the resident memory of the process in bytes, or 0 if it is unknown."""
 
     def kill(self) -> None:
         """Kill the process."""
 
 
-#: Starts a worker; raises ReflogpError if the worker cannot be started.
+#: Type of functions that start a worker. They raise ReflogpError if the worker cannot be started.
 Start = Callable[[], Awaitable[WorkerProcess]]
 
 
@@ -107,7 +107,7 @@ async def start_process() -> asyncio.subprocess.Process:
 
 
 def memory_of(pid: int) -> int:
-    """Return the resident bytes of a process, or 0 if it is gone."""
+    """Return the resident memory of a process in bytes, or 0 if the process does not exist."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

@@ -1,15 +1,16 @@
 """Check whether an IP address is public.
 
-The module has its own table of special networks, so that results do not change with the Python version.
+The module has its own table of special networks, because the table in Python's ipaddress differs between versions.
 """
 
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
-#: Every row of IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
-#: iana-ipv6-special-registry, 2025), even if IANA calls it globally reachable: no dataset is served from a protocol's anycast
-#: address. After the rows of each registry follow networks that are reserved elsewhere.
+#: All networks in IANA's registries of special-purpose addresses (iana.org/assignments/iana-ipv4-special-registry and
+#: iana-ipv6-special-registry, 2025). Networks that IANA calls globally reachable are included, because no dataset is served
+#: from the anycast address of a protocol. After the networks of each registry follow networks that are reserved by other
+#: documents.
 SPECIAL_NETWORKS = tuple(
     ip_network(network)
     for network in (
@@ -72,12 +73,12 @@ SPECIAL_NETWORKS = tuple(
         "ff00::/8",  # multicast
     )
 )
-#: IANA allocates global unicast addresses of IPv6 only from this network.
+#: The only network from which IANA allocates global unicast addresses of IPv6.
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return whether an address belongs to a host on the public internet."""
+    """Return whether an address is that of a host on the public internet."""
     if isinstance(address, IPv6Address) and (address.scope_id is not None or address not in _GLOBAL_UNICAST):
         return False
     kind = IPv4Network if isinstance(address, IPv4Address) else IPv6Network

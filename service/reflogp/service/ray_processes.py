@@ -1,6 +1,7 @@
 """Start worker processes on nodes of a Ray cluster, for `executor = "ray"`.
 
-An actor on the node holds the process and passes bytes in both directions. The service's side runs in its event loop.
+An actor on the node starts the process and relays bytes in both directions. RayProcess, the side of the service, runs in the
+event loop.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from reflogp.store.storage import is_local, make_folder
 
 
 class Relay:
-    """A Ray actor that holds one worker process. Its methods run concurrently in one event loop."""
+    """A Ray actor that runs one worker process on its node. The actor's methods run concurrently in one event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process
 
     async def place(self) -> str:
-        """Return the actor's node, in words."""
+        """Return a description of the actor's node."""
         return this_node()
 
     async def start(self, probes: list[str]) -> int:
-        """Start the process; return its id.
+        """Start the process and return its process id.
 
         Args:
-            probes: files in folders that the worker shares with the service.
+            probes: files that the service has written into folders that it shares with the worker.
 
-        Raises EngineError if a probe is not visible on this node.
+        Raise EngineError if a probe does not exist on this node.
         """
         for file in probes:
             require_visible(file)
@@ -61,23 +62,23 @@ class Relay:
         return self._process.pid
 
     async def send(self, data: bytes) -> None:
-        """Write to the process's stdin. Does nothing if the process has ended; `receive` reports the end."""
+        """Write data to the process's stdin. Do nothing if the process has ended, because `receive` reports the end."""
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(data)
             await self._process.stdin.drain()
 
     async def receive(self) -> bytes:
-        """Return the next bytes from the process's stdout; empty if it has ended."""
+        """Return the next bytes from the process's stdout, or empty bytes if the process has ended."""
         assert self._process.stdout is not None
         return await self._process.stdout.read(BUFFER)
 
     async def wait(self) -> int:
-        """Wait for the process to end; return its exit status."""
+        """Wait for the process to end, and return its exit status."""
         return await self._process.wait()
 
     async def memory(self) -> int:
-        """Return the resident bytes of the process."""
+        """Return the resident memory of the process in bytes."""
         return memory_of(self._process.pid)
 
     async def kill(self) -> None:
@@ -88,9 +89,10 @@ class Relay:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a worker waits for room on the cluster before a warning is logged, and the timeout of a request for its memory.
+#: A warning is logged if a worker has waited _SAID_SECONDS for room on the cluster. A request for a worker's memory times out
+#: after _ANSWER_SECONDS.
 _SAID_SECONDS, _ANSWER_SECONDS = 60.0, 2.0
-#: Seconds that a relay has to kill its worker before the relay itself is killed.
+#: Seconds after which a relay that has not killed its worker is killed itself.
 _KILL_SECONDS = 10.0
 
 
@@ -98,7 +100,7 @@ class RayProcess:
     """A WorkerProcess on a node of the cluster.
 
     Args:
-        relay: the actor; it has started its process.
+        relay: the actor, which has already started its process.
         name: name in the log.
     """
 
@@ -147,7 +149,7 @@ class RayProcess:
             return 0
 
     def kill(self) -> None:
-        """See WorkerProcess.kill. A relay that does not respond in time is killed too, which ends its worker."""
+        """See WorkerProcess.kill. If the relay does not respond in time, it is killed too, and its worker ends with it."""
         self._relay.kill.remote()
         if not self._killing:
             self._killing = True
@@ -158,8 +160,8 @@ class RayProcess:
             ray.kill(self._relay)
 
     async def _write(self) -> None:
-        """Send queued bytes, one call at a time: overlapping calls of an asynchronous actor have no order."""
-        with contextlib.suppress(RayError):  # the reader gets the same error and records the reason
+        """Send queued bytes with one call at a time, because concurrent calls of an asynchronous actor have no order."""
+        with contextlib.suppress(RayError):  # `_read` gets the same error and records the reason
             while True:
                 data = [await self._outgoing.get()]
                 while not self._outgoing.empty():
@@ -178,10 +180,10 @@ class RayProcess:
 
 @dataclass(frozen=True)
 class RayWorkers:
-    """The workers of a service on a cluster.
+    """The workers of a service on a Ray cluster.
 
     Attributes:
-        choice: engine of each worker, and the device that it computes on.
+        choice: engine of each worker, and its device.
         count: number of workers.
         folders: local folders that the workers share with the service.
     """
@@ -191,10 +193,11 @@ class RayWorkers:
     folders: tuple[Path, ...]
 
     async def start(self) -> WorkerProcess:
-        """Start a worker on a node that has room. Waits for room, and logs a warning if that takes long.
+        """Start a worker on a node that has room. Wait until there is room, and log a warning if this takes long.
 
         Raises:
-            UsageError, EngineError: the worker could not be started; an error raised on a node names the node.
+            UsageError, EngineError: the worker could not be started. The message of an error that was raised on a node names
+            the node.
         """
         actor_class: Any = ray.remote(Relay)
         relay = actor_class.options(**resources_of(self.choice), max_restarts=0, max_task_retries=0).remote()
@@ -215,32 +218,32 @@ class RayWorkers:
         return RayProcess(relay, f"pid {pid} on node {node}")
 
     def close(self) -> None:
-        """Disconnect from the cluster; everything that still runs on it for this service ends."""
+        """Disconnect from the cluster. Actors of this service that still run on the cluster end."""
         ray.shutdown()
 
     async def _placed(self, relay: Any) -> str:
         placing = asyncio.ensure_future(_answer(relay.place.remote()))
         done, _ = await asyncio.wait([placing], timeout=_SAID_SECONDS)
         if not done:
-            logger.warning("a worker has not begun yet: the Ray cluster has %s", describe_cluster())
+            logger.warning("a worker has not started yet: the Ray cluster has %s", describe_cluster())
         return str(await placing)
 
 
 def ray_workers(address: str | None, device: str, count: int | None, store: str, state: Path) -> RayWorkers:
-    """Connect to a cluster and return the service's workers on it.
+    """Connect to a Ray cluster and return the object that starts the service's workers there.
 
     Args:
-        address: as in `cluster.connect`.
+        address: address of the cluster, as in `cluster.connect`.
         device: auto, cpu or cuda.
-        count: number of workers; None for as many as the cluster has room for now.
+        count: number of workers, or None for as many workers as the cluster has room for now.
         store: URI of the store.
         state: state folder of the service.
 
-    Raises UsageError if there is no cluster or no such device, StoreUnavailableError if the store cannot be created.
+    Raise UsageError if there is no cluster or no such device, and StoreUnavailableError if the store cannot be created.
     """
     ends = signal.getsignal(signal.SIGTERM)
     connect(address)
-    signal.signal(signal.SIGTERM, ends)  # Ray's handler would end the service with an exit code, as if it had failed
+    signal.signal(signal.SIGTERM, ends)  # with Ray's handler, SIGTERM would end the service with the exit code of a failure
     choice = on_workers(EngineChoice(device=device))
     make_folder(store)
     folders = (state, *([Path(store)] if is_local(store) else []))
@@ -248,5 +251,8 @@ def ray_workers(address: str | None, device: str, count: int | None, store: str,
 
 
 async def _answer(reference: Awaitable[Any]) -> Any:
-    """Return the value of a Ray object reference; a coroutine, so that asyncio can wait for it with a timeout."""
+    """Return the value of a Ray object reference.
+
+    The function is a coroutine, so that asyncio can wait for the value with a timeout.
+    """
     return await reference

@@ -33,11 +33,11 @@ _NO_KEYS = pa.array([], KEY_TYPE)
 
 @dataclass(frozen=True)
 class RegisteredReference:
-    """A reference that requests can name by its id, or by its name if the settings give one.
+    """A reference of the settings or of the store. Requests name a reference by its id, or by its name in the settings.
 
     Attributes:
-        name: name in the settings, or None.
-        table: table of the store, or None if the store has no values of this reference.
+        name: name in the settings, or None if only the store has the reference.
+        table: the store's table of this reference, or None if the store has no values of it.
     """
 
     name: str | None
@@ -46,10 +46,11 @@ class RegisteredReference:
 
 
 class ReferenceRegistry:
-    """References by name or id.
+    """All references of a service and its store, by name or id.
 
     Args:
-        settings: names of models, and the store. Named models are hashed at once; hashes of weight files are cached.
+        settings: the named models, and the URI of the store. The models are hashed when the object is created. Hashes of weight
+            files are cached.
 
     Raises:
         UsageError, CheckpointError: a named model does not exist or cannot be used, or the store's URI has an unknown scheme.
@@ -70,7 +71,7 @@ class ReferenceRegistry:
     def list(self) -> list[RegisteredReference]:
         """Return all named references and all other references of the store, sorted by id.
 
-        Raises UsageError if the store's path holds something that is not a store.
+        Raise UsageError if the store's path contains something that is not a store.
         """
         names = {reference.reference_id: name for name, reference in self._named.items()}
         try:
@@ -86,9 +87,9 @@ class ReferenceRegistry:
         ]
 
     def model_of(self, name_or_id: str) -> Reference:
-        """Return the reference of a model that this service can load.
+        """Return a reference whose model this service can load.
 
-        Raises ReferenceNotFoundError for an unknown reference, and for a reference that only the store has.
+        Raise ReferenceNotFoundError for an unknown reference, and for a reference that only the store has.
         """
         by_id = {reference.reference_id: reference for reference in self._named.values()}
         found = self._named.get(name_or_id) or by_id.get(name_or_id)
@@ -99,7 +100,7 @@ class ReferenceRegistry:
         return found
 
     def tokenizer_digest(self, reference: Reference) -> str | None:
-        """Return the digest of the tokenizer files in a reference's folder now, or None if they cannot be read."""
+        """Return the digest of the tokenizer files that are in the model's folder now, or None if they cannot be read."""
         for name, entry in self._models.items():
             if self._named[name].reference_id == reference.reference_id:
                 with suppress(ReflogpError), open_tokenizer(str(resolve_model(entry.model, entry.revision))) as files:
@@ -107,11 +108,11 @@ class ReferenceRegistry:
         return None
 
     def named(self) -> dict[str, Reference]:
-        """Return name -> reference, for the references that have a name and a model."""
+        """Return a dict from name to reference of all models in the settings."""
         return dict(self._named)
 
     def supports_temperature(self, reference_id: str) -> bool:
-        """Return whether a reference's engine supports temperatures other than 1, which divide the logits."""
+        """Return whether a reference's engine can compute log-probs at temperatures other than 1."""
         return any(
             reference.reference_id == reference_id and self._engines[name] == "torch" for name, reference in self._named.items()
         )
@@ -119,13 +120,13 @@ class ReferenceRegistry:
     def table(self, name_or_id: str) -> LogprobTable:
         """Return the table of a reference.
 
-        Raises ReferenceNotFoundError for an unknown reference and for a reference without stored values, UsageError if the path
-        of the store holds something that is not a store.
+        Raise ReferenceNotFoundError for an unknown reference or a reference without stored values, and UsageError if the
+        store's path contains something that is not a store.
         """
         named = self._named.get(name_or_id)
         key = named.reference_id if named else name_or_id
         with self._lock:
-            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired since
+            if key not in self._tables or self._tables[key].log_is_damaged:  # the log may have been repaired in the meantime
                 if named is None and not _is_id(key):
                     raise ReferenceNotFoundError(f"this service has no reference named {name_or_id!r}")
                 try:
@@ -133,14 +134,14 @@ class ReferenceRegistry:
                 except UsageError as error:
                     if self._is_something_else():
                         raise
-                    raise ReferenceNotFoundError(f"nothing was scored with {name_or_id!r} yet") from error
+                    raise ReferenceNotFoundError(f"no values of reference {name_or_id!r} are stored yet") from error
             return self._tables[key]
 
     def _is_something_else(self) -> bool:
-        """Return whether the store's path holds something that is not a store.
+        """Return whether the store's path contains something that is not a store.
 
-        These count as an empty store: a path that does not exist, and a folder with an incomplete table, which is being created
-        or was left by an interrupted command (for example on a full disk).
+        A path that does not exist counts as an empty store. A folder with an incomplete table counts as an empty store too: the
+        table is being created, or was left by an interrupted command (for example on a full disk).
         """
         place = Path(self.store.uri)
         return is_local(self.store.uri) and place.exists() and not any(map(_is_id, _names(place)))
@@ -149,12 +150,13 @@ class ReferenceRegistry:
         """Return a snapshot of a reference, with its index loaded.
 
         Args:
-            number: number of the snapshot; None for the latest.
+            number: number of the snapshot, or None for the latest snapshot.
 
-        Raises ReferenceNotFoundError, SnapshotNotFoundError, StoreUnavailableError.
+        Raise ReferenceNotFoundError, SnapshotNotFoundError or StoreUnavailableError if the snapshot does not exist or cannot be
+        read.
         """
         table = self.table(name_or_id)
-        with self._lock:  # a table is not safe to use from several threads; a snapshot with a loaded index is
+        with self._lock:  # tables are not safe to use from several threads, but snapshots with a loaded index are
             snapshot = table.snapshot(number)
             snapshot.stored_lengths(_NO_KEYS)
             return snapshot
@@ -167,5 +169,5 @@ def _is_id(text: str) -> bool:
 def _names(folder: Path) -> list[str]:
     try:
         return [path.name for path in folder.iterdir()]
-    except OSError:  # a file, or gone
+    except OSError:  # the path is not a folder, or does not exist any more
         return []

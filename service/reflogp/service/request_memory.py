@@ -1,8 +1,9 @@
 """Limit the memory that all current requests may use together.
 
-A route reserves a request's memory before it reads the body. A request that waits for memory therefore holds none, so there is
-no deadlock. A request that later needs more never waits: it gets the memory at once or fails with 503. Small requests have a
-share of their own and never wait for large ones. Each share is first come, first served.
+A route reserves a request's memory before it reads the body. A request that waits for memory therefore holds no memory, so
+there is no deadlock. A request that needs more memory later does not wait: it gets the memory at once, or fails with 503. Small
+requests use a separate share of the memory, so they never wait for large requests. Requests for one share are served in the
+order in which they come.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: A request of at most this many bytes is small. All small requests together may use one eighth of the memory.
+#: A request that needs at most SMALL_BYTES is small. All small requests together may use one eighth of the memory.
 SMALL_BYTES, _SMALL_PART = 4 << 20, 8
-#: Seconds that a request waits for memory before it is refused, and seconds in the Retry-After header.
+#: A request that has waited _PATIENCE_SECONDS for memory is refused, with _RETRY_SECONDS in the Retry-After header.
 _PATIENCE_SECONDS, _RETRY_SECONDS = 10.0, 5
-#: Requests may by default use one eighth of the memory of the machine (or of its container), and at least this many bytes.
+#: By default, requests may use one eighth of the memory of the machine or its container, and at least _LEAST_BYTES.
 _DEFAULT_PART, _LEAST_BYTES = 8, 256 << 20
 _STATE_KEY = "memory"
-#: mallopt's parameter (malloc.h), and the block size from which glibc maps memory and returns it to the system when freed.
+#: The parameter of mallopt (malloc.h) that is set, and its value. glibc returns freed blocks of at least this size to the
+#: system.
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 512 << 10
 
 
 def give_memory_back() -> None:
     """Make the C library return large blocks to the system when they are freed, so that the process does not keep them.
 
-    Without this, glibc raises the minimum size of such blocks, up to 32 MiB, as blocks are freed. Does nothing for other C
-    libraries.
+    Without this call, glibc increases the minimum size of blocks that it returns, up to 32 MiB, when blocks are freed. With
+    other C libraries, the call does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -40,7 +42,7 @@ def give_memory_back() -> None:
 
 
 def default_request_memory(total_bytes: int) -> int:
-    """Return the bytes that requests may use by default.
+    """Return the memory in bytes that requests may use by default.
 
     Args:
         total_bytes: memory of the machine, or of its container.
@@ -49,7 +51,7 @@ def default_request_memory(total_bytes: int) -> int:
 
 
 class _Share:
-    """A part of the memory. Waiting requests are served in order."""
+    """A share of the memory. Requests that wait for memory are served in order."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -60,7 +62,7 @@ class _Share:
         return self.used + count <= self.size
 
     async def take(self, count: int, seconds: float) -> bool:
-        """Take `count` bytes, waiting for at most `seconds`; return whether they were taken."""
+        """Take `count` bytes, and wait for at most `seconds` until they are free. Return whether the bytes were taken."""
         if not self._waiting and self.fits(count):
             self.used += count
             return True
@@ -88,7 +90,7 @@ class _Share:
 
     def _leave(self, entry: tuple[int, asyncio.Future[None]]) -> None:
         self._waiting.remove(entry)
-        self._serve()  # requests behind it may fit now
+        self._serve()  # the next requests may get memory now
 
     def _serve(self) -> None:
         while self._waiting and self.fits(self._waiting[0][0]):
@@ -98,10 +100,10 @@ class _Share:
 
 
 class RequestMemory:
-    """The memory of all current requests. Use it in the event loop only.
+    """The memory that all current requests may use together. Use this object in the event loop only.
 
     Args:
-        size: total bytes.
+        size: total memory in bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -111,12 +113,12 @@ class RequestMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are reserved now."""
+        """Number of bytes that are reserved now."""
         return self.small.used + self.large.used
 
     @property
     def largest(self) -> int:
-        """Maximum bytes that one request can reserve."""
+        """Maximum number of bytes that one request can reserve."""
         return self.large.size
 
     def share_of(self, count: int) -> _Share:
@@ -128,8 +130,8 @@ class Reservation:
     """The memory that one request has reserved. RequestMemoryGuard calls `release` when the request is over.
 
     Attributes:
-        bytes: bytes that are reserved now.
-        most: maximum bytes that were reserved so far.
+        bytes: number of bytes that are reserved now.
+        most: largest value of `bytes` so far.
     """
 
     def __init__(self, memory: RequestMemory) -> None:
@@ -138,10 +140,11 @@ class Reservation:
         self.bytes = self.most = 0
 
     async def reserve(self, count: int) -> None:
-        """Reserve `count` bytes in total. Waits until they are free only if the request holds nothing yet.
+        """Reserve `count` bytes in total. If the request holds no memory yet, wait until the bytes are free.
 
         Raises:
-            Problem: 413 if no request may use this much, 503 with Retry-After if other requests hold the memory for too long.
+            Problem: 413 if one request may not use this much memory, 503 with Retry-After if other requests hold the memory for
+                too long.
         """
         if self._share is not None:
             self.resize(count)
@@ -154,10 +157,12 @@ class Reservation:
         self.most = max(self.most, count)
 
     def resize(self, count: int) -> None:
-        """Change the reservation to `count` bytes. Never waits: a request that waits while it holds memory could wait for ever.
+        """Change the reservation to `count` bytes without waiting.
+
+        Requests that hold memory while they wait for more could block each other for ever.
 
         Raises:
-            Problem: 413 as `reserve`, 503 with Retry-After if the memory is not free now.
+            Problem: 413 if one request may not use this much memory, 503 with Retry-After if the memory is not free now.
         """
         assert self._share is not None, "reserve first"
         self._check(count)
@@ -177,7 +182,7 @@ class Reservation:
         self.most = max(self.most, count)
 
     def release(self) -> None:
-        """Give all memory back. A second call does nothing."""
+        """Release all memory of the reservation. A second call does nothing."""
         if self._share is not None:
             share, count = self._share, self.bytes
             self._share, self.bytes = None, 0
@@ -188,12 +193,15 @@ class Reservation:
             raise Problem(
                 413,
                 f"the request would take about {count:,} bytes of memory, more than its limit of {self._memory.largest:,}",
-                "send it in several requests, or raise request_memory_bytes",
+                "split the request, or ask an administrator to raise request_memory_bytes",
             )
 
 
 class RequestMemoryGuard:
-    """ASGI middleware that gives every request a Reservation and releases it at the end of the request, even after an error."""
+    """ASGI middleware that gives every request a Reservation.
+
+    The Reservation is released when the request has ended, also after an error.
+    """
 
     def __init__(self, app: ASGIApp, memory: RequestMemory) -> None:
         self._app = app
@@ -208,7 +216,7 @@ class RequestMemoryGuard:
             await self._app(scope, receive, send)
         finally:
             if reservation.most > SMALL_BYTES:
-                pa.default_memory_pool().release_unused()  # otherwise Arrow keeps freed pages
+                pa.default_memory_pool().release_unused()  # otherwise Arrow keeps the freed memory
             reservation.release()
 
 
@@ -222,6 +230,6 @@ def _busy() -> Problem:
     return Problem(
         503,
         "other requests use all the memory that requests may use",
-        "try again later, with less at a time",
+        "try again later, with less data in one request",
         {"Retry-After": str(_RETRY_SECONDS)},
     )

@@ -1,7 +1,7 @@
-"""Resolve dataset paths of requests: only files and folders under the roots that an administrator allows.
+"""Resolve dataset paths in requests, but only below the root folders that an administrator allows.
 
-The functions block. A path is resolved when its job is submitted and again when the job begins. The worker, too, opens files
-through `confined_paths`, and reads only content with the digest that was computed here.
+The functions block. A path is resolved when its job is submitted, and again when the job begins. The worker opens the files
+through `confined_paths` too, and accepts only content with the digest that `resolve_path` returned.
 
 A path outside the roots gets the same response whether it exists or not.
 """
@@ -20,14 +20,16 @@ _STATUS = {"outside": 403, "hidden": 403, "missing": 404, "unusable": 422}
 
 
 def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
-    """Return the path of a file or folder, without links, and a digest of its content (sha256; blake2b for a folder).
+    """Return the path of a file or folder with symbolic links resolved, and the digest of its content.
 
-    A folder's digest is over the relative names and sha256 of its dataset files. Hidden files and files with other suffixes are
-    left out, because no reader uses them.
+    The digest of a file is its sha256, that of a folder a blake2b digest.
+
+    The digest of a folder covers the relative names and the sha256 digests of its dataset files. Hidden files and files with
+    other suffixes are ignored, because they are not read.
 
     Raises:
-        Problem: 403 if the path is not under a root or is hidden, 404 if it does not exist, 409 if it is being written to, 422
-            if it is malformed or cannot be a dataset.
+        Problem: 403 if the path is hidden or is not below an allowed root, 404 if it does not exist, 409 if it is being written
+            to, 422 if it is malformed or cannot be a dataset.
     """
     if not settings.dataset_roots:
         raise Problem(403, "this service accepts no datasets by path (its setting dataset_roots is empty)", _UPLOAD)
@@ -41,12 +43,12 @@ def resolve_path(path: str, settings: ServerSettings) -> tuple[Path, str]:
                 except PathError as error:
                     raise Problem(_STATUS[error.kind], str(error), error.next_step) from error
                 except FileChangedError as error:
-                    raise Problem(409, f"{path} is being written to", "submit it when it is complete") from error
+                    raise Problem(409, f"{path} is being written to", "submit the dataset when it is complete") from error
     raise _outside()
 
 
 def root_of(file: Path, settings: ServerSettings) -> Path:
-    """Return the root, without links, of a path from `resolve_path`. Raises Problem if no root contains the path any more."""
+    """Return the allowed root that contains a path from `resolve_path`. Raise Problem if no root contains the path any more."""
     for root in sorted((root.expanduser().resolve() for root in settings.dataset_roots), key=lambda root: len(root.parts)):
         if file.is_relative_to(root):
             return root
@@ -58,12 +60,15 @@ def _outside() -> Problem:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """Return the path of a request. Raises Problem 422 unless it is absolute and without `..` and control characters."""
+    """Return the path that a request names.
+
+    Raise Problem 422 if the path is not absolute, or has `..` or control characters.
+    """
     if any(ord(ch) < 32 or ord(ch) == 127 or 0xD800 <= ord(ch) <= 0xDFFF for ch in path):
-        raise Problem(422, "the path has control characters", "name the path as it is")
+        raise Problem(422, "the path has control characters", "send the path without control characters")
     if not path.startswith("/") or path.startswith("//"):
-        raise Problem(422, "the path is not absolute", "begin it with one slash")
+        raise Problem(422, "the path is not absolute", "begin the path with one slash")
     parts = path.split("/")
     if ".." in parts:
-        raise Problem(422, "the path has a part '..'", "name the path without it")
+        raise Problem(422, "the path has a part '..'", "send the path without '..'")
     return PurePosixPath(path)

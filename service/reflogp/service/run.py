@@ -1,9 +1,9 @@
 """Set up logging and run a service with uvicorn until SIGTERM or Ctrl-C.
 
-The log has lines for people, or one JSON object per line for programs. Records about a job carry the job's id.
+The log has readable lines, or one JSON object per line for programs. Records about a job contain the job's id.
 
-At the end event streams close at once, so that they do not delay the shutdown. Requests get time to finish. Then jobs commit
-their computed values and workers end.
+When the service stops, event streams are closed at once, so that they do not delay the shutdown. Other requests get time to
+finish. After that, jobs commit their computed values, and the workers end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from reflogp.store.texts import hide_secrets
 
 
 class _ForPrograms(JsonFormatter):
-    """Formats a record as a JSON object in ASCII, so that no text can end the object or control a terminal."""
+    """A log formatter that writes a record as a JSON object in ASCII.
+
+    No text in a record can end the object or control a terminal.
+    """
 
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         super().add_fields(log_data, record, message_dict)
@@ -41,10 +44,10 @@ def install_logging(form: Literal["text", "json"]) -> None:
     handler.setFormatter(_ForPrograms(FIELDS, rename_fields=renamed) if form == "json" else LogLine())
     handler.addFilter(add_request_id)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.captureWarnings(True)  # warnings may quote secrets too, which the formatters hide
+    logging.captureWarnings(True)  # warnings may contain secrets, which the formatters remove
 
 
-#: Seconds that open requests get to finish.
+#: Seconds that open requests get to finish when the service stops.
 _GRACE_SECONDS = 20
 
 
@@ -59,7 +62,7 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: ServerSettings) -> None:
-    """Run the service; return when it has ended. Raises what `create_app` raises."""
+    """Run the service, and return when it has ended. Raise the errors of `create_app`."""
     give_memory_back()
     app = create_app(settings)
     install_logging(settings.log_format)

@@ -9,8 +9,7 @@ Example of a settings file, with the corresponding environment variables:
     dtype = "bfloat16"
     [[tokens]]
     name = "trainers"
-    sha256 = "…"                            # of the token; `reflogp token trainers` makes one
-    scopes = ["read", "score"]
+    sha256 = "…" # of the token; `reflogp token trainers` makes one scopes = ["read", "score"]
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from reflogp.service.worker.protocol import ModelConfig
 from reflogp.store.errors import UsageError
 from reflogp.store.storage import PLACES, normalize_uri
 
-#: read: look up values and view pages; score: compute values; admin: everything.
+#: What a token may do. read: look up values and view pages; score: compute values; admin: everything.
 Scope = Literal["read", "score", "admin"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
@@ -41,7 +40,7 @@ _OF_REMOTE = ("url", "served_model", "concurrency", "patience_seconds", "check_c
 
 
 class ReferenceSettings(BaseModel):
-    """A reference model under a name that the service gives it."""
+    """The settings of a reference model that has a name in the service."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = Field(description="Folder with config.json and safetensors, a PEFT adapter's folder, or a hub id.")
@@ -50,23 +49,32 @@ class ReferenceSettings(BaseModel):
         description="Compute dtype: bfloat16, float32, float16; bfloat16-autocast, float16-autocast (float32 weights under "
         "torch.autocast); checkpoint for the dtype in config.json. Part of the reference id.",
     )
-    lm_head_dtype: str | None = Field(None, description="float32 computes the logits in float32; part of the reference id.")
-    revision: str | None = Field(None, description="Revision of a hub id.")
+    lm_head_dtype: str | None = Field(
+        None, description="Dtype of the output layer: float32 computes the logits in float32. Part of the reference id."
+    )
+    revision: str | None = Field(None, description="Revision of a model on the Hub.")
     trust_remote_code: bool = Field(False, description="Run the modelling code in the checkpoint's folder.")
-    engine: EngineName = Field("torch", description="Engine that computes: torch, vllm, or remote (a running `vllm serve`).")
-    vllm_python: str | None = Field(None, description="vllm: Python of its environment. Default: REFLOGP_VLLM_PYTHON.")
-    tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the model is spread over.")
-    vllm_options: dict[str, Any] = Field(default_factory=dict, description="vllm: further arguments (docs/engines.md).")
+    engine: EngineName = Field(
+        "torch", description="Engine that computes log-probs: torch, vllm, or remote (a running `vllm serve`)."
+    )
+    vllm_python: str | None = Field(
+        None, description="vllm: Python interpreter of vLLM's environment. Default: $REFLOGP_VLLM_PYTHON."
+    )
+    tensor_parallel: int = Field(1, ge=1, description="vllm: number of GPUs over which the model is sharded.")
+    vllm_options: dict[str, Any] = Field(
+        default_factory=dict, description="vllm: further arguments for vLLM (docs/engines.md)."
+    )
     url: str | None = Field(
         None, pattern="^https?://", description="remote: URL of the server; its API key is read from VLLM_API_KEY."
     )
     served_model: str | None = Field(
-        None, description="remote: the server's name for the model. Default: the only model that the server has."
+        None, description="remote: name of the model on the server. Default: the only model that the server has."
     )
     concurrency: int = Field(64, ge=1, description="remote: maximum number of requests sent at the same time.")
-    patience_seconds: float = Field(300.0, gt=0, description="remote: how long to wait for a server that does not answer.")
+    patience_seconds: float = Field(300.0, gt=0, description="remote: maximum time to wait for a server that does not answer.")
     check_claim: bool = Field(
-        True, description="remote: compare the server's values with those computed from the weights before storing any."
+        True,
+        description="remote: compare some values of the server with values computed from the weights before any are stored.",
     )
 
     @model_validator(mode="after")
@@ -86,7 +94,7 @@ class ReferenceSettings(BaseModel):
         return self
 
     def place(self) -> ModelConfig:
-        """Return these settings in the form in which workers get them."""
+        """Return these settings as a ModelConfig, which is sent to workers."""
         of_the_model = {"model", "dtype", "lm_head_dtype", "revision"}
         fields = self.model_dump()
         choice = {("name" if name == "engine" else name): value for name, value in fields.items() if name not in of_the_model}
@@ -94,34 +102,36 @@ class ReferenceSettings(BaseModel):
 
 
 class TokenSettings(BaseModel):
-    """A bearer token, given by its digest: the token itself is not stored anywhere."""
+    """A bearer token. The settings contain only its digest, not the token itself."""
 
     model_config = ConfigDict(extra="forbid")
-    name: str = Field(description="Who uses the token; appears in logs.")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="Digest of the token.")
-    scopes: set[Scope] = Field(description="What the token allows.")
+    name: str = Field(description="Name of the token's user, which appears in logs.")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="sha256 digest of the token.")
+    scopes: set[Scope] = Field(description="Scopes that the token has: read, score, admin.")
 
 
 class ServerSettings(BaseSettings):
-    """Settings of one service. Unknown names are rejected."""
+    """The settings of a service. Unknown names are rejected."""
 
     model_config = SettingsConfigDict(env_prefix="REFLOGP_", extra="forbid")
 
-    store: str = Field(description=f"Store: {PLACES}.")
+    store: str = Field(description=f"URI of the store: {PLACES}.")
     references: dict[str, ReferenceSettings] = Field(default_factory=dict, description="Reference models by name.")
-    tokens: list[TokenSettings] = Field(default_factory=list, description="Tokens of the callers. Optional only on loopback.")
-    host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8311, ge=0, le=65535, description="Port to listen on; 0 chooses a free port.")
+    tokens: list[TokenSettings] = Field(
+        default_factory=list, description="Bearer tokens of the callers. Required unless the service listens on loopback only."
+    )
+    host: str = Field("127.0.0.1", description="Address on which the service listens.")
+    port: int = Field(8311, ge=0, le=65535, description="Port on which the service listens; 0 chooses a free port.")
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names under which the service may be reached, in addition to those of loopback: data.example.org,"
+        description="Host names under which the service may be reached, in addition to loopback names: data.example.org,"
         " *.example.org. Default: without tokens none, with tokens any. With tokens, IP addresses are always allowed.",
     )
     max_body_bytes: int = Field(
-        256 << 20, gt=0, description="A longer request body is refused; uploads have max_upload_bytes instead."
+        256 << 20, gt=0, description="Maximum size of a request body. For uploads, max_upload_bytes applies instead."
     )
     max_json_bytes: int = Field(
-        2 << 20, gt=0, description="A longer JSON body is refused; send more than that as an Arrow stream."
+        2 << 20, gt=0, description="Maximum size of a JSON body. Larger requests must be sent as an Arrow stream."
     )
     request_memory_bytes: int | None = Field(
         None,
@@ -131,69 +141,85 @@ class ServerSettings(BaseSettings):
         " Default: 1/8 of the memory of the machine, or of its container, and at least 256 MiB.",
     )
     max_head_bytes: int = Field(
-        32 << 10, gt=0, description="A request with a longer target (path and query) or longer headers is refused."
+        32 << 10, gt=0, description="Maximum size of a request's target (path and query), and of its headers."
     )
-    head_seconds: float = Field(10.0, gt=0, description="A connection whose request's head is not complete by then is closed.")
+    head_seconds: float = Field(
+        10.0, gt=0, description="Maximum time until the head of a request is complete. The connection is then closed."
+    )
     answer_idle_seconds: float = Field(
-        30.0, gt=0, description="A connection whose response is not read for this long is closed."
+        30.0,
+        gt=0,
+        description="Maximum time for which a client may pause while it reads a response. The connection is then closed.",
     )
     max_lookup_keys: int = Field(5_000_000, gt=0, description="Maximum number of keys in one lookup.")
-    max_answer_bytes: int = Field(1 << 30, gt=0, description="A lookup whose token values are longer is refused.")
+    max_answer_bytes: int = Field(1 << 30, gt=0, description="Maximum size of the token values in the response to a lookup.")
     max_connections: int = Field(
         1_000,
         gt=0,
-        description="Maximum open requests; a further request is refused with 503. As many more connections may be idle.",
+        description="Maximum number of open requests; a further request is refused with 503. In addition, the same number of"
+        " connections may be idle.",
     )
     state: Path | None = Field(
-        None, description="Folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp."
+        None,
+        description="State folder for jobs, uploads and results. Default: a folder for this store in ~/.local/state/reflogp.",
     )
-    keep_days: float = Field(30.0, gt=0, description="Ended jobs, their results and unused uploads are deleted after this.")
-    log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line, with job ids.")
+    keep_days: float = Field(
+        30.0,
+        gt=0,
+        description="Days after which ended jobs, their results, and files that no upload and no job names are deleted.",
+    )
+    log_format: Literal["text", "json"] = Field("text", description="Format of the log. json writes one JSON object per line.")
     access_log: bool = Field(
-        False, description="Also log a line for each request; /metrics counts and times requests in any case."
+        False, description="Write a log line for each request. /metrics counts and times requests in any case."
     )
     # workers
     devices: list[str] = Field(
         ["all"],
         min_length=1,
-        description="One worker process for each: all (every GPU, or the CPU where there is none), auto, cpu, cuda:0, …; "
-        "with tensor_parallel = N, one for every N GPUs. Workers without a job help with a running job.",
+        description="Devices, each with one worker process: all (every GPU, or the CPU without a GPU), auto, cpu, cuda:0, …; "
+        "with tensor_parallel = N, there is one worker for every N GPUs. Workers without a job help with a running job.",
     )
     executor: Literal["local", "ray"] = Field("local", description="Where workers run: on this machine, or on a Ray cluster.")
     ray_address: str | None = Field(
-        None, description="auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this machine alone."
+        None,
+        description="Address of the Ray cluster: auto, HOST:PORT or ray://HOST:PORT. Default: $RAY_ADDRESS, or Ray on this"
+        " machine alone.",
     )
     ray_workers: int | None = Field(
         None,
         ge=1,
-        description="Workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
+        description="Number of workers on Ray. Default: one for each GPU of the cluster, or for each CPU if it has no GPU.",
     )
-    token_budget: int | Literal["auto"] = Field("auto", description="Maximum tokens of one pass; auto: by free memory.")
-    max_loaded: int = Field(1, ge=1, description="Maximum number of references that a worker holds in memory.")
-    pinned: str | None = Field(None, description="Name of a reference that every worker loads at the start and keeps.")
+    token_budget: int | Literal["auto"] = Field(
+        "auto", description="Maximum number of tokens in one pass; auto chooses it by free memory."
+    )
+    max_loaded: int = Field(1, ge=1, description="Maximum number of models that a worker holds in memory.")
+    pinned: str | None = Field(
+        None, description="Name of a reference whose model every worker loads at the start and never unloads."
+    )
     max_worker_bytes: int | None = Field(
         None,
         gt=0,
-        description="A worker that takes more memory is killed and started again. Default: 9/10 of the memory of"
-        " the machine, or of its container; on Ray, Ray's own limit.",
+        description="Maximum memory of a worker. A worker that uses more is killed and started again. Default: 9/10 of the"
+        " memory of the machine, or of its container; on Ray, Ray's own limit.",
     )
     worker_silence_seconds: float = Field(
         60.0,
         gt=0,
-        description="A worker that does not answer for this long is killed and started again. While it starts, it has ten times"
-        " as long. Loading a model and computing a long pass do not count.",
+        description="Maximum time that a worker may take to answer a ping. A worker that takes longer is killed and started"
+        " again. A starting worker has ten times as long. Workers also answer while they load a model or compute a long pass.",
     )
     max_pass_seconds: float | None = Field(
         None,
         gt=0,
-        description="A worker that computes one pass for longer than this is killed and started again. Default: no limit,"
-        " because a long pass cannot be distinguished from a hanging one. The log warns of passes of more than ten minutes.",
+        description="Maximum time of one pass. A worker that takes longer is killed and started again. Default: no limit,"
+        " because a long pass cannot be distinguished from a hanging pass. The log warns of passes of more than ten minutes.",
     )
     # jobs
     ledger_seconds: float = Field(
         5.0,
         gt=0,
-        description="How long a request waits for a ledger of jobs that is locked or whose disk fails. The request is then"
+        description="Maximum time that a request waits if the ledger of jobs is locked or its disk fails. The request is then"
         " refused with 503.",
     )
     max_waiting_jobs: int = Field(
@@ -201,47 +227,63 @@ class ServerSettings(BaseSettings):
     )
     commit_seconds: float = Field(5.0, gt=0, description="Maximum time that a job's computed values wait for a commit.")
     max_tokens_bytes: int = Field(
-        20 << 30, gt=0, description="Maximum size of the kept token ids, which save tokenising a dataset again."
+        20 << 30,
+        gt=0,
+        description="Maximum size of the cache of token ids, from which a dataset is read instead of tokenising it again.",
     )
     # online scoring
     window_seconds: float = Field(
-        0.002, ge=0, le=1, description="How long a request waits for others, to be computed in the same passes."
+        0.002,
+        ge=0,
+        le=1,
+        description="Time that a request waits for other requests, so that they are computed in the same passes.",
     )
     max_score_sequences: int = Field(4_096, gt=0, description="Maximum number of sequences in one request.")
     max_score_tokens: int = Field(4 << 20, gt=0, description="Maximum number of tokens in one request.")
     max_queued_tokens: int = Field(
         16 << 20, gt=0, description="Maximum number of tokens queued for a worker; a further request is refused with 429."
     )
-    deadline_seconds: float = Field(300.0, gt=0, description="Deadline of a request that names none.")
+    deadline_seconds: float = Field(300.0, gt=0, description="Deadline of requests that set no deadline_ms.")
     # datasets
-    dataset_roots: list[Path] = Field(default_factory=list, description="Folders whose files jobs may name. Default: none.")
+    dataset_roots: list[Path] = Field(
+        default_factory=list, description="Folders from which jobs may name files and folders as datasets. Default: none."
+    )
     dataset_uris: list[str] = Field(
         default_factory=list,
-        description="Prefixes of URIs that jobs may name: https://host/folder/, s3://bucket/folder/, "
-        "hf://datasets/organisation/name. A named host is trusted, also in a private network; https:// alone allows all "
-        "hosts with public addresses.",
+        description="Prefixes of dataset URIs that jobs may name: https://host/folder/, s3://bucket/folder/, "
+        "hf://datasets/organisation/name. A host that a prefix names is trusted, also in a private network; https:// alone "
+        "allows all hosts with public addresses.",
     )
-    max_upload_bytes: int = Field(8 << 30, gt=0, description="A longer upload or fetched dataset is refused.")
+    max_upload_bytes: int = Field(8 << 30, gt=0, description="Maximum size of an upload or fetched dataset.")
     max_uploads_bytes: int = Field(64 << 30, gt=0, description="Maximum size of all uploads and fetched datasets together.")
     max_uploads: int = Field(10_000, gt=0, description="Maximum number of uploads; a further upload is refused.")
     max_fetches: int = Field(4, gt=0, description="Maximum number of datasets fetched at the same time; further jobs wait.")
-    fetch_seconds: float = Field(3_600.0, gt=0, description="A fetch that takes longer is stopped, and its job fails.")
+    fetch_seconds: float = Field(
+        3_600.0, gt=0, description="Maximum time of a fetch. A fetch that takes longer is stopped, and its job fails."
+    )
     body_idle_seconds: float = Field(
-        60.0, gt=0, description="An upload or fetch that receives nothing for this long is stopped."
+        60.0, gt=0, description="Maximum time without data from the sender, after which an upload or fetch is stopped."
     )
-    max_row_bytes: int = Field(64 << 20, gt=0, description="A longer row of a dataset is left out as a bad row.")
+    max_row_bytes: int = Field(
+        64 << 20, gt=0, description="Maximum size of a row of a dataset. A larger row is left out as a bad row."
+    )
     row_seconds: float = Field(
-        10.0, gt=0, le=3600, description="A row that takes more processor time to tokenise is left out as a bad row."
+        10.0,
+        gt=0,
+        le=3600,
+        description="Maximum processor time to tokenise a row. A row that needs more is left out as a bad row.",
     )
-    max_dataset_bytes: int = Field(256 << 30, gt=0, description="A dataset that is longer when decompressed is refused.")
+    max_dataset_bytes: int = Field(256 << 30, gt=0, description="Maximum size of a dataset after decompression.")
     max_group_bytes: int = Field(
-        2 << 30, gt=0, description="Maximum size of what is read at once: a JSON array, a Parquet row group, an Arrow batch."
+        2 << 30,
+        gt=0,
+        description="Maximum size of data that is read at once: a JSON array, a Parquet row group or an Arrow batch.",
     )
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> ServerSettings:
         if not self.tokens and not self.on_loopback():
-            raise ValueError(f"host {self.host} is reachable by others: give tokens, or listen on 127.0.0.1")
+            raise ValueError(f"host {self.host} is reachable from other machines: set tokens, or listen on 127.0.0.1")
         return self
 
     @field_validator("allowed_hosts")
@@ -249,7 +291,7 @@ class ServerSettings(BaseSettings):
     def _hosts_are_names(cls, names: list[str]) -> list[str]:
         for name in names:
             if name == "*":
-                raise ValueError("'*' would let pages of any site call the service: list the host names of the service")
+                raise ValueError("'*' would allow requests from pages of any site: list the host names of the service")
             if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_.:-]+", name) or re.search(r"^[^:]+:\d+$", name):
                 raise ValueError(f"{name!r} is not a host name: write it without scheme, port and path")
         return names
@@ -263,13 +305,15 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _ray_places_workers(self) -> ServerSettings:
         if self.executor == "ray" and len(self.devices) > 1:
-            raise ValueError("with executor ray, devices must be one of all, auto, cpu, cuda; ray_workers sets the number")
+            raise ValueError(
+                "with executor ray, devices must be one of all, auto, cpu, cuda; ray_workers sets the number of workers"
+            )
         if self.executor == "local" and (self.ray_address is not None or self.ray_workers is not None):
             raise ValueError('ray_address and ray_workers are only allowed with executor = "ray"')
         return self
 
     def state_folder(self) -> Path:
-        """Return the folder for jobs, uploads and results: `state`, or a folder for this store in the user's state folder.
+        """Return the folder for jobs, uploads and results: `state`, or else a folder for this store in the user's state folder.
 
         The default is `reflogp/<digest of the store's URI>` below $XDG_STATE_HOME or ~/.local/state.
         """
@@ -295,7 +339,7 @@ class ServerSettings(BaseSettings):
 
 
 def _said(error: ErrorDetails) -> str:
-    """Describe a setting's error in words."""
+    """Return an error message for an invalid setting."""
     name = ".".join(map(str, error["loc"])) or "settings"
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting"
@@ -307,7 +351,7 @@ def _said(error: ErrorDetails) -> str:
 def read_settings(file: str | None = None, **flags: Any) -> ServerSettings:
     """Read the settings from flags (None means not given), the environment and a TOML file.
 
-    Raises UsageError with the setting's name and what is wrong with it.
+    Raise UsageError if a setting is invalid. The message names the setting and says what is wrong.
     """
     if file is not None and not Path(file).is_file():
         raise UsageError(f"settings file {file} does not exist")

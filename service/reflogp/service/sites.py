@@ -1,17 +1,17 @@
-"""Refuse requests from pages of other sites (by Host, Origin and Sec-Fetch-Site), and add security headers to every response.
+"""Refuse requests from pages of other sites, and add security headers to every response.
 
-A browser sends requests to this service for any page that asks it to, from inside a firewall and with the browser's cookies.
-Three headers distinguish such a request from a request of our own pages or of a program:
+Any page can make a browser send requests to this service. The browser may be inside a firewall, and adds the cookies of this
+service. Three headers distinguish such requests from those of our own pages and of programs:
 
-- Host is the name under which the browser reached the service. A name that an attacker owns and points at 127.0.0.1 (DNS
-  rebinding) is refused.
-- Sec-Fetch-Site, which no page can set, gives the relation between the page's site and ours. Browsers send it over HTTPS and to
-  loopback addresses.
-- Origin is the page's own site, in every request that can change something.
+- Host is the name in the URL of the request. Host names that an attacker owns and resolves to 127.0.0.1 (DNS rebinding) are
+refused.
+- Sec-Fetch-Site says how the page's site is related to ours. Pages cannot set this header. Browsers send it over HTTPS and to
+loopback addresses.
+- Origin is the site of the page. Browsers send it with every request that can change something.
 
-Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. The rule is that of Go's
-net/http.CrossOriginProtection; for methods that only read, it is the standard resource isolation policy
-(web.dev/articles/fetch-metadata).
+Programs (curl, clients, Prometheus) send neither Sec-Fetch-Site nor Origin and are accepted. For methods that change something,
+the rule is the same as in Go's net/http.CrossOriginProtection. For methods that only read, it is the standard resource
+isolation policy (web.dev/articles/fetch-metadata).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflogp.service.problems import Problem
 
-#: Headers of every response, unless the response sets them itself. With the referrer policy `no-referrer` a browser would send
-#: `Origin: null` with our own forms, and over plain HTTP no other header distinguishes them from forms of another site.
+#: Headers that are added to every response that does not set them itself. The referrer policy is not `no-referrer`, because
+#: browsers would then send `Origin: null` with our own forms, and over plain HTTP no other header distinguishes our forms from
+#: those of other sites.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; form-action 'none'; base-uri 'none'",
     "X-Frame-Options": "DENY",
@@ -36,14 +37,14 @@ HEADERS = {
 }
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-#: Sec-Fetch-Dest of a page that is opened by a link, not loaded as a frame, object or image of another page.
+#: Values of Sec-Fetch-Dest for a page that is opened by a link, and not loaded as a frame, object or image of another page.
 _OPENED = ("document", "")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/?#@\\,]+)(?::(\d{1,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 
 
 class SecurityHeaders:
-    """ASGI middleware that adds HEADERS to every response, including errors."""
+    """ASGI middleware that adds HEADERS to every response, also to errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,13 +61,13 @@ class SecurityHeaders:
 
 
 class SameSiteGuard:
-    """ASGI middleware that refuses requests which a page of another site makes a browser send.
+    """ASGI middleware that refuses requests that browsers send for pages of other sites.
 
     Args:
-        allowed_hosts: accepted host names; `*.example.org` accepts every name below example.org. Loopback names are always
-            accepted.
-        has_tokens: True if the service has tokens. IP addresses are then accepted, and every name if `allowed_hosts` is empty,
-            because a page under an attacker's name has neither a token nor a cookie of ours.
+        allowed_hosts: host names of the service that are accepted. `*.example.org` accepts all names below example.org.
+            Loopback names are always accepted.
+        has_tokens: True if the service has tokens. All IP addresses are then accepted, and all names if `allowed_hosts` is
+            empty, because a page under an attacker's host name has no token and no cookie of this service.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str], has_tokens: bool) -> None:
@@ -104,15 +105,15 @@ class SameSiteGuard:
             if name == "localhost" or name.endswith(".localhost"):
                 return True
             return (self._has_tokens and not self._allowed) or any(_fits(name, allowed) for allowed in self._allowed)
-        # DNS rebinding needs a name. Probes and Prometheus in a cluster use addresses.
+        # DNS rebinding needs a host name, so IP addresses are safe. Probes and Prometheus in a cluster use IP addresses.
         return address.is_loopback or self._has_tokens or name in self._allowed
 
 
 def is_from_elsewhere(method: str, headers: Headers) -> bool:
-    """Return whether a browser sent a request for a page of another site, as far as its headers show.
+    """Return whether the headers of a request show that a browser sent it for a page of another site.
 
-    Following a link from another site to a page here is allowed. A request with neither Sec-Fetch-Site nor Origin is not from
-    elsewhere.
+    Links on other sites may open pages of this service. A request with neither Sec-Fetch-Site nor Origin was not sent for a
+    page of another site.
     """
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if method in SAFE_METHODS:
@@ -125,7 +126,10 @@ def is_from_elsewhere(method: str, headers: Headers) -> bool:
 
 
 def is_of_own_page(headers: Headers) -> bool:
-    """Return whether one of our own pages sent a form, by Sec-Fetch-Site or, without that header, by Origin."""
+    """Return whether a form was sent by a page of this service.
+
+    The header Sec-Fetch-Site decides, or Origin if there is no Sec-Fetch-Site.
+    """
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site == "same-origin"
@@ -133,9 +137,10 @@ def is_of_own_page(headers: Headers) -> bool:
 
 
 def _names(origin: str, headers: Headers) -> bool:
-    """Return whether an origin is the host of the request, in Host or in a proxy's X-Forwarded-Host.
+    """Return whether an origin has the host and port of the request, as given by Host or by a proxy's X-Forwarded-Host.
 
-    No page can make a browser send X-Forwarded-Host to another site: that needs a preflight request, which is never allowed.
+    Pages cannot make a browser send X-Forwarded-Host to another site, because browsers then send a preflight request first,
+    which this service never allows.
     """
     scheme, _, authority = origin.partition("://")
     if scheme not in _PORTS:
@@ -146,7 +151,7 @@ def _names(origin: str, headers: Headers) -> bool:
 
 
 def _place(authority: str, scheme: str) -> tuple[str, str] | None:
-    """Return (host, port) of an authority, or None if it is invalid."""
+    """Return (host, port) of the authority part of a URL, or None if it is invalid."""
     found = _HOST.fullmatch(authority)
     return (found[1].lower(), found[2] or _PORTS[scheme]) if found else None
 

@@ -1,4 +1,4 @@
-"""Keep essential tasks of a service running: log a failure and start the task again."""
+"""Keep essential asyncio tasks of a service running. If a task fails, log the error and start the task again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a failed task is started again: _FIRST_PAUSE, doubled after each failure, at most _LONGEST_PAUSE. The pause
-#: is reset if the task ran without failure for _QUIET seconds.
+#: Seconds before a failed task is started again: _FIRST_PAUSE, doubled after each failure, at most _LONGEST_PAUSE. The pause is
+#: _FIRST_PAUSE again if the task ran for _QUIET seconds without a failure.
 _FIRST_PAUSE, _LONGEST_PAUSE, _QUIET = 0.2, 30.0, 60.0
 
 
 async def supervise(name: str, work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` until it returns; log an exception and run it again.
+    """Run `work` until it returns without an exception. After an exception, log the exception and run `work` again.
 
     Args:
-        name: name in the log.
+        name: name of the task in the log.
     """
     pause = _FIRST_PAUSE
     while True:

@@ -1,7 +1,8 @@
 """Keep uploaded dataset files in one folder.
 
-Each file is named by its content, so that a new upload does not disturb readers of the old file. The ledger holds the names of
-uploads. Only one UploadFolder, in one process, may use the folder. All methods but `receive` and `receive_nameless` block.
+Each file is named by its digest, so that a new upload does not disturb readers of the old file. The ledger maps names of
+uploads to files. Only one UploadFolder, in one process, may use the folder. All methods except `receive` and `receive_nameless`
+block.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from reflogp.service.problems import Problem
 from reflogp.service.settings import ServerSettings
 
 _PARTIAL = ".partial-"
-#: Bytes that are collected before they are written to the disk, outside the event loop.
+#: Number of bytes that are collected in memory before they are written to the disk, outside the event loop.
 _WRITE_BYTES = 256 << 10
-#: Bytes that must arrive within `body_idle_seconds`, so that no client holds a connection by sending a byte a minute.
+#: An upload is stopped if fewer bytes than this arrive within `body_idle_seconds`, so that a client cannot keep it open by
+#: sending a byte per minute.
 _LEAST_BYTES = 4 << 10
-#: A file that was received or resolved within this time is never deleted, because a job may be about to name it.
+#: A file that was received or resolved within this time is never deleted, because a job that names it may be recorded soon.
 _GRACE = timedelta(minutes=10)
 _MAKE_ROOM = "delete unneeded uploads (DELETE /v1/uploads/NAME), and wait ten minutes"
 
 
 class UploadFolder:
-    """Uploads by name.
+    """The folder of uploaded files, with their names.
 
     Args:
         folder: created if it does not exist. Partial files that a killed service left in it are deleted.
-        ledger: maps names to files.
-        settings: bounds on uploads.
-        room: bounds the size of uploads and fetched datasets together.
+        ledger: records the names of uploads.
+        settings: limits on uploads.
+        room: limits the total size of uploads and fetched datasets.
     """
 
     def __init__(self, folder: Path, ledger: Ledger, settings: ServerSettings, room: DatasetQuota) -> None:
@@ -53,7 +55,7 @@ class UploadFolder:
         self._ledger = ledger
         self._settings = settings
         self._room = room
-        self._lock = Lock()  # held while a complete file is named, touched or deleted
+        self._lock = Lock()  # held while a complete file is renamed, touched or deleted
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(f"{_PARTIAL}*"):
             partial.unlink(missing_ok=True)
@@ -61,19 +63,21 @@ class UploadFolder:
         room.add_sweeper(lambda: self.collect(datetime.now(UTC)))
 
     async def receive(self, name: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Upload, bool]:
-        """Receive a file. It is on the disk when this returns; if this raises, nothing of it is kept under the name.
+        """Receive a file and record its name.
+
+        When this method returns, the file is on the disk. If the method raises an error, the name is unchanged.
 
         Args:
-            name: name of the upload; its suffix gives the format.
-            chunks: the content, as it arrives.
+            name: name of the upload. Its suffix gives the format.
+            chunks: content of the file, as it arrives.
             declared_length: the request's Content-Length, or None.
 
         Returns:
             The upload, and whether its name is new.
 
         Raises:
-            Problem: 400 if the length is not the declared one, 408 if the bytes stop coming, 413 if the file is too long, 507
-                if there is no room or there are too many uploads, 422 for an invalid name and for an empty file.
+            Problem: 400 if the content has another length than declared, 408 if it arrives too slowly, 413 if the file is too
+                long, 422 if the name is invalid or the file is empty, 507 if there is no room or there are too many uploads.
         """
         file, digest, size = await self._receive(_suffix_of(name), chunks, declared_length)
         return await to_thread.run_sync(self._put, name, file.name, size, digest)
@@ -81,15 +85,17 @@ class UploadFolder:
     async def receive_nameless(
         self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None
     ) -> tuple[Path, str]:
-        """Receive a file for one job; return (file, sha256). It is kept for some minutes, and after that while a job needs it.
+        """Receive a file without a name, for one job; return (file, sha256).
 
-        Raises Problem as `receive`, without the checks of the name.
+        The file is kept for ten minutes, and after that as long as a job needs it.
+
+        Raise Problem as `receive` does, except for errors of the name.
         """
         file, digest, _ = await self._receive(suffix, chunks, declared_length)
         return file, digest
 
     async def _receive(self, suffix: str, chunks: AsyncIterator[bytes], declared_length: int | None) -> tuple[Path, str, int]:
-        """Receive a file; return (file, sha256, bytes)."""
+        """Receive a file; return (file, sha256, size in bytes)."""
         if declared_length is not None:
             self._check_length(declared_length)
             if not await to_thread.run_sync(self._room.fits, declared_length):
@@ -100,7 +106,7 @@ class UploadFolder:
         def keep() -> Path:
             nonlocal taken
             file = self._keep(partial, f"{digest.hexdigest()}{suffix}", size)
-            taken = 0  # the room belongs to the complete file now, even if the request was cancelled
+            taken = 0  # the bytes belong to the complete file now, also if the request is cancelled
             return file
 
         try:
@@ -117,7 +123,7 @@ class UploadFolder:
                 if declared_length is not None and size != declared_length:
                     differs = "longer" if size > declared_length else "shorter"
                     detail = f"the body is {differs} than its Content-Length of {declared_length:,} bytes"
-                    raise Problem(400, detail, "send it again")
+                    raise Problem(400, detail, "send the file again")
                 if not size:
                     raise Problem(422, "the file is empty", "send a file with rows")
                 await to_thread.run_sync(_make_durable, file)
@@ -131,42 +137,50 @@ class UploadFolder:
         finally:
             self._room.give(taken)
             with suppress(FileNotFoundError):
-                partial.unlink()  # not awaited: a client that went away has cancelled this task
+                partial.unlink()  # without await, because a client that has disconnected has cancelled this task
 
     def list(self) -> list[Upload]:
         """Return all uploads, sorted by name."""
         return [Upload.model_validate(row, extra="ignore") for row in self._ledger.uploads()]
 
     def get(self, name: str) -> Upload:
-        """Return an upload. Raises Problem 404 if the name is unknown."""
+        """Return an upload. Raise Problem 404 if the name is unknown."""
         row = self._ledger.upload(name)
         if row is None:
             raise _unknown(name)
         return Upload.model_validate(row, extra="ignore")
 
     def delete(self, name: str) -> None:
-        """Delete a name. Its file stays for jobs that read it, until `collect`. Raises Problem 404 if the name is unknown."""
+        """Delete the name of an upload.
+
+        `collect` deletes the file when no job needs it. Raise Problem 404 if the name is unknown.
+        """
         if not self._ledger.delete_upload(name):
             raise _unknown(name)
 
     def resolve(self, name: str) -> tuple[Path, str]:
-        """Return (file, sha256) of an upload, for a job. Raises Problem 404 if the name or its file is unknown."""
+        """Return (file, sha256) of an upload, for a job.
+
+        Raise Problem 404 if the name is unknown or its file does not exist.
+        """
         with self._lock:
             row = self._ledger.upload(name)
             if row is None:
                 raise _unknown(name)
             file = self._folder / row["file"]
             try:
-                os.utime(file)  # until the job is in the ledger, the file's new time protects it from `collect`
+                os.utime(file)  # the new modification time protects the file from `collect` until the job is in the ledger
             except FileNotFoundError as error:
                 raise _unknown(name) from error
             return file, row["sha256"]
 
     def collect(self, older_than: datetime) -> int:
-        """Delete unreferenced files that were not received or resolved since `older_than`; return how many.
+        """Delete unreferenced files that were last received or resolved before `older_than`.
 
-        A file is referenced by the names of uploads and by all jobs except done ones. Files received or resolved in the last
-        ten minutes are never deleted.
+        Return the number of deleted files.
+
+        A file is referenced if an upload or a job that is not done has this file. Files that were received or resolved in the
+        last ten minutes are never deleted.
         """
         deleted = 0
         before = min(older_than, datetime.now(UTC) - _GRACE).timestamp()
@@ -174,7 +188,8 @@ class UploadFolder:
             needed = {row["file"] for row in self._ledger.uploads()}
             needed |= {Path(file).name for file in self._ledger.files_in_use()}
             for file in self._folder.iterdir():
-                if file.name in needed or file.name.startswith(_PARTIAL):  # a partial file may disappear at any moment
+                # another thread may delete a partial file at any time
+                if file.name in needed or file.name.startswith(_PARTIAL):
                     continue
                 about = file.stat()
                 if about.st_mtime < before:
@@ -184,7 +199,7 @@ class UploadFolder:
         return deleted
 
     async def _blocks(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the chunks joined into blocks. Raises Problem 408 if they arrive too slowly."""
+        """Join chunks into larger blocks and yield the blocks. Raise Problem 408 if the chunks arrive too slowly."""
         loop, patience = asyncio.get_running_loop(), self._settings.body_idle_seconds
         block, since = bytearray(), 0
         deadline = loop.time() + patience
@@ -194,7 +209,7 @@ class UploadFolder:
                     chunk = await anext(chunks, None)
             except TimeoutError:
                 raise Problem(
-                    408, f"less than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send it again"
+                    408, f"less than {_LEAST_BYTES:,} bytes arrived within {patience:.0f} seconds", "send the file again"
                 ) from None
             if chunk is None:
                 break
@@ -205,16 +220,18 @@ class UploadFolder:
             if len(block) >= _WRITE_BYTES:
                 yield bytes(block)
                 block.clear()
-                deadline = loop.time() + patience  # the time for writing to the disk does not count against the sender
+                deadline = loop.time() + patience  # the sender gets the time for writing to the disk in addition
         if block:
             yield bytes(block)
 
     def _check_length(self, size: int) -> None:
         if size > self._settings.max_upload_bytes:
-            raise Problem(413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split it, or compress it")
+            raise Problem(
+                413, f"the file is longer than {self._settings.max_upload_bytes:,} bytes", "split or compress the file"
+            )
 
     async def _take_room(self, size: int) -> None:
-        """Take room for bytes that arrived. Raises Problem if there is none."""
+        """Count bytes that have arrived against the quota. Raise Problem 507 if the quota is exceeded."""
         if not self._room.take(size):
             await to_thread.run_sync(self._room.sweep)
             if not self._room.take(size):
@@ -224,18 +241,18 @@ class UploadFolder:
         return Problem(507, "there is no room for the file", _MAKE_ROOM)
 
     def _keep(self, partial: Path, content_name: str, size: int) -> Path:
-        """Rename a complete file after its content."""
+        """Rename a complete file to its final name."""
         file = self._folder / content_name
         with self._lock:
             if file.exists():
                 self._room.give(size)
-            partial.replace(file)  # an existing file has the same content: its readers are not disturbed
+            partial.replace(file)  # a file of this name has the same content, so its readers are not disturbed
             os.utime(file)
             _sync_folder(self._folder)
         return file
 
     def _put(self, name: str, content_name: str, size: int, sha256: str) -> tuple[Upload, bool]:
-        """Record which file a name refers to."""
+        """Record the file of a name in the ledger."""
         with self._lock:
             created = self._ledger.upload(name) is None
             if created and len(self._ledger.uploads()) >= self._settings.max_uploads:
@@ -245,15 +262,19 @@ class UploadFolder:
 
 
 def _suffix_of(name: str) -> str:
-    """Return the suffix that gives the format. Raises Problem 422 for an invalid name."""
+    """Return the suffix of a name, which gives the format. Raise Problem 422 if the name is invalid."""
     if not re.fullmatch(NAME_PATTERN.removeprefix("^").removesuffix("$"), name):
-        raise Problem(422, "a name has 1 to 200 of A-Z a-z 0-9 . _ - and begins with a letter or a digit", "use another name")
+        raise Problem(
+            422,
+            "a name must have 1 to 200 of the characters A-Z a-z 0-9 . _ - and begin with a letter or a digit",
+            "use another name",
+        )
     suffix = dataset_suffix(name)
     if suffix is None:
         raise Problem(
             422,
-            "the name does not say the file's type",
-            f"end it in {SUFFIXES_IN_WORDS}",
+            "the name has no suffix of a known format",
+            f"use a name that ends in {SUFFIXES_IN_WORDS}",
         )
     return suffix
 

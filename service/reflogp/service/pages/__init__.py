@@ -1,1 +1,1 @@
-"""Hold what browser pages are made of: templates, static files, names of jobs, and tables of the API."""
+"""Hold what browser pages are made of: templates, static files, charts, names of jobs, and tables of the API."""

@@ -1,6 +1,6 @@
-"""Prepare what pages show: the OpenAPI document as plain tables, and the names of jobs and datasets.
+"""Prepare data for pages: tables of the routes and JSON objects of the OpenAPI document, and the names of jobs and datasets.
 
-The page /docs needs no script and fetches nothing from another server.
+The page /docs needs no script, and loads nothing from other servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from reflogp.store.texts import hide_secrets
 
 
 def dataset_name(dataset: DatasetSpec | None) -> str:
-    """Return where the rows come from. A URI is shown without user and query: a signed URI has its secrets there."""
+    """Return the location of a dataset: its URI, upload name or path.
+
+    User name and query are removed from a URI, because they may contain secrets.
+    """
     if dataset is None:
         return ""
     if dataset.uri is not None:
@@ -24,13 +27,13 @@ def dataset_name(dataset: DatasetSpec | None) -> str:
 
 
 def job_name(job: Job) -> str:
-    """Return the job's title. Without a title, return the last part of the dataset's name, or else the job's id."""
+    """Return the name under which pages show a job: its title, the last part of its dataset's name, or its id."""
     return job.settings.title.strip() or dataset_name(job.dataset).rstrip("/").rpartition("/")[2] or job.id
 
 
 @dataclass(frozen=True)
 class Field:
-    """A parameter of a route, or a field of a JSON object. The `name` of an inner object's field is its dotted path."""
+    """A parameter of a route, or a field of a JSON object. For a field of a nested object, `name` is its path with dots."""
 
     name: str
     kind: str
@@ -49,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Operation:
-    """One HTTP method of a route.
+    """A route with one HTTP method.
 
     Attributes:
         bodies: media types that a request's body may have.
@@ -69,7 +72,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Shape:
-    """A JSON object that a response may be."""
+    """A JSON object of the API, with its fields."""
 
     name: str
     about: str
@@ -77,7 +80,7 @@ class Shape:
 
 
 def operations(spec: dict[str, Any]) -> list[Operation]:
-    """Return all routes of an OpenAPI document, in its order."""
+    """Return all routes of an OpenAPI document, in the document's order."""
     return [
         _operation(method.upper(), path, operation)
         for path, methods in spec["paths"].items()
@@ -86,7 +89,7 @@ def operations(spec: dict[str, Any]) -> list[Operation]:
 
 
 def shapes(spec: dict[str, Any]) -> list[Shape]:
-    """Return the JSON objects that an OpenAPI document names."""
+    """Return the JSON objects that an OpenAPI document defines by name."""
     named = spec.get("components", {}).get("schemas", {})
     return [Shape(name, schema.get("description", ""), list(_fields(schema))) for name, schema in named.items()]
 

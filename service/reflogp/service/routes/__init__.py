@@ -1,1 +1,1 @@
-"""Define the routes of the service. Routes translate HTTP; the parts of the service do the work."""
+"""Define the routes of the service. Routes read requests and write responses; other modules of the service do the work."""

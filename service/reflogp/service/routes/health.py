@@ -21,7 +21,7 @@ from reflogp.store import ReflogpError
 class Health(BaseModel):
     """Status and version of a healthy service."""
 
-    status: str = Field(description="ok; from /readyz: ready.")
+    status: str = Field(description="ok in responses of /healthz, ready in responses of /readyz.")
     version: str = Field(description="Version of reflogp.")
 
 
@@ -29,21 +29,22 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     """Return the routes of health, readiness and metrics."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/healthz", summary="Check that the process responds", response_description="It responds.")
+    @router.get("/healthz", summary="Check that the process responds", response_description="The process responds.")
     async def healthz() -> Health:
         """Return 200 while the process responds."""
         return Health(status="ok", version=version("reflogp"))
 
     @router.get(
         "/readyz",
-        summary="Check that the service can serve",
-        response_description="The service can.",
+        summary="Check that the service is ready",
+        response_description="The service is ready.",
         responses=documented(503),
     )
     async def readyz() -> Health:
         """Return 200 if the store can be read, the ledger of jobs can be written, and a worker responds.
 
-        While workers start, the response is 503 and says so. A service without reference models has no workers and needs none.
+        While workers start, the status is 503, and the response says so. A service without reference models needs no worker to
+        be ready.
         """
         try:
             await to_thread.run_sync(context.registry.list)
@@ -61,9 +62,9 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
     @router.get(
         "/metrics",
         dependencies=[Depends(requires("read", context.settings.tokens))],
-        summary="Show metrics",
+        summary="Return metrics",
         response_class=PlainTextResponse,
-        response_description="Prometheus' text format.",
+        response_description="The metrics in Prometheus' text format.",
         responses=documented(401, 403),
     )
     async def metrics() -> Response:
@@ -83,7 +84,7 @@ def health_router(context: Context, pool: Pool) -> APIRouter:
 
 
 def _why_not(workers: list[WorkerHandle]) -> str:
-    """Return the reason why no worker responds."""
+    """Return a text that says why no worker responds."""
     if all(worker.broken for worker in workers):
         return f"no worker can be started: {workers[0].last_error or 'see the log'}"
     silent = [worker for worker in workers if worker.late]

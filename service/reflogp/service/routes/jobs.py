@@ -21,7 +21,7 @@ from reflogp.service.problems import Problem, documented
 from reflogp.service.request_memory import reservation_of
 from reflogp.store.windows import TruncationMode
 
-#: Media types of a dataset that is itself the body of a submission, each with the suffix of its file.
+#: Media type -> file suffix, for datasets that are sent as the body of a submission.
 DATASET_TYPES = {
     "application/x-ndjson": ".jsonl",
     "application/jsonl": ".jsonl",
@@ -31,11 +31,11 @@ DATASET_TYPES = {
 }
 _PARQUET = "application/vnd.apache.parquet"
 _MAX_JSON = 1 << 20
-#: Jobs read from the ledger at a time, and bytes of JSON after which a page ends.
+#: Number of jobs that are read from the ledger at once, and bytes of JSON after which a page ends.
 _JOBS_AT_ONCE, _PAGE_BYTES = 50, 4 << 20
-#: Bytes of memory for each job of a page, and the most for a whole page, while jobs are read, validated and written.
+#: Bytes of memory that each job of a page needs while it is read, validated and written, and the maximum for a page.
 _JOB_COST, _PAGE_COST = 64 << 10, 8 * _PAGE_BYTES
-#: Bytes of memory that a report takes while it is read, validated and written.
+#: Bytes of memory that a report needs while it is read, validated and written.
 _REPORT_COST = 4 * MAX_REPORT_BYTES
 _JobId = Annotated[str, Path(description="Id of a job, from the response to its submission.")]
 
@@ -52,10 +52,10 @@ def jobs_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Submit a job",
         response_model=Job,
-        response_description="The queued job. The header `Location` has its path.",
+        response_description="The queued job. The header `Location` contains the path of the job.",
         responses={
             **documented(400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 503, 507),
-            200: {"model": Job, "description": "The job was submitted before."},
+            200: {"model": Job, "description": "The job, which was submitted before."},
         },
         openapi_extra=body_schemas(JobRequest, *DATASET_TYPES),
     )
@@ -65,15 +65,15 @@ def jobs_router(context: Context) -> APIRouter:
         query: Annotated[JobSettings | None, Depends(_settings_of_query)],
         who: str = scorer,
         idempotency_key: Annotated[
-            str | None, Header(max_length=200, description="Identifies the job in place of its content.")
+            str | None, Header(max_length=200, description="Key that identifies the job instead of its content.")
         ] = None,
     ) -> Job:
-        """Submit a job. Submitting the same job again returns the first one.
+        """Submit a job. If the same job was submitted before, return the existing job.
 
-        Two submissions are the same job if the same token sent them with the same Idempotency-Key or, without a key, if they
-        have the same content: the dataset's bytes (or its URI), the reference, and the settings except priority and title. A
-        failed or cancelled job is queued again. The body is JSON that names a dataset, or the dataset itself with the settings
-        in the query.
+        Two submissions are the same job if the same token sent them with the same Idempotency-Key. Without a key, they are the
+        same job if they have the same reference and tokenizer, the same dataset (its bytes, or its URI; also its path if the
+        job names one), and the same settings except priority and title. A failed or cancelled job is queued again. The body is
+        JSON that names a dataset, or the dataset itself with the settings in the query.
         """
         kind = require_type(request, JSON, *DATASET_TYPES)
         if kind in DATASET_TYPES:
@@ -83,7 +83,7 @@ def jobs_router(context: Context) -> APIRouter:
             declared = request.headers.get("content-length", "")
             length = int(declared) if declared.isdigit() else None
             received = await context.uploads.receive_nameless(DATASET_TYPES[kind], stream_chunks(request), length)
-            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # only for display: no upload has this name
+            name = f"job-{secrets.token_hex(8)}{DATASET_TYPES[kind]}"  # this name is only shown; no upload has it
             asked = JobRequest(dataset=DatasetSpec(upload=name), **query.model_dump())
             job, new = await precompute.submit(asked, who, idempotency_key, received)
         else:
@@ -103,11 +103,16 @@ def jobs_router(context: Context) -> APIRouter:
     )
     async def jobs(
         request: Request,
-        state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
-        before: Annotated[str | None, Query(max_length=64, description="A job's id: list only jobs older than it.")] = None,
-        limit: Annotated[int, Query(ge=1, le=1000, description="Jobs of one page.")] = 50,
+        state: Annotated[JobState | None, Query(description="List only jobs in this state.")] = None,
+        before: Annotated[
+            str | None, Query(max_length=64, description="Id of a job. List only jobs that are older than this job.")
+        ] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs on a page.")] = 50,
     ) -> Response:
-        """List jobs, newest first. A page with long jobs ends before `limit`; `next_before` leads to the next page."""
+        """List jobs, newest first.
+
+        A page may have fewer jobs than `limit` if their JSON is long. `next_before` gives the next page.
+        """
         await reservation_of(request).reserve(min(limit * _JOB_COST, _PAGE_COST))
         return await to_thread.run_sync(_page, ledger, state, before, limit)
 
@@ -115,7 +120,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         dependencies=[reader],
         summary="Show a job",
-        response_description="The job as it is now.",
+        response_description="The job in its current state.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def job(job_id: _JobId) -> Job:
@@ -127,14 +132,14 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="Follow a job",
         response_class=StreamingResponse,
-        response_description="Events until the job has ended.",
+        response_description="Server-sent events until the job has ended.",
         responses={**documented(401, 403, 404, 422, 503), 200: {"content": {"text/event-stream": {}}}},
     )
     async def events(job_id: _JobId, request: Request) -> Response:
-        """Stream the job as server-sent events: its state now, and after every change.
+        """Stream the state of a job as server-sent events: its current state, and its state after every change.
 
-        The event is `job` while the job is queued or running, and `end` with its final state. A slow reader may miss changes in
-        between, but never the last one.
+        The event is named `job` while the job is queued or running, and `end` when it has reached its final state. A slow
+        reader may miss intermediate changes, but never the last event.
         """
         await precompute.get(job_id)
 
@@ -154,11 +159,11 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}",
         status_code=202,
         summary="Cancel a job",
-        response_description="The job, which is cancelled or about to be.",
+        response_description="The job, which is cancelled or will be soon.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def cancel(job_id: _JobId, request: Request, who: str = scorer) -> Job:
-        """Cancel a job: a queued one at once, a running one within one forward pass. Computed values stay in the store."""
+        """Cancel a job. A queued job ends at once, a running job within one forward pass. Computed values stay in the store."""
         job = await precompute.cancel(job_id)
         return job if may_read(request) or job.submitted_by == who else job.for_stranger()
 
@@ -166,7 +171,7 @@ def jobs_router(context: Context) -> APIRouter:
         "/v1/jobs/{job_id}/retry",
         status_code=202,
         summary="Retry a job",
-        response_description="The job, which is queued again.",
+        response_description="The job, which is in the queue again.",
         responses=documented(401, 403, 404, 409, 422, 503),
     )
     async def retry(job_id: _JobId, request: Request, who: str = scorer) -> Job:
@@ -179,19 +184,22 @@ def jobs_router(context: Context) -> APIRouter:
         dependencies=[reader],
         summary="Fetch a job's values",
         response_class=FileResponse,
-        response_description="The result, a Parquet file.",
+        response_description="The result as a Parquet file.",
         responses={
             **documented(401, 403, 404, 409, 422, 503),
             200: {"content": {_PARQUET: {}}},
-            206: {"content": {_PARQUET: {}}, "description": "The part that `Range` asked for."},
+            206: {"content": {_PARQUET: {}}, "description": "The part of the file that the header `Range` requests."},
         },
     )
     async def result(job_id: _JobId) -> Response:
-        """Return the values in dataset order, as Parquet: row; key, log-prob sum and token count per completion; error."""
+        """Return the values of a done job in dataset order, as Parquet.
+
+        The columns are row, error and, for each completion, its key, log-prob sum and token count.
+        """
         await _require_done(job_id)
         file = precompute.result(job_id)
         if not await to_thread.run_sync(file.is_file):
-            raise Problem(404, "the job has no result: no row of it could be read", "see the job's report")
+            raise Problem(404, "the job has no result because no row of its dataset could be read", "see the job's report")
         return FileResponse(file, media_type=_PARQUET, filename=f"{job_id}.parquet")
 
     @router.get(
@@ -202,25 +210,25 @@ def jobs_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 409, 413, 422, 503),
     )
     async def report(job_id: _JobId, request: Request) -> Report:
-        """Show the report on a done job's values: histograms, outliers, bad rows."""
+        """Show the report about the values of a done job: histograms, outliers and bad rows."""
         await _require_done(job_id)
         await reservation_of(request).reserve(_REPORT_COST)
         found = await to_thread.run_sync(precompute.report, job_id)
         if found is None:
-            raise Problem(404, "the job has no report", "submit it again with another Idempotency-Key")
+            raise Problem(404, "the job has no report", "submit the dataset again with another Idempotency-Key")
         return found
 
     async def _require_done(job_id: str) -> None:
         state = (await precompute.get(job_id)).state
         if state != "done":
-            step = "wait until it is done" if state in UNFINISHED else "queue it again: POST /v1/jobs/ID/retry"
+            step = "wait until the job is done" if state in UNFINISHED else "queue the job again: POST /v1/jobs/ID/retry"
             raise Problem(409, f"the job is {state}", step)
 
     return router
 
 
 def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int) -> Response:
-    """Return a page of jobs as JSON, read in small steps until it has `limit` jobs or _PAGE_BYTES."""
+    """Return a page of jobs as JSON. Jobs are read in small steps until the page has `limit` jobs or _PAGE_BYTES."""
     jobs: list[str] = []
     size = 0
     while True:
@@ -237,7 +245,11 @@ def _page(ledger: Ledger, state: JobState | None, before: str | None, limit: int
 def _settings_of_query(
     reference: Annotated[
         str | None,
-        Query(min_length=1, max_length=200, description="If the body is the dataset: the setting as in a JSON body."),
+        Query(
+            min_length=1,
+            max_length=200,
+            description="The setting of the same name in a JSON body. Used if the body is the dataset.",
+        ),
     ] = None,
     format: Annotated[str | None, Query(pattern="^(preference|kto|tokens)$", description="As above.")] = None,
     max_length: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="As above.")] = None,
@@ -246,7 +258,7 @@ def _settings_of_query(
     priority: Annotated[int, Query(ge=-100, le=100, description="As above.")] = 0,
     title: Annotated[str, Query(max_length=200, description="As above.")] = "",
 ) -> JobSettings | None:
-    """Return the settings of a job whose body is the dataset itself; None if the query names no reference."""
+    """Return the settings in the query, for a body that is the dataset itself, or None if the query names no reference."""
     if reference is None:
         return None
     return JobSettings.model_validate(

@@ -36,12 +36,13 @@ from reflogp.store.shard import READ_BYTES
 from reflogp.store.snapshot import Found, answer_messages, answer_parts, answer_table
 from reflogp.store.texts import hide_secrets
 
-#: Maximum bytes of token values in one batch of a response: the smaller of _BATCH_BYTES and the memory of all requests divided
-#: by _BATCH_PART. Each batch reads the row groups that hold its keys. Larger batches read less in total, but take more memory.
+#: The token values of one batch of a response have at most _BATCH_BYTES, and at most the memory of all requests divided by
+#: _BATCH_PART. For each batch, the row groups that contain its keys are read. With larger batches less is read in total, but
+#: more memory is needed.
 _BATCH_BYTES, _BATCH_PART = 64 << 20, 16
-#: Bytes of memory for each byte of keys: the body, and a copy if the keys came in several batches.
+#: Bytes of memory for each byte of keys: one for the body, and one for a copy if the keys came in several batches.
 _KEYS_COST = 2
-#: Bytes reserved for each request in addition: for decoding, a schema and a piece of the response.
+#: Bytes that are reserved for each request in addition, for decoding, the schema and a piece of the response.
 _MARGIN_BYTES = 64 << 10
 #: The most token values in a JSON response, and bytes of memory for each: a Python number, its place in a list, about 20
 #: characters.
@@ -49,15 +50,15 @@ _MAX_JSON_VALUES, _JSON_VALUE_COST = 250_000, 100
 
 
 class ReferenceInfo(BaseModel):
-    """A reference of the service or of its store."""
+    """A reference of the service's settings or of its store."""
 
-    name: str | None = Field(description="Name in the service's settings; None if it is only in the store.")
+    name: str | None = Field(description="Name in the service's settings. None if only the store has the reference.")
     reference_id: str = Field(description="Digest of the model's content and numerics.")
-    model: str = Field(description="Name of the model's folder, or its hub id, when it was first described.")
-    dtype: str = Field(description="Dtype in which it computes.")
-    lm_head_dtype: str = Field(description="Dtype in which its logits are computed.")
+    model: str = Field(description="Name of the model's folder, or hub id, with which the reference was first described.")
+    dtype: str = Field(description="Dtype in which the model computes.")
+    lm_head_dtype: str = Field(description="Dtype in which the logits are computed.")
     snapshot: int | None = Field(description="Number of the latest snapshot; None if nothing has been scored.")
-    sequences: int = Field(description="Rows of that snapshot.")
+    sequences: int = Field(description="Number of rows in that snapshot.")
 
 
 class References(BaseModel):
@@ -68,7 +69,7 @@ class References(BaseModel):
 
 
 class LookupRequest(BaseModel):
-    """Keys to look up, for small requests that people write. Programs send an Arrow stream."""
+    """Keys to look up. JSON is meant for small requests that people write; programs send an Arrow stream."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"keys": ["00" * 16], "values": True}]})
     keys: Annotated[list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]], FailFast()] = Field(
@@ -78,13 +79,18 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """One entry per key, in order; null for a key that the snapshot lacks."""
+    """The stored values, with one entry per key in the order of the request.
 
-    reference_id: str = Field(description="Id of the reference whose values these are.")
+    Entries are null for keys that the snapshot lacks.
+    """
+
+    reference_id: str = Field(description="Id of the reference whose values are returned.")
     snapshot: int = Field(description="Number of the snapshot that was read.")
     scored_len: list[int | None] = Field(description="Number of stored values of each key.")
-    logp_sum: list[float | None] = Field(description="Sum of a key's values, nats.")
-    token_logps: list[list[float] | None] | None = Field(None, description="Each key's values, nats; None unless requested.")
+    logp_sum: list[float | None] = Field(description="Sum of the values of each key, in nats.")
+    token_logps: list[list[float] | None] | None = Field(
+        None, description="Values of each key in nats, or None if they were not requested."
+    )
 
 
 def lookups_router(context: Context) -> APIRouter:
@@ -100,7 +106,7 @@ def lookups_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 503),
     )
     async def references() -> References:
-        """List the references that can be looked up: those with a name, and all others in the store."""
+        """List all references whose values can be looked up: those with a name in the settings, and all others in the store."""
 
         def described() -> list[ReferenceInfo]:
             return [
@@ -122,17 +128,17 @@ def lookups_router(context: Context) -> APIRouter:
         """Look keys up. Raise Problem 413 if `values` is set and their values take more than `most` bytes."""
         found = snapshot.find(keys)
         if values and 4 * int(found.lengths.clip(min=0).sum(dtype=np.int64)) > most:
-            raise Problem(413, f"the values of these keys have more than {most:,} bytes", "ask for fewer keys at a time")
+            raise Problem(413, f"the values of these keys have more than {most:,} bytes", "look up fewer keys in one request")
         missing = int((found.lengths < 0).sum())
         context.metrics.lookup_keys.labels("no").inc(missing)
         context.metrics.lookup_keys.labels("yes").inc(len(keys) - missing)
         return found
 
     def with_values(held: int, reading: int) -> int:
-        """Return the bytes to reserve if token values are read too.
+        """Return the number of bytes to reserve if token values are read too.
 
-        A row group must be read whole, however large it is. If that takes more memory than one request may reserve, the
-        request reserves the maximum.
+        Row groups are always read completely. If reading needs more memory than one request may reserve, the request reserves
+        the maximum.
         """
         return max(held, min(held + reading, context.request_memory.largest))
 
@@ -141,20 +147,23 @@ def lookups_router(context: Context) -> APIRouter:
         tags=["lookup"],
         summary="Look keys up",
         response_model=LookupAnswer,
-        response_description="One entry per key, in order.",
+        response_description="One entry per key, in the order of the request.",
         responses={**documented(400, 401, 403, 404, 408, 413, 415, 422, 503), 200: {"content": {ARROW_STREAM: {}}}},
         openapi_extra=body_schemas(LookupRequest, ARROW_STREAM),
     )
     async def lookup(
         request: Request,
         reference: Annotated[str, Query(max_length=200, description="Name or id.")],
-        snapshot: Annotated[int | None, Query(ge=0, le=2**53, description="Number. Default: the latest.")] = None,
-        values: Annotated[bool, Query(description="Return token_logps too (Arrow requests).")] = False,
+        snapshot: Annotated[
+            int | None, Query(ge=0, le=2**53, description="Number of a snapshot. Default: the latest snapshot.")
+        ] = None,
+        values: Annotated[bool, Query(description="Whether an Arrow response has token_logps too.")] = False,
     ) -> Any:
         """Look up keys in the store.
 
-        The response to an Arrow stream with the column `key` is an Arrow stream with `scored_len`, `logp_sum` and, if `values`
-        is set, `token_logps`; its schema's metadata holds reference_id and snapshot. The response to JSON is JSON.
+        For an Arrow stream with the column `key`, the response is an Arrow stream with the columns `scored_len`, `logp_sum`
+        and, if `values` is set, `token_logps`. The metadata of its schema contains reference_id and snapshot. For a JSON
+        request, the response is JSON.
         """
         kind = require_type(request, JSON, ARROW_STREAM)
         reservation = reservation_of(request)
@@ -196,9 +205,10 @@ def _json(snapshot: Snapshot, found: Found, values: bool) -> Response:
 
 
 async def _streamed(messages: Iterator[pa.Buffer]) -> Response:
-    """Return an Arrow stream whose batches are made while it is sent.
+    """Return a response that is an Arrow stream. The batches are made while the response is sent.
 
-    The first batch is made before the status is sent, so that an unreadable store gives an error and not half a response.
+    The first batch is made before the status is sent, so that an unreadable store leads to an error status and not to half a
+    response.
     """
     first = await to_thread.run_sync(lambda: list(islice(messages, 2)))
 

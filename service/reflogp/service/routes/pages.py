@@ -1,6 +1,6 @@
-"""Serve the pages for people: jobs, one job, references, the store, the API, signing in.
+"""Serve the web pages: list of jobs, single job, references, store, API documentation and sign-in.
 
-Pages are rendered on the server. A script only keeps them up to date.
+Pages are rendered on the server. A script in the browser only updates the pages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reflogp.scoring.reports.chart_frame import STYLE
-from reflogp.service import charts
 from reflogp.service.auth import SESSION_SECONDS, cookie_name, entry_of, require_scope, sessions_of
 from reflogp.service.bodies import read_body, require_type
 from reflogp.service.context import Context
 from reflogp.service.models import UNFINISHED, JobState
-from reflogp.service.pages import api
+from reflogp.service.pages import api, charts
 from reflogp.service.problems import Problem, problem_of
 from reflogp.service.registry import RegisteredReference
 from reflogp.service.settings import Scope
@@ -34,9 +33,9 @@ from reflogp.store.commands import repair_command
 from reflogp.store.texts import hide_secrets, visible
 
 _STATES: tuple[JobState, ...] = get_args(JobState)
-#: Jobs on one page, and the most bytes of a sign-in form.
+#: Number of jobs on one page, and maximum size in bytes of a sign-in form.
 _JOBS, _FORM_BYTES = 50, 16 << 10
-#: Headers of every page, in addition to those of every response (`sites`).
+#: Headers of every page, in addition to the headers that `sites` adds to every response.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'self'; base-uri 'none'"
@@ -46,14 +45,14 @@ _HEADERS = {
 _FOLDER = "reflogp.service.pages"
 _MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-#: Responds to a request; the string is the caller's name.
+#: Type of functions that respond to a request. The string is the caller's name.
 _Handler = Callable[[Request, str], Awaitable[Response]]
 
 
 def pages_router(context: Context) -> APIRouter:
     """Return the routes of all pages.
 
-    If tokens are set, pages need a session's cookie, except /docs, /signin, /signout and /static.
+    If the settings have tokens, pages require a session cookie, except /docs, /signin, /signout and /static.
     """
     pages = _Pages(context)
     router = APIRouter(include_in_schema=False)
@@ -74,7 +73,7 @@ def pages_router(context: Context) -> APIRouter:
 
 @dataclass(frozen=True)
 class _Held:
-    """A registered reference, and what the store holds of it."""
+    """A registered reference, with the size of its table in the store."""
 
     shelved: RegisteredReference
     snapshot: int | None
@@ -116,7 +115,10 @@ class _Pages:
         )
 
     def shown(self, handler: _Handler, scope: Scope | None = "read") -> Callable[[Request], Awaitable[Response]]:
-        """Return a route that checks the session, shows errors as pages and sets the headers. Scope None needs no session."""
+        """Return a route that checks the session, shows errors as pages and sets headers.
+
+        With the scope None, no session is required.
+        """
 
         async def answer(request: Request) -> Response:
             try:
@@ -150,7 +152,7 @@ class _Pages:
         job_id = request.path_params["job_id"]
         job = await to_thread.run_sync(self._context.ledger.get, job_id)
         if job is None:
-            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old ones are deleted")
+            raise Problem(404, f"there is no job {job_id!r}", "see the list of jobs; old jobs are deleted")
         report = await to_thread.run_sync(self._context.precompute.report, job_id) if job.state == "done" else None
         return self._page("job.html", who, job=job, report=report, unfinished=job.state in UNFINISHED)
 
@@ -185,7 +187,7 @@ class _Pages:
         form = parse_qs(body.decode("utf-8", "replace"))
         token, target = form.get("token", [""])[0].strip(), _local(form.get("next", [""])[0])
         if self._tokens and entry_of(token, self._tokens) is None:
-            wrong = "This service does not know that token. Check that all of it was pasted."
+            wrong = "This service does not know that token. Check that you pasted the whole token."
             return self._page("signin.html", "", HTTPStatus.UNAUTHORIZED, next=target, wrong=wrong)
         response = RedirectResponse(target, HTTPStatus.SEE_OTHER)
         if self._tokens:
@@ -208,7 +210,10 @@ class _Pages:
         return response
 
     async def static(self, request: Request) -> Response:
-        """Return a file of the package. Its URL contains a digest of its content, so browsers may cache it."""
+        """Return a static file of the package.
+
+        The URL contains a digest of the file's content, so browsers may cache the file.
+        """
         name = request.path_params["name"]
         if name not in self._files:
             raise Problem(404, f"there is no file {name!r}", "reload the page")
@@ -261,14 +266,17 @@ class _Pages:
 
 
 def _shown(value: object) -> object:
-    """Return text for a template, without control and invisible characters except line ends and tabs."""
+    """Return a value for a template.
+
+    From text, remove control characters and invisible characters except line ends and tabs.
+    """
     return type(value)(visible(value, keep="\n\t")) if isinstance(value, str) else value
 
 
 def _local(target: str) -> str:
-    """Return `target` if it is a path of this service, else the path of the list of jobs.
+    """Return `target` if it is a path of this service, else the path of the page with all jobs.
 
-    Browsers read a backslash as a slash, ignore tabs and line ends, and read //host as another site.
+    Browsers treat a backslash as a slash, ignore tabs and line ends, and treat //host as a URL of another site.
     """
     fits = target.startswith("/") and not target.startswith("//") and "\\" not in target and target.isprintable()
     return target if fits else "/"

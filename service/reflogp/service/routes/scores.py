@@ -1,4 +1,4 @@
-"""Serve /v1/score: compute log-probs of given completions at once."""
+"""Serve /v1/score, which computes log-probs of completions while the caller waits."""
 
 from __future__ import annotations
 
@@ -31,47 +31,50 @@ from reflogp.service.worker.protocol import SEQUENCES
 from reflogp.store.schema import ARROW_STREAM, one_array
 
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FailFast()]
-#: nginx's status for a caller that has disconnected; it appears only in the metrics.
+#: The status that nginx logs for a caller that has disconnected. It appears only in the metrics.
 _CLIENT_GONE = 499
 #: A body of at most this many bytes is decoded in the event loop: starting a thread would take longer than decoding it.
 _DECODED_AT_ONCE = 1 << 20
-#: Bytes of memory of an Arrow request: per byte of its body while it is decoded; per value (a token id or an entry of a mask)
-#: while it is scored; and a constant. A value is held in a table, in the frame for the worker, in the pipe, and in the copy
-#: for another worker; afterwards each value of the response is held as many times.
+#: Bytes of memory that an Arrow request needs: for each byte of its body while the body is decoded, for each value (a token id
+#: or an entry of a mask) while it is scored, and a constant. A value is held in a table, in the frame for the worker, in the
+#: pipe, and in a copy of the frame in case the worker dies. After that, each value of the response is held as many times.
 _BODY_COST, _VALUE_COST, _MARGIN_BYTES = 6, 24, 64 << 10
 
 
 class SequenceBody(BaseModel):
-    """Token ids of a prompt and of the completion whose tokens get log-probs."""
+    """Token ids of a prompt and of the completion that is scored."""
 
     model_config = ConfigDict(extra="forbid")
-    prompt_ids: _TokenIds = Field(description="Tokens of the prompt; they get no log-probs.")
-    completion_ids: _TokenIds = Field(description="Each of these gets a log-prob.")
+    prompt_ids: _TokenIds = Field(description="Token ids of the prompt, for which no log-probs are computed.")
+    completion_ids: _TokenIds = Field(description="Token ids of the completion. Each of them gets a log-prob.")
 
 
 class ScoreRequest(BaseModel):
-    """Sequences to score, for small requests that people write. Programs send an Arrow stream."""
+    """Sequences to score. JSON is meant for small requests that people write; programs send an Arrow stream."""
 
     model_config = ConfigDict(
         extra="forbid",
         json_schema_extra={"examples": [{"sequences": [{"prompt_ids": [1, 5, 9], "completion_ids": [7, 2]}]}]},
     )
     sequences: Annotated[list[SequenceBody], FailFast()] = Field(
-        max_length=1_000, description="The response keeps their order."
+        max_length=1_000, description="Sequences to score. The response keeps their order."
     )
 
 
 class ScoreAnswer(BaseModel):
-    """One entry per sequence, in order; the values are null where there is an error."""
+    """The computed values, with one entry per sequence in the order of the request.
 
-    reference_id: str = Field(description="Id of the reference whose values these are.")
+    The values of a sequence with an error are null.
+    """
+
+    reference_id: str = Field(description="Id of the reference whose values are returned.")
     hits: int = Field(description="Number of sequences whose values came from the store.")
     engine_seconds: float = Field(
-        description="Time from the start of the computation, which can be of several requests, to the last value."
+        description="Time from the start of the computation, which several requests may share, to the last value."
     )
-    queue_seconds: float = Field(description="Time in the worker's queue before computing began.")
-    token_logps: list[list[float] | None] = Field(description="log p of each completion token, nats.")
-    errors: list[str | None] = Field(description="Why a sequence has no values.")
+    queue_seconds: float = Field(description="Time that the request waited in the worker's queue.")
+    token_logps: list[list[float] | None] = Field(description="Log-prob of each completion token, in nats.")
+    errors: list[str | None] = Field(description="Reason why a sequence has no values, or null.")
 
 
 def scores_router(context: Context) -> APIRouter:
@@ -84,7 +87,7 @@ def scores_router(context: Context) -> APIRouter:
         tags=["score"],
         summary="Score sequences now",
         response_model=ScoreAnswer,
-        response_description="One entry per sequence, in order.",
+        response_description="One entry per sequence, in the order of the request.",
         responses={
             **documented(400, 401, 403, 404, 408, 413, 415, 422, 429, 500, 503, 504),
             200: {"content": {ARROW_STREAM: {}}},
@@ -93,23 +96,30 @@ def scores_router(context: Context) -> APIRouter:
     )
     async def score(
         request: Request,
-        reference: Annotated[str, Query(max_length=200, description="Name or id of one of the service's models.")],
-        temperature: Annotated[float, Query(ge=0.01, le=100, description="Logits are divided by it.")] = 1.0,
-        cache_read: Annotated[bool, Query(description="Return stored values (at temperature 1, without a mask).")] = True,
-        cache_write: Annotated[bool, Query(description="Store computed values (at temperature 1, without a mask).")] = False,
-        deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait, ms.")] = None,
+        reference: Annotated[str, Query(max_length=200, description="Name or id of a reference whose model the service has.")],
+        temperature: Annotated[float, Query(ge=0.01, le=100, description="Number by which the logits are divided.")] = 1.0,
+        cache_read: Annotated[
+            bool, Query(description="Whether stored values are returned (only at temperature 1, without a mask).")
+        ] = True,
+        cache_write: Annotated[
+            bool, Query(description="Whether computed values are stored (only at temperature 1, without a mask).")
+        ] = False,
+        deadline_ms: Annotated[
+            int | None, Query(ge=1, le=3_600_000, description="Maximum time to wait, in milliseconds.")
+        ] = None,
     ) -> Any:
         """Return log-probs of completions, given their prompts.
 
-        The response to an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers) is an Arrow
-        stream with `token_logps` and `error`; its schema's metadata holds reference_id, snapshot, hits, engine_seconds and
-        queue_seconds.
+        For an Arrow stream with the columns `prompt_ids` and `completion_ids` (lists of integers), the response is an Arrow
+        stream with the columns `token_logps` and `error`. The metadata of its schema contains reference_id, snapshot, hits,
+        engine_seconds and queue_seconds.
 
-        With a third column `attention_mask` (0 or 1 for each token of prompt and completion) the sequences are rows of a padded
-        batch: they contain padding tokens, and are scored by the model's own forward pass with this mask and the model's
-        default positions.
+        With a third column `attention_mask` (0 or 1 for each token of prompt and completion), the sequences are rows of a
+        padded batch, which contain padding tokens. Such rows are scored by the model's own forward pass, with this mask and the
+        model's default positions.
 
-        The response to JSON is JSON. A sequence that cannot be scored has an error; the others have their values.
+        For a JSON request, the response is JSON. If a sequence cannot be scored, its entry has an error, and all other
+        sequences have their values.
         """
         as_arrow = require_type(request, JSON, ARROW_STREAM) == ARROW_STREAM
         limits = (settings.max_score_sequences, settings.max_score_tokens)
@@ -139,7 +149,7 @@ def scores_router(context: Context) -> APIRouter:
 
 
 async def _unless_gone(request: Request, scoring: asyncio.Task[Scored]) -> Scored | None:
-    """Return the result. If the caller disconnects first, cancel the scoring and return None."""
+    """Wait for the result and return it. If the caller disconnects first, cancel the scoring and return None."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

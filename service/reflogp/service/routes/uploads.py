@@ -18,7 +18,8 @@ from reflogp.service.routes.jobs import DATASET_TYPES
 
 _UploadName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the upload.")]
 _NewName = Annotated[str, Path(pattern=UPLOAD_PATTERN, description=f"Name of the upload; it ends in {SUFFIXES_IN_WORDS}.")]
-#: Accepted content types of a file; its name gives the format. A form on another site can send none of them.
+#: Accepted content types of an uploaded file. The format is given by the name, not by the content type. Forms on other sites
+#: cannot send these types.
 _FILE_TYPES = (
     "application/octet-stream",
     *DATASET_TYPES,
@@ -32,7 +33,7 @@ _FILE_TYPES = (
     "application/zstd",
     "application/x-lz4",
 )
-#: Bytes of memory that a list of 10,000 uploads takes while it is read, validated and written.
+#: Bytes of memory that a list of 10,000 uploads needs while it is read, validated and written.
 _LIST_COST = 24 << 20
 _BINARY = {"schema": {"type": "string", "format": "binary", "minLength": 1}}
 
@@ -49,20 +50,20 @@ def uploads_router(context: Context) -> APIRouter:
         status_code=201,
         summary="Send a dataset",
         response_model=Upload,
-        response_description="The upload, which is complete.",
+        response_description="The complete upload.",
         dependencies=[scorer],
         responses={
             **documented(400, 401, 403, 408, 413, 415, 422, 503, 507),
-            200: {"model": Upload, "description": "A file of that name was replaced."},
+            200: {"model": Upload, "description": "The upload, which has replaced an earlier file of the same name."},
         },
         openapi_extra={"requestBody": {"required": True, "content": {"application/octet-stream": _BINARY}}},
     )
     async def put(name: _NewName, request: Request, response: Response) -> Upload:
-        """Send a dataset file; the body is the file.
+        """Send a dataset file as the body of the request.
 
-        The content type is application/octet-stream or the file's own; the suffix of the name says the format.
+        The content type is application/octet-stream or the type of the file. The suffix of the name gives the format.
 
-        Jobs that read an earlier file of the same name keep that file.
+        Jobs that were submitted with an earlier file of the same name still read the earlier file.
         """
         require_type(request, *_FILE_TYPES)
         declared = request.headers.get("content-length", "")
@@ -88,7 +89,7 @@ def uploads_router(context: Context) -> APIRouter:
         "/v1/uploads/{name}",
         dependencies=[reader],
         summary="Show an upload",
-        response_description="Its name, size, digest and time.",
+        response_description="Name, size, digest and time of the upload.",
         responses=documented(401, 403, 404, 422, 503),
     )
     async def get(name: _UploadName) -> Upload:
@@ -104,7 +105,7 @@ def uploads_router(context: Context) -> APIRouter:
         responses=documented(401, 403, 404, 422, 503),
     )
     async def delete(name: _UploadName) -> None:
-        """Delete an upload. Jobs that were submitted with it keep their file."""
+        """Delete an upload. Jobs that were submitted with the upload can still read its file."""
         await to_thread.run_sync(uploads.delete, name)
 
     return router

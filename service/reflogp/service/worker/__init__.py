@@ -1,4 +1,4 @@
-"""The worker process, which holds the engines: it runs jobs and scores sequences for the service that started it.
+"""Define the worker process, which holds engines. A worker runs jobs and scores sequences for the service that started it.
 
-Only the worker process needs torch; the service's own process does not.
+Only worker processes import torch; the main process of the service does not.
 """

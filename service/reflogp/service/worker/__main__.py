@@ -1,7 +1,10 @@
-"""Run the worker process: read frames on stdin and write frames to stdout, until the service sends `exit` or is gone.
+"""Run a worker process.
 
-Four threads: the main thread owns the engines and alternates between online requests and a job, one reads frames, one runs
-jobs, and one commits values of online requests. Started as `python -m reflogp.service.worker`; logs go to stderr.
+The process reads frames from stdin and writes frames to stdout, until the service sends `exit` or ends.
+
+The process has four threads. The main thread owns the engines and alternates between online requests and a job. The other three
+threads read frames, run jobs, and commit values of online requests. The command is `python -m reflogp.service.worker`. Logs are
+written to stderr.
 
     service -> worker   configure, score (+ sequences), forget, job, help, stop, ping, exit; helper, answer, gone; ask (+ unit)
     worker -> service   ready, loaded, round, scored (+ outcomes), job, pass, progress, pong, dying; ask (+ unit); helping,
@@ -38,8 +41,7 @@ from reflogp.scoring.torch_engine import Sequence
 from reflogp.scoring.torch_engine.load import choose_device
 from reflogp.scoring.vision import load_processor
 from reflogp.service.log_lines import LogLine
-from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, ModelUnloadedError, OnlineRequest
-from reflogp.service.worker.engines import Engines
+from reflogp.service.worker.engine_loop import Answer, DeviceLostError, EngineLoop, Engines, ModelUnloadedError, OnlineRequest
 from reflogp.service.worker.helpers import Asked, Helpers, help_with
 from reflogp.service.worker.job import JobCallbacks, JobContext, JobModel, JobStoppedError, run_job
 from reflogp.service.worker.protocol import HelpOrder, JobOrder, ModelConfig, WorkerConfiguration, outcomes_table, table_of
@@ -50,19 +52,19 @@ from reflogp.store.texts import shortened_without_secrets
 
 logger = logging.getLogger("reflogp.worker")
 
-#: When the worker ends, the job has this many seconds to commit, and the rest of the shutdown as many again; then the process
-#: exits.
+#: When the worker ends, its job has this many seconds to commit values. The rest of the shutdown has the same time, after which
+#: the process exits.
 _LAST_SECONDS = 20.0
 _TOKENIZERS = 4
 
 
 @dataclass(eq=False)
 class _Ordered:
-    """An instruction from the service: to run a job, or to help with another worker's job.
+    """An order of the service to run a job, or to help with another worker's job.
 
     Attributes:
-        helpers: helpers of a job; None for an order to help.
-        why: reason to stop, or None.
+        helpers: the helpers of the job, or None if this is an order to help.
+        why: reason to stop, or None if the order is not to be stopped.
         asked: requests from the worker that runs the job, if this is an order to help.
     """
 
@@ -77,11 +79,11 @@ class _Ordered:
 
 
 class Worker:
-    """A worker: the engines of one device, the online requests and the jobs that use them.
+    """A worker with the engines of one device, and the online requests and jobs that use them.
 
     Args:
-        configuration: sent by the service.
-        out: stream that frames are written to.
+        configuration: the configuration that the service has sent.
+        out: stream to which frames are written.
     """
 
     def __init__(self, configuration: WorkerConfiguration, out: BinaryIO) -> None:
@@ -113,12 +115,12 @@ class Worker:
         self._write_back = WriteBack(self._store, self._reference)
         self._writes: set[str] = set()
         self._orders: queue.SimpleQueue[_Ordered | None] = queue.SimpleQueue()
-        self._ordered: list[_Ordered] = []  # queued or running
+        self._ordered: list[_Ordered] = []  # the queued and running orders
         self._ending = False
         self._job_thread = threading.Thread(target=self._do_orders, name="jobs", daemon=True)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send a frame; end the worker if the service is gone."""
+        """Send a frame to the service. If the service has ended, end the worker."""
         try:
             with self._sending:
                 self._out.write(encode(message, body))
@@ -127,7 +129,7 @@ class Worker:
             self.end()
 
     def run(self, source: BinaryIO) -> None:
-        """Work until the service sends `exit` or is gone."""
+        """Run until the service sends `exit` or ends."""
         choose_device(self._configuration.device)
         if self._configuration.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // self._configuration.sharing))
@@ -136,21 +138,21 @@ class Worker:
         if self._configuration.pinned is not None:
             try:
                 self.loop.preload(self._configuration.pinned)
-            except ContentMismatchError as error:  # requests for this reference get the same error; others still work
+            except ContentMismatchError as error:  # requests for this reference get the same error; other requests work
                 logger.error("%s", error)
         self.send({"op": "ready"})
         self.loop.run()
         self._write_back.close()
 
     def end(self) -> None:
-        """Stop the job with a commit, finish the round, and let `run` return."""
+        """Stop the job after a commit, finish the current round of online requests, and let `run` return."""
         if not self._ending:
             self._ending = True
             self._orders.put(None)
             threading.Thread(target=self._close_after_job, name="end", daemon=True).start()
 
     def keep_what_is_computed(self) -> None:
-        """Give a job that lost its device a moment to commit."""
+        """Wait until a job that has lost its device has committed its computed values."""
         if self._ordered:
             self._job_thread.join(_LAST_SECONDS)
 
@@ -254,7 +256,7 @@ class Worker:
             return_freed_memory()
 
     def _do_job(self, ordered: _Ordered) -> dict[str, Any]:
-        """Run a job; return the frame that reports its end. Raises DeviceLostError."""
+        """Run a job; return the frame that reports its end. Raise DeviceLostError if a pass fails."""
         message: dict[str, Any] = {"op": "job", "job": ordered.order.job}
         try:
             return message | {"end": "done", "summary": self._do(ordered)}
@@ -270,7 +272,7 @@ class Worker:
             return message | {"end": "failed", "error": _unexpected(ordered, error)}
 
     def _help(self, ordered: _Ordered) -> dict[str, Any]:
-        """Help with a job; return the frame that reports the end of the help. Raises DeviceLostError."""
+        """Help with a job; return the frame that reports the end of the help. Raise DeviceLostError if a pass fails."""
         order, text = ordered.order, None
         try:
             reference = self._reference(order.reference_id)
@@ -289,7 +291,7 @@ class Worker:
         return {"op": "helped", "job": order.job, "error": text}
 
     def _check(self, ordered: _Ordered) -> None:
-        """Raise JobStoppedError if the order is to be stopped."""
+        """Raise JobStoppedError if the order must be stopped."""
         why = "end" if self._ending else ordered.why
         if why is not None:
             raise JobStoppedError(why)
@@ -319,10 +321,12 @@ class Worker:
         return self._configuration.models[reference_id]
 
     def _reference(self, reference_id: str) -> Reference:
-        """Return the reference with an id, computed once from the model's folder then cached; an id stands for fixed content.
+        """Return the reference with the given id.
 
-        At every load, `_admit` and EngineChoice.make check again that the folder has this content. Raises ContentMismatchError
-        if the folder holds another reference.
+        The reference is computed once from the model's folder and then cached, since an id stands for fixed content.
+
+        Whenever the model is loaded, `_admit` and EngineChoice.make check again that the folder has this content. Raise
+        ContentMismatchError if the folder contains another reference.
         """
         if reference_id not in self._references:
             place = self._models(reference_id)
@@ -336,17 +340,17 @@ class Worker:
         return self._references[reference_id]
 
     def _vision(self, reference_id: str) -> VisionCache:
-        """Return the image processors for help with jobs of a reference."""
+        """Return the cached image processors of a reference's model, with which the worker helps with jobs."""
         folder = self._folder(reference_id)
         if folder not in self._visions:
             self._visions[folder] = VisionCache(folder, self._models(reference_id).trust_remote_code)
         return self._visions[folder]
 
     def _admit(self, reference_id: str) -> None:
-        """Raise an error if a model certainly cannot be loaded, before others are unloaded for it.
+        """Check whether a model can be loaded, before other models are unloaded for it.
 
-        The error is ContentMismatchError if the model's folder no longer holds the reference, and OutOfMemoryError if the
-        device is too small for the model.
+        Raise ContentMismatchError if the model's folder no longer contains the reference, and OutOfMemoryError if the device is
+        too small for the model.
         """
         self._choice(reference_id).require_loadable(self._folder(reference_id), self._reference(reference_id))
 
@@ -364,7 +368,7 @@ class Worker:
 
 
 def _unexpected(ordered: _Ordered, error: Exception) -> str:
-    """Return the message for an unexpected error (a defect of reflogp or of a library), and log its traceback."""
+    """Return the message of an unexpected error (a bug of reflogp or of a library), and log its traceback."""
     where = "".join(traceback.format_tb(error.__traceback__))
     text = shortened_without_secrets(f"{type(error).__name__}: {error}")
     logger.error("job %s failed: %s\n%s", ordered.order.job, text, where, extra={"job": ordered.order.job})
@@ -377,11 +381,13 @@ def _ids(scalar: Any) -> Any:
 
 def main() -> None:
     """Read the configuration, then run the worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the service decides when to end
+    # Ctrl-C reaches all processes of the group, but the service decides when workers end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have ignored it, which would hide how children end
+    # if the parent process has ignored SIGCHLD, the exit status of children is lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     out, source = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # keeps printed text out of the frames
+    os.dup2(2, 1)  # text that libraries print goes to stderr, not between the frames
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -394,11 +400,11 @@ def main() -> None:
     models = {key: ModelConfig(**entry) for key, entry in fields.pop("models").items()}
     configuration = WorkerConfiguration(models=models, **fields)
     if configuration.visible is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads it at its first use
+        os.environ["CUDA_VISIBLE_DEVICES"] = configuration.visible  # CUDA reads the variable when it is first used
     worker = Worker(configuration, out)
     try:
         worker.run(source)
-    except Exception as error:  # the service reports it, and starts the worker again
+    except Exception as error:  # the service reports the error and starts the worker again
         known = isinstance(error, ReflogpError)
         text = shortened_without_secrets(str(error) if known else f"{type(error).__name__}: {error}")
         worker.keep_what_is_computed()

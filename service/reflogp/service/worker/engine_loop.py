@@ -1,12 +1,14 @@
-"""Share a worker's engines between online requests and a job.
+"""Load and unload the engines of a worker, and share them between online requests and a job.
 
-Online requests go first, merged into one round. After each round a waiting job gets one pass, so neither starves the other. A
-request waits for at most two passes, which are short while there is online traffic. The thread that calls `preload` and `run`
-owns the engines; all other public methods may be called from any thread.
+Online requests are served first. Several requests are computed together in one round if they fit into one token budget. After
+each round, the job gets one pass if it has work, so that neither the job nor the requests have to wait for long. A request
+waits for at most two passes of the job, which are short while there are online requests. The thread that calls `preload` and
+`run` owns the engines; all other public methods may be called from any thread.
 """
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
@@ -15,49 +17,52 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from reflogp.scoring.engines import PassEngine
+from reflogp.scoring.errors import OutOfMemoryError
 from reflogp.scoring.torch_engine import Outcome, Sequence
 from reflogp.scoring.torch_engine.sequences import Operations
-from reflogp.service.worker.engines import Engines
 from reflogp.store import ReflogpError
 
-#: Maximum number of computed passes that the job's thread has not taken yet.
+#: Maximum number of computed passes whose results the job's thread has not read yet.
 _AHEAD = 64
 #: An engine is unloaded for another reference only if it has been loaded for _RESIDENT_SECONDS, or unused for
 #: _IDLE_SECONDS.
 _RESIDENT_SECONDS, _IDLE_SECONDS = 15.0, 3.0
-#: A request waits for others only if requests overlapped within this time: a lone caller gains nothing from waiting.
+#: A request waits for other requests only if two requests overlapped within this time, because a single caller gains nothing
+#: from the wait.
 _OVERLAP_SECONDS = 1.0
 
-#: For _ONLINE_SECONDS after the last request, each pass of a job is kept to about _PASS_SECONDS of device time. A request waits
-#: for the pass being computed and for the next one, which is already queued on the device.
+#: For _ONLINE_SECONDS after the last request, each pass of a job takes at most about _PASS_SECONDS of device time. A request
+#: waits for the pass that is being computed and for the next pass, which is already queued on the device.
 _ONLINE_SECONDS, _PASS_SECONDS = 10.0, 0.2
 #: Seconds between two checks whether a model may be unloaded for another one, or whether a job's thread has caught up.
 _LOOK_AGAIN_SECONDS = 0.02
-#: Seconds between two checks whether a job has read more sequences, after the engine has computed all that were read.
+#: Seconds between two checks whether a job has read more sequences, when the engine has computed all sequences that were read.
 _LOOK_FOR_GROUPS_SECONDS = 0.005
 
 Landed = list[tuple[int, Outcome]]
 
 
 class DeviceLostError(Exception):
-    """A pass failed, so the worker ends; the job continues in another worker."""
+    """A pass failed, so the worker ends. The job continues on another worker, or after a restart."""
 
 
 class ModelUnloadedError(Exception):
-    """A job's model was unloaded to make room for another model; the job continues later."""
+    """The model of a job was unloaded to make room for another model. The job continues later."""
 
 
 @dataclass
 class OnlineRequest:
-    """Sequences whose values a client is waiting for.
+    """An online request: sequences whose values a client is waiting for.
 
     Attributes:
-        id: number that the service gave it.
-        request: X-Request-Id of the caller's request, for log lines.
-        alone: scored in a round of its own, because it may have killed a worker before.
-        deadline: time.monotonic() after which the client no longer waits, or None.
-        outcomes: one per sequence; None until the sequence is computed.
+        id: id that the service gave the request.
+        request: X-Request-Id of the caller's HTTP request, for log lines.
+        alone: True if the request must be scored in a separate round, because it may have killed a worker before.
+        deadline: value of time.monotonic() after which the client no longer waits, or None.
+        outcomes: one outcome for each sequence, or None until the sequence is computed.
     """
 
     id: str
@@ -77,7 +82,7 @@ class OnlineRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The response to an online request: its outcomes, or one error for the whole request."""
+    """The response to an online request, with its outcomes or one error for the whole request."""
 
     request: OnlineRequest
     engine: PassEngine | None
@@ -88,7 +93,7 @@ class Answer:
 
 @dataclass
 class _Work:
-    """A job's stream of passes, each with its operations."""
+    """The passes of a job, with the number of floating-point operations of each pass."""
 
     reference_id: str
     groups: Iterable[list[Sequence]]
@@ -101,7 +106,10 @@ class _Work:
     abandoned: bool = False
 
     def begin(self, engine: PassEngine) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the passes, in the thread that owns the engine. Online requests may use the engine between two passes."""
+        """Yield the results of the passes.
+
+        The generator runs in the thread that owns the engine. Online requests may use the engine between two passes.
+        """
         passes = engine.flow(self.groups, before=self.before)
         is_used = False
         while True:
@@ -112,7 +120,101 @@ class _Work:
             is_used |= bool(landed)
             yield landed, engine.operations() - so_far
         if is_used:
-            engine.peak_flops_per_second()  # measured once, while nothing else runs on the device; the job reads it
+            engine.peak_flops_per_second()  # measured now, while nothing else runs on the device; the job reads it later
+
+
+class Engines:
+    """The loaded engines of one device, by reference id. Loading an engine may unload the least recently used engines.
+
+    Only the thread of the engine loop uses an object of this class.
+
+    Args:
+        make: loads and returns the engine of a reference id. The function may raise EngineError and the errors of
+            `describe_reference`.
+        capacity: maximum number of loaded engines.
+        pinned: reference id that is never unloaded, or None.
+        on_change: called with the ids of all loaded references after each change.
+        admit: called before other engines are unloaded for a new engine; raises an error if the new engine cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], PassEngine],
+        capacity: int,
+        pinned: str | None,
+        on_change: Callable[[list[str]], None],
+        admit: Callable[[str], None],
+    ) -> None:
+        self._make = make
+        self._admit = admit
+        self._capacity = capacity
+        self._pinned = pinned
+        self._on_change = on_change
+        self._loaded: dict[str, PassEngine] = {}  # the least recently used engine is first
+        self._loaded_at: dict[str, float] = {}
+        self._used_at: dict[str, float] = {}
+
+    def get(self, reference_id: str) -> PassEngine:
+        """Return the engine of a reference, after loading it if necessary.
+
+        If the device runs out of memory while the engine is loaded, unload all other engines except the pinned one, and load it
+        again.
+        """
+        engine = self._loaded.pop(reference_id, None)
+        if engine is None:
+            self._admit(reference_id)
+            for victim in self.displaced_by(reference_id):
+                self._unload(victim)
+            engine = self._made_in_the_room(reference_id)
+            if engine is None:
+                for other in self._movable():
+                    self._unload(other)
+                engine = self._make(reference_id)
+            self._loaded_at[reference_id] = time.monotonic()
+            self._loaded[reference_id] = engine
+            self._on_change(list(self._loaded))
+        self._loaded[reference_id] = engine
+        self._used_at[reference_id] = time.monotonic()
+        return engine
+
+    def peek(self, reference_id: str) -> PassEngine | None:
+        """Return the engine of a reference if it is loaded, else None. The call does not count as a use of the engine."""
+        return self._loaded.get(reference_id)
+
+    def displaced_by(self, reference_id: str) -> list[str]:
+        """Return the ids of the references that would be unloaded to load the given reference."""
+        if reference_id in self._loaded:
+            return []
+        too_many = len(self._loaded) + 1 - self._capacity
+        return self._movable()[: max(0, too_many)]
+
+    def settled(self, reference_id: str, resident_seconds: float, idle_seconds: float) -> bool:
+        """Return whether an engine has been loaded or unused for long enough to be unloaded for another engine."""
+        now = time.monotonic()
+        resident = now - self._loaded_at.get(reference_id, 0.0)
+        return resident >= resident_seconds or now - self._used_at.get(reference_id, 0.0) >= idle_seconds
+
+    def _made_in_the_room(self, reference_id: str) -> PassEngine | None:
+        """Load an engine without unloading other engines. Return None if memory ran out and other engines can be unloaded.
+
+        The error is not raised to the caller, because its traceback would keep the loaded parts of the model in memory.
+        """
+        try:
+            return self._make(reference_id)
+        except OutOfMemoryError:
+            if not self._movable():
+                raise
+            return None
+
+    def _movable(self) -> list[str]:
+        return [other for other in self._loaded if other != self._pinned]
+
+    def _unload(self, reference_id: str) -> None:
+        self._loaded.pop(reference_id).close()
+        self._on_change(list(self._loaded))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class EngineLoop:
@@ -120,9 +222,9 @@ class EngineLoop:
 
     Args:
         engines: engines of the device.
-        on_round: called with the ids of the requests that the engine begins.
-        on_answer: called with the answer to each request.
-        window_seconds: how long a request waits for others to be merged with, if requests overlap.
+        on_round: called with the ids of the requests of a round before the round is computed.
+        on_answer: called with the Answer to each request.
+        window_seconds: time that a request waits for other requests to be computed with, if requests overlap.
     """
 
     def __init__(
@@ -147,7 +249,7 @@ class EngineLoop:
         self._at: tuple[str, float] | None = None
 
     def doing(self) -> tuple[str, float] | None:
-        """Return ("load" or "pass", seconds since it began), or None while the engine is idle."""
+        """Return (operation of the engine, "load" or "pass", seconds since it began), or None while the engine is idle."""
         at = self._at
         return None if at is None else (at[0], time.monotonic() - at[1])
 
@@ -161,7 +263,7 @@ class EngineLoop:
             self._tell()
 
     def forget(self, request_id: str) -> None:
-        """Remove a request that no client waits for. A request that the engine has begun is still finished."""
+        """Remove a request for which no client waits any more. A request that the engine has begun is finished nevertheless."""
         with self._changed:
             self._online = deque(request for request in self._online if request.id != request_id)
 
@@ -172,26 +274,27 @@ class EngineLoop:
         before: Callable[[list[int]], None],
         check: Callable[[], None],
     ) -> Iterator[tuple[Landed, Operations]]:
-        """Yield the outcomes of each pass of a job, and the pass's floating-point operations.
+        """Yield the outcomes of each pass of a job, with the number of floating-point operations of the pass.
 
         Call this from the job's thread. The passes alternate with online requests.
 
         Args:
-            groups: read in the thread that owns the engine, so must not block; an empty group means that none is available yet.
-            before: called with the numbers of each pass's sequences before the pass is computed, in the engine's thread.
-            check: called while waiting; raises to stop.
+            groups: groups of sequences. The iterator must not block, because the thread that owns the engine reads it. The
+                iterator yields an empty group if no sequences are available yet.
+            before: called before each pass with the numbers of its sequences, in the thread that owns the engine.
+            check: called repeatedly while waiting; raises an error to stop the job.
 
         Raises:
-            ModelUnloadedError: another reference needs the room; start again later.
+            ModelUnloadedError: the model was unloaded for another reference. The job can start again later.
             DeviceLostError: a pass failed.
             ReflogpError: the model cannot be loaded (EngineError and others).
         """
         return self._follow(_Work(reference_id, groups, before), check)
 
     def engine(self, reference_id: str, check: Callable[[], None]) -> PassEngine:
-        """Return the engine of a reference, after loading it if needed. Use it only for calls that compute no pass.
+        """Return the engine of a reference, after loading it if necessary. Use the engine only for calls that compute no pass.
 
-        Raises as `flow`.
+        Raise the errors of `flow`.
         """
         work = _Work(reference_id, [], lambda _: None)
         for _ in self._follow(work, check):
@@ -202,8 +305,8 @@ class EngineLoop:
     def _follow(self, work: _Work, check: Callable[[], None]) -> Iterator[tuple[Landed, Operations]]:
         with self._changed:
             if self._is_lost:
-                raise DeviceLostError("an earlier pass failed")
-            if self._work is not None:  # left by a job that was abandoned while the loop was busy
+                raise DeviceLostError("an earlier pass on this device failed")
+            if self._work is not None:  # work of a job that was abandoned while the loop was busy
                 self._work.out.put(ModelUnloadedError())
             self._work = work
             self._tell()
@@ -232,15 +335,14 @@ class EngineLoop:
             self._tell()
 
     def preload(self, reference_id: str) -> None:
-        """Load an engine in advance; called by the thread that will call `run`."""
+        """Load an engine in advance. Call this in the thread that will call `run`."""
         self._engine(reference_id)
 
     def run(self) -> None:
-        """Serve online requests and the job in turns until `close`.
+        """Serve online requests and the job in turns until `close` is called.
 
-        Raises EngineError if a pass fails, since the device may be unusable afterwards.
-
-        The job gets DeviceLostError first, so that it can commit computed values.
+        Raise EngineError if a pass fails, since the device may be unusable afterwards. The job gets DeviceLostError first, so
+        that it can commit computed values.
         """
         try:
             self._take_turns()
@@ -283,20 +385,21 @@ class EngineLoop:
             return self._engines.get(reference_id)
 
     def _tell(self) -> None:
-        """Wake the loop; the caller must hold the lock."""
+        """Wake up the loop. The caller must hold the lock."""
         self._news = True
         self._changed.notify_all()
 
     def _pause(self) -> float | None:
-        """Return the seconds until the loop must check again without being woken, or None if it need not."""
+        """Return the seconds after which the loop must check for work if nothing wakes it up, or None if it need not check."""
         if self._work is not None and self._work.idle_until > time.monotonic():
             return _LOOK_FOR_GROUPS_SECONDS
         return _LOOK_AGAIN_SECONDS if self._online or self._work else None
 
     def _ready_work(self) -> _Work | None:
-        """Return the job's work if a pass of it may be computed now, else None.
+        """Return the job's work if its next pass may be computed now, else None.
 
-        A pass may be computed if the job may have sequences, its thread keeps up, and its model is loaded or may be loaded now.
+        The next pass may be computed if the job may have sequences, its thread has read enough earlier results, and its model
+        is loaded or may be loaded now.
         """
         work = self._work
         if work is None or work.abandoned or work.out.qsize() >= _AHEAD or work.idle_until > time.monotonic():
@@ -307,10 +410,10 @@ class EngineLoop:
 
     def _advance(self, work: _Work) -> None:
         if work.passes is not None and self._engines.peek(work.reference_id) is not work.engine:
-            work.out.put(ModelUnloadedError())  # unloaded because another model needed memory
+            work.out.put(ModelUnloadedError())  # the model was unloaded because another model needed memory
             self._drop(work)
             return
-        if not work.is_starved:  # checking for a new group does not count as using the engine
+        if not work.is_starved:  # a check for a new group does not count as a use of the engine
             try:
                 work.engine = self._engine(work.reference_id)
             except ReflogpError as error:
@@ -337,9 +440,10 @@ class EngineLoop:
                 self._work = None
 
     def _next_round(self) -> list[OnlineRequest]:
-        """Return queued requests with one reference and temperature that fit one token budget; empty if none may be served now.
+        """Return the queued requests of the next round, or an empty list if no request may be served now.
 
-        A first request that exceeds the budget is returned alone.
+        The requests have the same reference and temperature, and together fit into the engine's token budget. If the first
+        request exceeds the budget, it is returned alone.
         """
         first = self._first_servable()
         if first is None:
@@ -412,7 +516,7 @@ class EngineLoop:
                 now = time.monotonic()
                 self._on_answer(Answer(request, engine, now - began, began - request.arrived))
 
-        engine.pass_seconds = None  # short passes serve only to let online requests in between
+        engine.pass_seconds = None  # only passes of jobs are limited, so that online requests wait less
         problems = engine.problems(sequences)
         for index, problem in problems.items():
             settle(index, problem)

@@ -1,8 +1,10 @@
-"""Spread a job over idle workers: the side of the job's worker, and the side of a worker that helps.
+"""Spread a job over idle workers.
 
-Frames between a job's worker and its helpers go through the service, which reports when helpers join and leave. Each job has
-its own Helpers object, an implementation of `spread.scorer.Workers`. A helper receives units in the job thread of its worker,
-scores them on its engine between online requests, and commits them.
+The worker that runs the job uses Helpers, and a worker that helps calls `help_with`.
+
+Frames between a job's worker and its helpers are relayed by the service, which also reports when helpers join and leave. Each
+job has its own Helpers object, which implements `spread.scorer.Workers`. A helper receives units in the job thread of its
+worker, scores them on its engine between online requests, and commits them.
 """
 
 from __future__ import annotations
@@ -26,22 +28,25 @@ from reflogp.store import LogprobTable
 
 
 class Helpers:
-    """Helpers that join and leave. The thread that reads frames calls `take`; the job's thread sends requests.
+    """The helpers of a job, which join and leave while it runs.
+
+    The thread that reads frames calls `take`, and the job's thread sends requests.
 
     Args:
         job: id of the job.
         send: sends a frame to the service.
-        may_come: True if the service has other workers.
+        may_come: True if the service has other workers, so that helpers may join.
 
     Attributes:
-        count, may_come: see Workers.
+        count, may_come: see `spread.scorer.Workers`.
     """
 
     def __init__(self, job: str, send: Callable[[dict[str, Any], bytes], None], may_come: bool) -> None:
         self.count, self.may_come = 0, may_come
         self.job = job
         self._send = send
-        self._run = uuid.uuid4().hex  # a job may begin twice in one process, and answers to its first run may arrive late
+        # a job may run twice in one process, and answers to its first run may arrive during the second run
+        self._run = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._joined: list[Worker] = []
@@ -49,21 +54,24 @@ class Helpers:
         self._here: dict[int, _Helper] = {}
 
     def open(self, table: LogprobTable) -> None:
-        """See Workers.open. Each helper opens the table itself. The next `begin` returns helpers of an earlier attempt."""
+        """See Workers.open.
+
+        Each helper opens the table itself. The next call of `begin` also returns helpers that joined in an earlier attempt.
+        """
         with self._lock:
             self._joined = list(self._here.values())
 
     def begin(self, have: int) -> list[Worker]:
-        """See Workers.begin; returns the helpers that joined since the last call."""
+        """See Workers.begin. Return the helpers that joined since the last call."""
         with self._lock:
             joined, self._joined = self._joined, []
         return joined
 
     def look(self, is_any_placed: bool) -> None:
-        """See Workers.look. Does nothing: a job needs no helpers, because its own worker computes too."""
+        """See Workers.look. Do nothing, because a job needs no helpers: its own worker computes too."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handle a frame about a helper. Frames of other jobs, which have ended, are ignored."""
+        """Handle a frame about a helper. Ignore frames about other jobs, which have ended."""
         if message["job"] != self.job:
             return
         match message["op"]:
@@ -80,12 +88,12 @@ class Helpers:
                 self._lose(message["worker"], WorkerGoneError(message["reason"], message["blamed"]))
 
     def ask(self, helper: _Helper, method: str, again: bool = False, content: bytes = b"") -> Future[Any]:
-        """Ask a helper to call a method of its UnitScorer; return the future result."""
+        """Ask a helper to call a method of its UnitScorer. Return a Future of the result."""
         answer: Future[Any] = Future()
         worker = helper.number
         with self._lock:
             if self._here.get(worker) is not helper:
-                answer.set_exception(WorkerGoneError("it was gone already", blamed=False))
+                answer.set_exception(WorkerGoneError("the helper had already left", blamed=False))
                 return answer
             number = next(self._numbers)
             self._asked[number] = (worker, answer)
@@ -104,7 +112,7 @@ class Helpers:
 
 
 class _Helper:
-    """A helping worker, from the time it joins until it leaves; implements `spread.scorer.Worker`."""
+    """A worker that helps, from the time it joins until it leaves. Implements `spread.scorer.Worker`."""
 
     def __init__(self, helpers: Helpers, number: int, provenance: dict[str, Any]) -> None:
         self._helpers = helpers
@@ -116,7 +124,7 @@ class _Helper:
         return settled(f"worker {self.number}")
 
     def prepare(self) -> Future[dict[str, Any]]:
-        """See Worker.prepare. Done at once: a worker joins after its engine was loaded."""
+        """See Worker.prepare. The Future is done at once, because a helper joins after it has loaded its engine."""
         return settled(self._provenance)
 
     def score(self, content: bytes, again: bool) -> Future[dict[str, Any]]:
@@ -128,15 +136,15 @@ class _Helper:
         return self._helpers.ask(self, "peak")
 
     def stop(self) -> Future[None]:
-        """See Worker.stop. Does nothing: the service dismisses helpers when a job ends."""
+        """See Worker.stop. Do nothing, because the service dismisses helpers when a job ends."""
         return settled(None)
 
     def end(self) -> None:
-        """See Worker.end. Does nothing: the process belongs to the service."""
+        """See Worker.end. Do nothing, because the process belongs to the service."""
 
 
 def encoded(value: Any) -> Any:
-    """Return a result of UnitScorer in a form that JSON can represent."""
+    """Convert a result of UnitScorer into values that JSON can represent."""
     if not isinstance(value, dict):
         return value
     operations = value["operations"]
@@ -151,7 +159,7 @@ def _decoded(value: Any) -> Any:
 
 _LOOK_SECONDS = 0.1
 
-#: A frame of the job's worker, and the unit that it carries.
+#: (A frame from the job's worker, the content of the unit that it sends).
 Asked = tuple[dict[str, Any], bytes]
 
 
@@ -164,15 +172,17 @@ def help_with(
     check: Callable[[], None],
     vision: VisionCache,
 ) -> None:
-    """Help until `check` raises. Values computed by then are committed; the rest is left to the job's worker.
+    """Help with a job until `check` raises an error.
+
+    Values that were computed before the error are committed. The remaining units are left to the job's worker.
 
     Args:
-        asked: requests of the job's worker.
-        send: sends the frame `helping` when the engine is loaded, and the answers.
-        check: called repeatedly; raises to stop.
-        vision: the image processors of the model.
+        asked: queue of requests from the job's worker.
+        send: sends a frame to the service: `helping` when the engine is loaded, then the answers.
+        check: called repeatedly; raises an error to stop the help.
+        vision: image processors of the model.
 
-    Raises the errors of `check`, of the engine and of the store.
+    Raise the errors of `check`, of the engine and of the store.
     """
     loaded = loop.engine(order.reference_id, check)
     units = UnitScorer(JobEngine(loop, loaded, order.reference_id, (), order.poison, lambda _: None, check), table, vision)
@@ -194,7 +204,7 @@ def help_with(
                 check()
                 if units.error is not None:
                     raise units.error
-                if failed:  # unanswered units go to other workers once this one has left
+                if failed:  # the job's worker gives unanswered units to other workers when this worker has left
                     raise failed[0]
                 try:
                     pool.submit(answer, *asked.get(timeout=_LOOK_SECONDS))

@@ -1,7 +1,7 @@
 """Run one job in a worker: score the sequences of a dataset that the store lacks, then write the result and the report.
 
-The job uses the same `score_dataset` as the command line. It adds progress reports, stopping, and sharing the engine with
-online requests. Runs in the worker's job thread.
+The job calls `score_dataset`, as the command `reflogp score` does. In addition, it reports progress, can be stopped, and shares
+the engine with online requests. The code runs in the worker's job thread.
 """
 
 from __future__ import annotations
@@ -38,19 +38,23 @@ from reflogp.store.windows import TrainerSettings
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of attempts at a job whose files are modified while it reads them.
+#: A job whose files are modified while it reads them is attempted at most this many times.
 _ATTEMPTS = 3
-#: Seconds between two progress reports, and the time span over which the rate is measured.
+#: Minimum seconds between two progress reports, and the seconds over which the current rate is averaged.
 _REPORT_SECONDS, _RATE_SECONDS = 0.25, 5.0
 
-#: Maximum number of sequences in a helper's unit of work; units stay small because they pass through the service's process.
+#: Maximum number of sequences in a helper's unit of work. Units are small because the service's main process relays them.
 _UNIT_SEQUENCES = 1024
-#: Maximum number of different messages about bad rows that a job keeps in memory, and the message for all further ones.
-_TEXTS, _ANOTHER = 10_000, "it cannot be used"
+#: Maximum number of different messages about bad rows that a job keeps in memory, and the message that replaces further
+#: messages.
+_TEXTS, _ANOTHER = 10_000, "the row cannot be used"
 
 
 class JobStoppedError(Exception):
-    """The job must stop on this worker: it was cancelled, a more urgent job interrupts it, or the worker ends."""
+    """The job must stop on this worker.
+
+    Possible reasons: the job was cancelled, a job of higher priority interrupts it, or the worker ends.
+    """
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class JobContext:
     """The settings that all jobs of a worker share.
 
     Attributes:
-        store: store that values are written to.
-        tokens: folder for kept token ids.
+        store: store to which values are written.
+        tokens: folder of the cache of token ids.
         max_tokens_bytes: maximum size of that folder.
-        commit_seconds: maximum time that computed values wait for a commit.
-        bounds: bounds on reading datasets.
+        commit_seconds: maximum time in seconds that computed values wait for a commit.
+        bounds: limits on reading datasets.
         rows: limits on tokenising one row.
     """
 
@@ -76,12 +80,12 @@ class JobContext:
 
 @dataclass(frozen=True)
 class JobModel:
-    """The model of a job.
+    """The model with which a job is scored.
 
     Attributes:
-        reference: its reference.
-        find_tokenizer: returns the tokenizer that is in the model's folder when it is called.
-        load_vision: loads the image processor from the model's folder; returns None for a model of text.
+        reference: reference of the model.
+        find_tokenizer: returns the tokenizer that is in the model's folder at the time of the call.
+        load_vision: loads the image processor from the model's folder, or returns None for a text model.
     """
 
     reference: Reference
@@ -95,8 +99,8 @@ class JobCallbacks:
 
     Attributes:
         report: called with (progress as in the HTTP response, whether values were committed since the last call).
-        announce: called with the keys (hex) of the sequences that the device computes.
-        check: called at every step; raises JobStoppedError to stop. Values computed by then are committed.
+        announce: called with the keys (hex) of the sequences that are on the device.
+        check: called at every step; raises JobStoppedError to stop the job. Values that were computed before are committed.
     """
 
     report: Callable[[dict[str, Any], bool], None]
@@ -105,13 +109,13 @@ class JobCallbacks:
 
 
 class Progress(ProgressCallbacks):
-    """Counts of a running job, reported at most four times a second.
+    """The progress of a running job, which is reported at most four times per second.
 
     Attributes:
-        problems: row -> why the row has no values.
+        problems: row -> reason why the row has no values.
 
     Args:
-        job: the job's callbacks; `report` and `check` are called.
+        job: callbacks of the job, of which `report` and `check` are called.
     """
 
     def __init__(self, job: JobCallbacks) -> None:
@@ -122,7 +126,7 @@ class Progress(ProgressCallbacks):
         self._sent = 0.0
         self._rows = self._sequences = self._done = self._hits = self._scored = self._tokens = 0
         self._read_at = self._began
-        self._scoring_since: float | None = None  # scoring starts when a window has been read
+        self._scoring_since: float | None = None  # when the first window was read
         self._recent: deque[tuple[float, int]] = deque()
 
     def begin(self, sequences: int) -> None:
@@ -146,7 +150,7 @@ class Progress(ProgressCallbacks):
     def bad_row(self, row: int, problem: str) -> None:
         """Record why a row has no values.
 
-        Equal messages are stored once. After 10,000 different messages, a general message replaces new ones.
+        Equal messages are stored once. After 10,000 different messages, a general message is stored instead of new messages.
         """
         problem = shortened(problem)
         if problem not in self._texts:
@@ -159,7 +163,7 @@ class Progress(ProgressCallbacks):
         self._report(committed=True)
 
     def finish(self, sequences: int, hits: int) -> None:
-        """Report the final counts; `hits` excludes duplicates."""
+        """Report the final counts. `hits` does not include duplicates."""
         self._sequences = self._done = sequences
         self._hits = hits
         self._report(now=True)
@@ -203,18 +207,21 @@ def run_job(
     helpers: Workers,
     job: JobCallbacks,
 ) -> dict[str, Any]:
-    """Run a job; return its summary, as in `reflogp score --json`, with `image_files`: whether rows name images as files.
+    """Run a job.
 
-    The job reads exactly the named content. The dataset's files are opened once and must have the job's digest; the tokenizer
-    is the one whose files are in the model's folder when the job begins. If one of these files is modified meanwhile, the job
-    begins again, and fails if the content has changed. Values computed by then stay valid: their keys depend on token ids, and
-    their table on the weights. Images that rows name by paths are no part of the digest; keys depend on their pixels.
+    Return its summary as in `reflogp score --json`, with the additional entry `image_files`, which is True if rows name image
+    files.
+
+    The files of the dataset are opened once and must have the job's digest. The tokenizer is read from the model's folder when
+    the job begins. If one of these files is modified while the job runs, the job begins again, and fails if the content has
+    changed. Values that were already computed stay valid, because keys are made of token ids, and each reference has its own
+    table. The digest does not cover images that rows name by paths, but the keys depend on their pixels.
 
     Args:
-        helpers: other workers that score a part of the job.
+        helpers: other workers, which score parts of the job.
 
     Raises:
-        JobStoppedError, ModelUnloadedError: the job is to continue later, or not at all.
+        JobStoppedError, ModelUnloadedError: the job must stop now; it continues later unless it was cancelled.
         ReflogpError: the job failed.
     """
     with run_span(
@@ -249,9 +256,9 @@ def _attempt(
     job: JobCallbacks,
     progress: Progress,
 ) -> tuple[ScoreSummary, bool]:
-    """Run a job once, from the start to the result; return its summary, and whether rows name images as files.
+    """Attempt a job once, from the start to the result. Return its summary, and whether rows name image files.
 
-    Raises what `run_job` raises, and FileChangedError.
+    Raise the errors of `run_job`, and FileChangedError if a file is modified while it is read.
     """
     form: Any = order.format
     reference, tokenizer = model.reference, model.find_tokenizer()
@@ -266,7 +273,7 @@ def _attempt(
     def open_image(path: str) -> int:
         nonlocal image_files
         if order.root is None:
-            raise RowError("it names an image file; an uploaded dataset must contain its images, as bytes or data URIs")
+            raise RowError("the row names an image file, but an uploaded dataset must contain its images as bytes or data URIs")
         image_files = True
         return open_below(path)
 
@@ -308,6 +315,6 @@ def _attempt(
                     job.check,
                 )
         except DatasetError as error:
-            files.check()  # report a changed file rather than the error that it caused
+            files.check()  # if a file has changed, report that instead of the error that it caused
             raise DatasetError(str(error).replace(str(files.readable), order.file)) from error
     return summary, image_files

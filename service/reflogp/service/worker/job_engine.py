@@ -1,6 +1,7 @@
-"""Give a job an engine that takes turns with online requests and searches for a sequence that kills workers.
+"""Define the engine of a job, which takes turns with online requests and searches for sequences that kill workers.
 
-The engine announces the keys of the sequences in flight, so that the service knows what a dead worker was processing.
+The engine announces the keys of the sequences that are on the device, so that the service knows which sequences a dead worker
+was processing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class JobEngine:
 
     Args:
         loop: engine loop that gives this job its turns.
-        engine: the loop's engine, for calls that compute no pass.
-        reference_id: reference of the engine.
-        suspects: keys (hex) of sequences one of which may kill the worker. They are scored before the rest of their group: half
-            of them, half of the rest, …, each part alone.
-        poison: key (hex) -> why that sequence is not scored.
-        announce: called with the keys (hex) of this job's sequences on the device; an empty list if there are none.
-        check: called now and then; raises to stop the job.
+        engine: the engine that the loop uses. JobEngine uses it only for calls that compute no pass.
+        reference_id: id of the engine's reference.
+        suspects: keys (hex) of sequences, one of which may kill the worker. Suspects are scored before the other sequences of
+            their group, in separate parts: half of the suspects, then half of the remaining suspects, and so on.
+        poison: key (hex) of a sequence that is not scored -> the reason.
+        announce: called with the keys (hex) of this job's sequences on the device, or with an empty list if there are none.
+        check: called repeatedly; raises an error to stop the job.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class JobEngine:
         self._operations = Operations()
 
     def problems(self, sequences: list[Sequence]) -> dict[int, str]:
-        """See Engine.problems; includes the known poison."""
+        """See Engine.problems. The result includes the sequences in `poison`."""
         found = self._engine.problems(sequences)
         if self._poison:
             keys = _keys(sequences)
@@ -72,17 +73,17 @@ class JobEngine:
         return self._engine.provenance()
 
     def operations(self) -> Operations:
-        """See Engine.operations; counts this job's passes only."""
+        """See Engine.operations. Only this job's passes are counted."""
         return self._operations
 
     def peak_flops_per_second(self) -> float | None:
         return self._engine.peak_flops_per_second()
 
     def close(self) -> None:
-        """Do nothing: the engine belongs to the loop."""
+        """Do nothing, because the engine belongs to the loop."""
 
     def _part(self, groups: Iterable[list[_Numbered]]) -> Iterator[list[tuple[int, Outcome]]]:
-        """Yield the loop's outcomes for some groups, and announce the keys of the sequences on the device."""
+        """Let the loop score some groups, and yield the outcomes. Announce the keys of the sequences that are on the device."""
         begun: dict[int, _Numbered] = {}
         flying: set[str] = set()
         announcing = threading.Lock()
@@ -104,7 +105,7 @@ class JobEngine:
             done = [(begun.pop(number), outcome) for number, outcome in landed]
             with announcing:
                 flying.difference_update(entry.key for entry, _ in done)
-                if done and not flying:  # nothing is on the device now, and reading the next group may take long
+                if done and not flying:  # the device is idle now, and it may take long until the next group is read
                     self._announce([])
             yield [(entry.number, outcome) for entry, outcome in done]
         self._announce([])
@@ -112,7 +113,7 @@ class JobEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """A sequence with its number in the job's flow and its key (hex)."""
+    """A sequence, with its number among all sequences of the flow and its key (hex)."""
 
     number: int
     sequence: Sequence
@@ -120,9 +121,10 @@ class _Numbered:
 
 
 class _Coming(Iterator[list[_Numbered]]):
-    """Iterate over incoming groups, with the suspects held back.
+    """An iterator over incoming groups that holds back the suspects.
 
-    Iteration stops at a group that has suspects. After `take_suspects` it goes on, and the rest of the group is the next item.
+    Iteration stops at a group that contains suspects. After a call of `take_suspects` it continues, and the next item is the
+    rest of this group.
     """
 
     def __init__(self, groups: Iterable[list[Sequence]], suspects: set[str]) -> None:
@@ -157,13 +159,16 @@ class _Coming(Iterator[list[_Numbered]]):
         raise StopIteration
 
     def take_suspects(self) -> list[_Numbered]:
-        """Return the suspects at which iteration stopped, and let it continue."""
+        """Return the suspects at which the iteration has stopped, and let it continue."""
         held, self._held = self._held, []
         return held
 
 
 def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Split suspects into groups: half of them, half of the rest, …, so that each death halves the number of suspects."""
+    """Split suspects into groups: half of the suspects, then half of the remaining suspects, and so on.
+
+    Each death of a worker then at least halves the number of suspects.
+    """
     while suspects:
         middle = (len(suspects) + 1) // 2
         yield suspects[:middle]
@@ -171,7 +176,7 @@ def _halves(suspects: list[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _keys(sequences: list[Sequence]) -> list[str]:
-    """Return the keys (hex) of sequences as they are scored, after truncation to max_length."""
+    """Return the keys (hex) of sequences, which were already truncated to max_length."""
     prompts = [np.asarray(sequence.prompt_ids, np.int64) for sequence in sequences]
     completions = [np.asarray(sequence.completion_ids, np.int64) for sequence in sequences]
     return [key.hex() for key in sequence_keys(prompts, completions).to_pylist()]

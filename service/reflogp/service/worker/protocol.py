@@ -1,6 +1,6 @@
-"""Define what the service and its workers send each other: messages as JSON, sequences and values as Arrow IPC streams.
+"""Define the data that the service and its workers exchange: messages as JSON, sequences and values as Arrow IPC streams.
 
-Both sides import this module, so it imports neither torch nor fastapi.
+The service and its workers import this module, so it imports neither torch nor fastapi.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ModelConfig:
     """Location, numerics and engine of a reference's model.
 
     Attributes:
-        engine: fields of EngineChoice, without those that the worker sets (device, token_budget).
+        engine: fields of EngineChoice, except device and token_budget, which the worker sets.
     """
 
     model: str
@@ -39,19 +39,19 @@ class WorkerConfiguration:
 
     Attributes:
         device: "auto", "cpu", "cuda:1", …
-        visible: CUDA_VISIBLE_DEVICES of its process; None leaves the variable unchanged.
+        visible: value of CUDA_VISIBLE_DEVICES in the worker's process. None leaves the variable unchanged.
         workers: number of workers of the service.
         sharing: number of workers that share this machine's CPU.
-        token_budget: tokens of one pass, or "auto".
-        models: reference id -> its model.
+        token_budget: maximum number of tokens in one pass, or "auto".
+        models: reference id -> model of the reference.
         capacity: maximum number of loaded engines.
         pinned: reference id that is loaded at the start and never unloaded, or None.
         store: URI of the store.
-        tokens: folder for kept token ids.
+        tokens: folder of the cache of token ids.
         max_tokens_bytes: maximum size of that folder.
         commit_seconds: maximum time that computed values of a job wait for a commit.
-        window_seconds: how long an online request waits for others to be merged with.
-        row_bytes, dataset_bytes, group_bytes: bounds on reading datasets.
+        window_seconds: time that an online request waits for other requests to be computed with.
+        row_bytes, dataset_bytes, group_bytes: limits on reading datasets.
         row_seconds: maximum processor time for tokenising one row.
     """
 
@@ -76,7 +76,7 @@ class WorkerConfiguration:
 
 @dataclass(frozen=True)
 class HelpOrder:
-    """An order to help with a job of another worker.
+    """An order of the service to a worker to help with the job of another worker.
 
     Attributes:
         poison: see JobOrder.
@@ -89,15 +89,17 @@ class HelpOrder:
 
 @dataclass(frozen=True)
 class JobOrder:
-    """A job as the service sends it to a worker.
+    """An order of the service to a worker to run a job.
 
     Attributes:
         file: path of the dataset (a file or folder), with symbolic links resolved.
-        digest: digest of its content.
-        root: allowed root that contains the dataset, and that others may write to; None for a file in the service's own folder.
-        result, report: files to write.
+        digest: digest of the dataset's content.
+        root: allowed root folder that contains the dataset, to which others may write. None for a file in the service's own
+            folder.
+        result, report: paths of the files to write.
         suspects, poison: see JobEngine.
-        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job; None if not known.
+        request, traceparent: X-Request-Id and W3C trace context of the request that submitted the job, or None if they are not
+            known.
     """
 
     job: str
@@ -118,9 +120,9 @@ class JobOrder:
     traceparent: str | None
 
 
-#: Tables of a request (SEQUENCES) and of its response (OUTCOMES), in the same order; values are null where there is an error.
-#: MASKED_SEQUENCES are rows of padded batches, with padding among their token ids. 32 bits are enough for every token id, and
-#: halve the memory of queued requests.
+#: Schemas of the tables of a request (SEQUENCES) and of its response (OUTCOMES), which have the same order. The values of a
+#: sequence with an error are null. MASKED_SEQUENCES is the schema of rows of padded batches, whose token ids include padding.
+#: Token ids have 32 bits, which is enough for every vocabulary and halves the memory of queued requests.
 SEQUENCES = pa.schema([("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.int32()))])
 MASKED_SEQUENCES = SEQUENCES.append(pa.field("attention_mask", pa.list_(pa.int32())))
 OUTCOMES = pa.schema([("token_logps", pa.list_(pa.float32())), ("error", pa.string())])
@@ -137,7 +139,7 @@ def table_of(body: bytes) -> pa.Table:
 
 
 def outcomes_table(outcomes: list[Any]) -> pa.Table:
-    """Return a table with the schema OUTCOMES; each outcome is a float32 array, or the error message of its sequence."""
+    """Return a table with the schema OUTCOMES. Each outcome is a float32 array, or the error message of its sequence."""
     good = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     lengths = np.array([0 if isinstance(outcome, str) else len(outcome) for outcome in outcomes], np.int64)
     offsets = np.zeros(len(outcomes) + 1, np.int32)

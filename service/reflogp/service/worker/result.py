@@ -1,6 +1,6 @@
-"""Write a job's result (its values in dataset order, as Parquet) and its report (histograms and outliers).
+"""Write a job's result, which has the values in dataset order as Parquet, and its report with histograms and outliers.
 
-The dataset's windows are read again and looked up in the snapshot that the job ended with.
+The windows of the dataset are read again, and their values are looked up in the snapshot with which the job ended.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from reflogp.store.schema import one_array
 from reflogp.store.windows import TrainerSettings
 
 _BINS = 40
-#: Maximum number of outliers of each kind in the report, of characters of each text, and of an outlier's images.
+#: Maximum number of outliers of each kind in the report, of characters in each text, and of images of each outlier.
 _OUTLIERS, _TEXT, _IMAGES = 4, 4_000, 2
 #: Maximum number of bad rows that the report lists.
 _NAMED = 100
-_REJECTED, _CHOSEN = "rejected far likelier than chosen", "chosen far likelier than rejected"
+_REJECTED, _CHOSEN = "rejected far more likely than chosen", "chosen far more likely than rejected"
 _OF_ONE_SIGN = (_REJECTED, _CHOSEN)
-_NO_VALUE = "no value is stored for it"
-_DROPPED = "dropped, as the trainer drops it: the prompt alone fills max_length"
+_NO_VALUE = "no value is stored for the row"
+_DROPPED = "dropped because the prompt alone fills max_length; the trainer drops the row too"
 
 
 @dataclass(order=True)
 class _Candidate:
-    """A row that may be an outlier; a larger `rank` is a stronger outlier."""
+    """A row that may be an outlier. The row with the largest `rank` is the strongest outlier."""
 
     rank: float
     row: int
@@ -57,7 +57,7 @@ class _Candidate:
 
 
 class _Means:
-    """Mean log-probs per token and margins of all rows so far, and the strongest outliers of each kind."""
+    """The mean log-probs per token and the margins of all rows so far, and the strongest outliers of each kind."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -135,7 +135,7 @@ class _Means:
 
 
 def _text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of token ids, cut at _TEXT characters; a run of image ids is one short text."""
+    """Return the text of token ids, cut at _TEXT characters. Consecutive image ids are replaced by one short text."""
     found, left = "", _TEXT // 2
     for is_image, run in groupby(ids, key=lambda token: token >= FIRST_IMAGE_ID):
         tokens = list(run)
@@ -153,16 +153,17 @@ def write_result(
     report: Path,
     check: Callable[[], None],
 ) -> None:
-    """Write a job's result and report. Each file appears only when it is complete.
+    """Write a job's result and report. Each file gets its name only when it is complete.
 
-    The result has every row of the dataset once, in order; a pair that was unpaired for KTO has two rows. Columns: `row`
-    (int64); for each completion a key (binary of 16 bytes), the sum of reference log-probs (float32) and the number of tokens
-    in that sum (int64); and `error` (string), null for rows that have values. The metadata is that of `reflogp join`:
-    `reflogp` describes the reference and settings of the values, `reflogp.coverage` counts the rows that have values.
+    The result has one row for each row of the dataset, in order, or two rows for a pair that was unpaired for KTO. The columns
+    of the result are `row` (int64); for each completion a key (binary of 16 bytes), the sum of reference log-probs (float32)
+    and the number of tokens in that sum (int64); and `error` (string), which is null for rows that have values. The metadata is
+    the same as that of `reflogp join`: `reflogp` describes the reference and settings of the values, and `reflogp.coverage`
+    counts the rows that have values.
 
     Args:
-        problems: row -> why scoring could not use the row.
-        check: called for each window; raises to stop.
+        problems: row -> reason why the row could not be scored.
+        check: called for each window; raises an error to stop the job.
     """
     means, dropped, named = _Means(), 0, []
     rows_in_all, written = 0, 0
@@ -204,7 +205,10 @@ def write_result(
 
 
 def _windows(dataset: TokenizedDataset) -> Iterator[tuple[TokenizedRows, dict[int, str]]]:
-    """Yield windows that have completions, and the unreadable rows (row -> problem) since the last such window."""
+    """Yield (window, unreadable rows since the previous window) for each window that has completions.
+
+    The rows are a dict from row to problem.
+    """
     unread: dict[int, str] = {}
     for window in dataset:
         unread |= window.problems

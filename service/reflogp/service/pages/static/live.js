@@ -1,4 +1,4 @@
-// Keeps a page up to date. Every page works without it.
+// Update a page while it is open. Every page also works without this script.
 "use strict";
 
 const live = document.getElementById("live");
@@ -9,11 +9,11 @@ function say(text) {
   if (live && live.textContent !== text) live.textContent = text;
 }
 
-// Fetch this page again and exchange the parts that differ.
+// Fetch this page again and replace the parts that have changed.
 async function refresh() {
   const answer = await fetch(location.href, { cache: "no-store" });
   if (answer.redirected || (answer.status >= 400 && answer.status < 500)) {
-    location.reload(); // signed out, or the job is gone: the page itself says so
+    location.reload(); // the user has signed out, or the job does not exist any more: the reloaded page says so
     return;
   }
   if (!answer.ok) throw new Error(answer.statusText);
@@ -33,7 +33,7 @@ const shown = () => new Promise((resolve) => {
   else document.addEventListener("visibilitychange", resolve, { once: true });
 });
 
-// A list: the page itself, again and again.
+// Update the page of a list every few seconds.
 async function watchList(seconds) {
   for (;;) {
     await pause(seconds);
@@ -42,12 +42,12 @@ async function watchList(seconds) {
       await refresh();
       say("");
     } catch {
-      say("The service does not answer. Trying again.");
+      say("The service does not respond. Trying again.");
     }
   }
 }
 
-// A job: numbers as the service sends them, the rest of the page once a second at most.
+// Update the page of a job: its progress whenever the service sends an event, the rest at most once per second.
 function watchJob(id) {
   let source = null;
   let stale = false;
@@ -79,15 +79,15 @@ function watchJob(id) {
     });
     source.addEventListener("error", () => {
       if (ended) return;
-      say("The connection is lost. Trying again.");
+      say("The connection was lost. Trying again.");
       if (source.readyState === EventSource.CLOSED) {
-        stale = true; // where the service answers with an error, the page says which
+        stale = true; // if the service responds with an error, the fetched page shows the error
         setTimeout(() => document.hidden || listen(), 5000);
       }
     });
   }
 
-  // A browser opens few connections to one service: a page that nobody sees gives its own back.
+  // A browser opens only a few connections to one service, so a hidden page closes its connection.
   document.addEventListener("visibilitychange", () => {
     if (ended) return;
     if (document.hidden) source.close();
@@ -113,7 +113,7 @@ function watchJob(id) {
   keep();
 }
 
-// A link from elsewhere comes without the cookie; this page's own request has it.
+// When a link on another site opens a page, the browser sends no cookie. A request of this page has the cookie.
 async function skipSignIn() {
   const answer = await fetch(location.href, { redirect: "manual", cache: "no-store" });
   if (answer.type === "opaqueredirect") location.replace(location.href);

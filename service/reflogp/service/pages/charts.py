@@ -38,7 +38,7 @@ def histogram(name: str, title: str, unit: str, values: Histogram) -> Markup:
     Args:
         name: unique in the page; letters, digits and hyphens.
         title: what is counted.
-        unit: of the edges, shown below the axis.
+        unit: unit of the edges, shown below the axis.
         values: counts and edges; bars may have equal or unequal widths.
     """
     total = sum(values.counts)
@@ -83,11 +83,11 @@ def throughput(name: str, title: str, points: Sequence[tuple[float, float]]) -> 
     Args:
         name: unique in the page; letters, digits and hyphens.
         title: what is shown.
-        points: (seconds running, tokens per second), in order of time.
+        points: (seconds since the start, tokens per second), in order of time.
     """
     points = [(second, rate) for second, rate in points if math.isfinite(second) and math.isfinite(rate)]
     if not points:
-        return chart(name, title, "Nothing is measured yet.", message("nothing measured yet"))
+        return chart(name, title, "There are no measurements yet.", message("no measurements yet"))
     rates = [rate for _, rate in points]
     end = max(points[-1][0], 1e-3)
     described = (
@@ -118,7 +118,7 @@ def _time_ticks(end: float) -> list[float]:
 
 
 def _median(values: Histogram) -> float:
-    """Return the median as if the values of a bar were spread evenly over it."""
+    """Return an estimate of the median, under the assumption that the values of a bar are evenly distributed over it."""
     half, below = sum(values.counts) / 2, 0
     for left, right, count in zip(values.edges, values.edges[1:], values.counts, strict=False):
         if count and below + count >= half:
