@@ -9,7 +9,7 @@ import typer
 
 from reflogp.cli import options
 from reflogp.cli.console import EXIT_MISSES, err, missing_extra, out, print_json, progress_bar, quiet_libraries
-from reflogp.cli.score_arguments import takes_score_arguments
+from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.scored import open_scored, print_left_out
 from reflogp.store.commands import ScoreArguments
 

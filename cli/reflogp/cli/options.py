@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
+from reflogp.store.commands import ScoreArguments
 from reflogp.store.storage import PLACES
+from reflogp.store.windows import TrainerSettings
+
+_Own = ParamSpec("_Own")
 
 Model = Annotated[str, typer.Argument(help="Reference model: a folder with config.json and safetensors, or a hub id.")]
 Data = Annotated[
@@ -67,3 +74,59 @@ TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run modelling code that comes with the checkpoint. Off by default.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line: the summary, or the error.")]
+
+
+def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
+    """Return a command for Typer that has the options of `_score_arguments` in place of its first parameter.
+
+    The required ones come first in `--help`, then the shared options, then the command's own.
+    """
+    shared = inspect.signature(_score_arguments, eval_str=True).parameters
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    both = [*shared.values(), *own]
+
+    @wraps(command)
+    def expanded(**values: Any) -> None:
+        arguments = _score_arguments(**{name: values.pop(name) for name in shared})
+        command(arguments, **values)  # type: ignore[call-arg]  # Typer passes the command's own parameters by name
+
+    signature = inspect.Signature(
+        [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in sorted(both, key=lambda parameter: parameter.default is not parameter.empty)
+        ]
+    )
+    expanded.__signature__ = signature  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
+    return expanded
+
+
+def _score_arguments(
+    model: Model,
+    data: Data,
+    store: Store,
+    dtype: StoreDtype = "auto",
+    lm_head_dtype: LmHeadDtype = None,
+    max_length: MaxLength = None,
+    truncation_mode: TruncationMode = "keep_start",
+    form: Form = None,
+    split: Split = "train",
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    chat_template: ChatTemplate = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> ScoreArguments:
+    return ScoreArguments(
+        model,
+        data,
+        store,
+        dtype,
+        TrainerSettings(max_length, truncation_mode),
+        lm_head_dtype=lm_head_dtype,
+        revision=revision,
+        split=split,
+        form=form,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )

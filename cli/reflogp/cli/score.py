@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from reflogp.cli import engine_options, options
 from reflogp.cli.console import EXIT_MISSES, missing_extra, out, print_json, progress_bar, quiet_libraries
 from reflogp.cli.engine_options import claimed_reference, engine_choice
+from reflogp.cli.options import takes_score_arguments
 from reflogp.cli.reference import find_reference
-from reflogp.cli.score_arguments import takes_score_arguments
 from reflogp.cli.scored import open_rows, tokenized
 from reflogp.store import Reference, Store, UsageError, read_checkpoint, resolve_model
 from reflogp.store.commands import ScoreArguments
