@@ -1,22 +1,49 @@
-"""An object in place of a framework's reference model, which gives the stored values of padded batches."""
+"""Give a framework the stored values of its padded batches, through an object in place of its reference model.
+
+The values of all rows are looked up before training, once per node. Missing ones are scored first if requested.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
+from datasets import Dataset
 
-from reflogp.store import UsageError
+from reflogp.store import ReferenceNotFoundError, StoreNotFoundError, UsageError
+from reflogp.store.joins import Asked, ask
 from reflogp.store.texts import counted, short_repr
-from reflogp.trainer.batches.lookup import look_up_rows
-from reflogp.trainer.batches.sequences import IGNORED, TokenDataset
+from reflogp.store.windows import TrainerSettings
+from reflogp.trainer.batches.sequences import IGNORED, RowValues, Sequences, TokenDataset, save_row_values, sequences_of
 from reflogp.trainer.construction import ReferenceDuringTraining
-from reflogp.trainer.errors import MissingLogpsError
+from reflogp.trainer.errors import MissingLogpsError, ReferenceLogpsError, UnusableLogpsError
+from reflogp.trainer.join import NONE_FOUND, JoinRecord, answer_rows, some_rows
+from reflogp.trainer.layouts import layout_of
+from reflogp.trainer.ranks import Rank, gather, of_my_node, on_all_ranks, on_all_ranks_for_long
 from reflogp.trainer.source import ReferenceSource
-from reflogp.trainer.values import Where
+from reflogp.trainer.values import Values, Where, command_to_score
+
+T = TypeVar("T")
+
+#: Maximum number of sequences per lookup. It bounds memory, in which the values of one lookup exist twice.
+_AT_ONCE = 65_536
+_SEQUENCES = "completion_ids"
+#: Exit code of `reflogp score` if it left rows out; MissingLogpsError then names these rows.
+_ROWS_LEFT_OUT = 3
+#: Environment variables that a launcher sets for its processes, and that the scoring command must not inherit.
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class BatchReference(ReferenceDuringTraining):
@@ -127,3 +154,163 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
         raise UsageError("to score missing rows in this run, give a store and model=; for a service use on_miss='score'")
     if run_command and source.snapshot is not None:
         raise UsageError(f"newly scored values will not be in snapshot {source.snapshot}: leave the snapshot out")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The result of the first process' lookup, for all processes."""
+
+    where: Where
+    scored: dict[str, int]
+
+
+def look_up_rows(
+    datasets: Mapping[str, TokenDataset], source: ReferenceSource, output_dir: Path, run_command: bool
+) -> tuple[RowValues, dict[str, JoinRecord]]:
+    """Return the values of all rows of some datasets; every process gets the same ones.
+
+    The first process of each node reads the datasets. The first process of the run finds the missing sequences, and has them
+    scored if the source or `run_command` says so, while the others wait. Then each node reads the values of one snapshot into a
+    file that its processes map into memory.
+
+    Args:
+        datasets: name -> dataset.
+        source: where the values are.
+        output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
+        run_command: True to score missing sequences here, by running `reflogp score` in a separate process.
+
+    Returns:
+        the values, and what was joined for each dataset.
+
+    Raises:
+        MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
+        UnusableLogpsError: values are damaged, NaN or infinite.
+        RankFailedError: another process has raised one of these.
+    """
+    rank = Rank.here()
+    walks = rank.local_rank == 0
+    sequences = on_all_ranks_for_long("reading the datasets", lambda: sequences_of(datasets) if walks else None)
+
+    def answer() -> Answered | None:
+        return _answered(_given(sequences), source, output_dir, run_command) if rank.rank == 0 else None
+
+    answered = _given(gather(on_all_ranks_for_long("looking up the reference log-probs", answer))[0])
+
+    def read() -> Path | None:
+        return _saved(_given(sequences), source.open(answered.where.snapshot)) if walks else None
+
+    file = _given(of_my_node(gather(on_all_ranks_for_long("reading the reference log-probs", read))))
+    values = on_all_ranks("mapping the reference log-probs", lambda: RowValues(file))
+    joins = {
+        name: JoinRecord(answered.where, TrainerSettings(), rows=len(dataset), scored=answered.scored.get(name, 0))
+        for name, dataset in datasets.items()
+    }
+    return values, joins
+
+
+def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, run_command: bool) -> Answered:
+    asked = ask(sequences.table)
+    values, never_scored = _opened(source)
+    missing = at_first = _missing_of(values, asked)
+    if missing.any() and values is not None and source.on_miss == "score":
+        rows = Dataset(sequences.table)
+        values, join, _ = answer_rows(rows, layout_of(rows.column_names), asked, source, values, TrainerSettings())
+        missing = join.missing
+    elif missing.any() and run_command:
+        _run(_written(sequences, missing, source, values, output_dir))
+        values, never_scored = source.open(), ""
+        missing = _missing_of(values, asked)
+    if missing.any() or values is None:
+        command = _written(sequences, missing, source, values, output_dir)
+        hint = ". "
+        if never_scored:
+            hint = f" ({never_scored}). "
+        elif np.array_equal(missing, _needed(asked)):
+            hint = f". {NONE_FOUND}"
+        raise _missing_error(sequences.rows(missing), sequences, source, hint, command)
+    return Answered(values.where, {name: len(rows) for name, rows in sequences.rows(at_first).items()})
+
+
+def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
+    """Return the values and an empty text. If the store has nothing of this reference, return None and a text that says so."""
+    try:
+        return source.open(), ""
+    except (ReferenceNotFoundError, StoreNotFoundError) as error:
+        if source.is_service or source.described is None:
+            raise
+        return None, str(error.__cause__ or error)  # without the command for the whole dataset
+
+
+def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
+    return _needed(asked) if values is None else values.answer(asked, TrainerSettings()).missing
+
+
+def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
+    """Return True for each sequence that needs values: those with an empty completion need none."""
+    return asked.needed[_SEQUENCES] > 0
+
+
+def _written(
+    sequences: Sequences, missing: npt.NDArray[np.bool_], source: ReferenceSource, values: Values | None, output_dir: Path
+) -> str:
+    """Write the missing sequences into a file, and return the command that scores it."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / "reflogp-missing.parquet"
+    pq.write_table(sequences.table.filter(pa.array(missing)), file)
+    if values is not None:
+        return values.command(source.model, str(file), TrainerSettings())
+    assert source.described is not None
+    return command_to_score(str(source.model), source.described, str(file), source.location, TrainerSettings())
+
+
+def _run(command: str) -> None:
+    """Run a `reflogp` command with this Python, in a process that is not part of this distributed run."""
+    words = [sys.executable, "-c", "from reflogp.cli import main; main()", *shlex.split(command)[1:]]
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+    if status not in (0, _ROWS_LEFT_OUT):
+        raise ReferenceLogpsError(f"`{command}` ended with status {status}; its output is above")
+
+
+def _missing_error(
+    rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences, source: ReferenceSource, hint: str, command: str
+) -> MissingLogpsError:
+    first = next(iter(rows.values()), np.empty(0, np.int64))
+    named = _named(rows, sequences)
+    return MissingLogpsError(
+        f"{named} have no reference log-probs in {source.location}{hint}Score them: {command}",
+        [int(row) for row in first],
+        command,
+    )
+
+
+def _named(rows: dict[str, npt.NDArray[np.int64]], sequences: Sequences) -> str:
+    return " and ".join(
+        f"{len(some)} of {len(sequences.of[name])} rows of {name} (rows {some_rows(some)})" for name, some in rows.items()
+    )
+
+
+def _saved(sequences: Sequences, values: Values) -> Path:
+    """Write the values of all sequences into a file that this node's processes map into memory; return its path."""
+    asked = ask(sequences.table)
+    keys, needed = asked.keys[_SEQUENCES], asked.needed[_SEQUENCES]
+    parts = [values.token_lists(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE)]
+    lengths = np.concatenate([pc.list_value_length(part).fill_null(0).to_numpy() for part in parts]).astype(np.int64)
+    flat = np.concatenate([part.flatten().to_numpy(zero_copy_only=False) for part in parts])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    unusable = lengths != needed
+    unusable[np.searchsorted(offsets, np.flatnonzero(~np.isfinite(flat)), "right") - 1] = True
+    if unusable.any():
+        rows = sequences.rows(unusable)
+        raise UnusableLogpsError(
+            f"{_named(rows, sequences)} have reference log-probs that are damaged or not finite in {values.where.store}; run "
+            "`reflogp store verify` on the store",
+            [int(row) for row in next(iter(rows.values()))],
+        )
+    lists = pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.float32()))
+    return save_row_values(sequences.row_keys, lists)
+
+
+def _given(value: T | None) -> T:
+    assert value is not None
+    return value
