@@ -32,7 +32,6 @@ from reflogp.trainer.distributed_join import (
 )
 from reflogp.trainer.join import JoinRecord, Misses, join_stream, with_columns
 from reflogp.trainer.layouts import Columns, layout_of
-from reflogp.trainer.media import refuse_media
 from reflogp.trainer.own_model import fill_in
 from reflogp.trainer.policy_weights import weights_of
 from reflogp.trainer.ranks import on_all_ranks
@@ -50,7 +49,7 @@ from reflogp.trainer.trl_versions import (
     with_own_tag,
 )
 from reflogp.trainer.values import Where
-from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, require_vision, token_rows
+from reflogp.trainer.vision import CollatorWithReference, has_images, may_take_images, refuse_media, require_vision, token_rows
 
 #: Base class of the mixin: `object` at run time, any trainer for a type checker.
 _AnyTrainer: Any = object

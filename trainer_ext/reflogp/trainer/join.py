@@ -26,10 +26,10 @@ from reflogp.store.texts import counted, short_repr
 from reflogp.store.windows import TrainerSettings, check_truncation
 from reflogp.trainer.errors import BroughtColumnsError, MissingLogpsError, UnusableLogpsError
 from reflogp.trainer.layouts import KL_IDS, REFERENCE_COLUMNS, Columns, Layout, layout_of
-from reflogp.trainer.media import refuse_media, refuse_row
 from reflogp.trainer.source import ReferenceSource
 from reflogp.trainer.tolerances import tolerance
 from reflogp.trainer.values import ServiceValues, Values, Where
+from reflogp.trainer.vision import refuse_media, refuse_row
 
 logger = logging.getLogger(__name__)
 
