@@ -1,17 +1,47 @@
-"""TRL's KTOTrainer on stored reference log-probs.
+"""TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
 
-To estimate its KL term, TRL pairs each prompt with another row's completion, by batch size and order. These sequences need
-reference values too. They exist only after TRL has prepared the dataset, so the join reads the prepared rows.
+To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. These
+sequences need reference values too. They exist only after TRL has prepared the dataset, so the join reads the prepared rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from trl import KTOTrainer
+from trl import DPOTrainer, KTOTrainer
 
 from reflogp.trainer.cached import CachedReferenceMixin
 from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
+
+
+class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
+    """DPO without a reference model: its log-probs come from a store.
+
+    Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+
+    Examples:
+        >>> from datasets import load_dataset
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from trl import DPOConfig
+        >>> from reflogp.trainer import CachedDPOTrainer, ReferenceSource
+        >>> trainer = CachedDPOTrainer(
+        ...     AutoModelForCausalLM.from_pretrained("./sft-model"),
+        ...     args=DPOConfig(output_dir="run", max_length=1024, beta=0.1),
+        ...     train_dataset=load_dataset("json", data_files="pairs.jsonl", split="train"),
+        ...     processing_class=AutoTokenizer.from_pretrained("./sft-model"),
+        ...     reference=ReferenceSource("./logps", model="./sft-model", dtype="bfloat16"),
+        ... )
+        >>> trainer.joins["train"]
+        JoinRecord(
+            32 rows, 100% with values
+            reference ... in bfloat16, snapshot ... of .../logps
+            max_length 1024, truncation_mode keep_start
+        )
+        >>> trainer.train()
+        TrainOutput(global_step=...)
+        >>> trainer.audit.step_zero.passed
+        True
+    """
 
 
 def _kto_trainer() -> Any:
