@@ -1,7 +1,7 @@
 """Provide stored reference log-probs to trainers, so that no training GPU holds a reference model.
 
-Needs datasets, accelerate and transformers. Only TRL's own trainers need trl, so OpenRLHF works without it. Never imports an
-engine or a server.
+This package needs datasets, accelerate and transformers. The package trl is needed only for TRL's trainers, not for those of
+OpenRLHF and other frameworks. This package never imports an engine or a server.
 """
 
 import importlib

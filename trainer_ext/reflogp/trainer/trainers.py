@@ -1,6 +1,6 @@
-"""TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
+"""Train with TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
 
-To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. These
+To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. The paired
 sequences need reference values too. They exist only after TRL has prepared the dataset, so the join reads the prepared rows.
 """
 
@@ -15,7 +15,7 @@ from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
 
 
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
-    """DPO without a reference model: its log-probs come from a store.
+    """TRL's DPO trainer without a reference model: the reference log-probs come from a store.
 
     Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
@@ -47,8 +47,8 @@ class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
 def _kto_trainer() -> Any:
     """Return the KTOTrainer with the hook, or None.
 
-    Since TRL 1.8 it is the exported class. Before that, from 1.2 on, it is a parent of the exported class, which adds only
-    a warning that TRL will move the trainer.
+    From TRL 1.8 on, the class with the hook is the exported class. In TRL 1.2 to 1.7, it is a parent of the exported class,
+    which adds only a warning that TRL will move the trainer.
     """
     return next((parent for parent in KTOTrainer.__mro__ if HOOK in vars(parent)), None)
 
@@ -58,12 +58,12 @@ _Trainer: Any = _found or object
 
 
 class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
-    """KTO without a reference model: its log-probs come from a store.
+    """TRL's KTO trainer without a reference model: the reference log-probs come from a store.
 
     Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
     Raises:
-        ImportError: TRL's KTOTrainer lacks the hook, as before TRL 1.2.
+        ImportError: TRL's KTOTrainer lacks the hook, as in TRL before 1.2.
 
     Examples:
         >>> from datasets import load_dataset

@@ -54,11 +54,11 @@ def may_take_images(model: Any, processing_class: Any) -> bool:
 
 
 def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSource) -> None:
-    """Raise an error that names what a trainer, a kind of dataset or a source does not support with images.
+    """Raise an error if a trainer, a kind of dataset or a source does not support images.
 
     Raises:
-        ImportError: this TRL's pairs with images are not supported.
-        UsageError: for everything else.
+        ImportError: pairs with images are not supported for this version of TRL.
+        UsageError: the trainer, a dataset or the source does not support images.
     """
     name = trainer_class.__name__
     if not any(hasattr(module, _COLLATOR) for module in trl_modules(trainer_class)):
@@ -66,7 +66,9 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
     if Version(trl_version()) < _FIRST_TRL:
         raise ImportError(f"pairs with images need TRL {_FIRST_TRL} or newer, and {trl_version()} is installed")
     if any(isinstance(dataset, IterableDataset) for dataset in datasets):
-        raise UsageError(f"{name} takes pairs with images as a Dataset, not as a stream: their rows are keyed before training")
+        raise UsageError(
+            f"{name} takes pairs with images as a Dataset, not as a stream, because their keys are computed before training"
+        )
     if source.on_miss != "error":
         raise UsageError(
             f"on_miss={source.on_miss!r} is for rows of text; score pairs with images beforehand, with `reflogp score`"
@@ -74,14 +76,16 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError, with the number of the first such row, if a dataset holds more than text and token ids.
+    """Raise UsageError if a dataset holds more than text and token ids; name the number of the first row that does.
 
     Args:
-        dataset: of a Dataset, all rows are checked if columns may hold media; of a stream, the first row is checked if `raw`;
-            anything else passes.
+        dataset: a Dataset, all of whose rows are checked if columns may hold media; a stream, whose first row is checked if
+            `raw`; any other object is accepted.
         name: the dataset's name in messages: train, eval, …
-        raw: True if TRL has yet to prepare the dataset; then columns named for images are refused even if they hold none.
-        images: True if the trainer takes pairs with images; then only other media are refused, by the names of columns.
+        raw: True if TRL has yet to prepare the dataset; then columns with names for images are refused even if they hold no
+            images.
+        images: True if the trainer takes pairs with images; then only media other than images are refused, by the names of
+            columns.
     """
     if images:
         _refuse_other_media(dataset, name)
@@ -103,8 +107,8 @@ def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> No
     unused = [column for column in columns if column in IMAGE_COLUMNS]
     if raw and unused:
         raise UsageError(
-            f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; they hold none, so "
-            f"remove it: dataset.remove_columns({unused})"
+            f"the {name} dataset has a column {unused[0]}, for which TRL prepares all its rows as images; the rows hold no "
+            f"images, so remove the column: dataset.remove_columns({unused})"
         )
 
 
@@ -147,21 +151,21 @@ def _is_plain(kind: pa.DataType) -> bool:
 def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
     """Return the token ids of pairs with images: prompt_ids, chosen_ids and rejected_ids, with image ids.
 
-    One process of each node computes them, with `dataset_num_proc` processes.
+    One process of each node computes the token ids, with `dataset_num_proc` processes.
 
     Args:
-        dataset: rows as TRL's collator takes them.
+        dataset: rows in the form that TRL's collator takes.
         trainer: a constructed trainer.
         name: the dataset's name, for errors and the progress bar.
 
-    Raises UsageError, with the row's number, for a row that TRL's collator refuses, or whose images `max_length` cuts.
+    Raises UsageError, with the row's number, if TRL's collator refuses a row, or `max_length` cuts a row's images.
     """
     collator = trainer.data_collator
     collator = collator.collator if isinstance(collator, CollatorWithReference) else collator
     if type(collator).__name__ != _COLLATOR:
         raise UsageError(
-            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, whose tokens "
-            "identify the rows: leave data_collator out"
+            f"the data collator {type(collator).__name__} makes other inputs from images than TRL's collator, but the tokens "
+            "of TRL's collator identify the rows: leave data_collator out"
         )
     token = image_token(trainer.accelerator.unwrap_model(trainer.model).config)
     if token is None:
@@ -187,10 +191,10 @@ def token_rows(dataset: Dataset, trainer: Any, name: str) -> Dataset:
 
 
 class RowTokens:
-    """Makes the token ids of one row, as `datasets.map` calls it.
+    """A function that makes the token ids of one row, for `datasets.map`.
 
     Args:
-        collator: TRL's collator of the run.
+        collator: the run's collator, from TRL.
         token: the model's image token.
         name: the dataset's name, for errors.
     """
@@ -200,17 +204,18 @@ class RowTokens:
         self._collator = copy.copy(collator)
         self._collator.processor, self._collator.max_length = self._tokens.processor, None
         self._name = name
-        # `datasets` names its cache by what this object holds, which should change whenever its tokens might.
+        # `datasets` names its cache by the content of this object, so the object holds every version that may change the
+        # tokens.
         self._versions = [importlib.metadata.version(package) for package in _MAKERS]
 
     def __call__(self, row: dict[str, Any], number: int) -> dict[str, list[int]]:
         try:
             if "image" not in row and "images" not in row:
-                raise UsageError("there is no column images; use one with an empty list for rows without an image")
+                raise UsageError("there is no column images; add it, with an empty list for rows without an image")
             column = "image" if "image" in row else "images"
             if row[column] is None:
                 raise UsageError(
-                    f"{column} is null, which TRL does not read; use a column images, with empty lists where there is no image"
+                    f"{column} is null, which TRL does not read; use a column images, and an empty list if a row has none"
                 )
             images = [row["image"]] if column == "image" else row["images"]
             if strange := [image for image in images if not hasattr(image, "tobytes")]:
@@ -230,10 +235,10 @@ class RowTokens:
 
 
 class CollatorWithReference:
-    """TRL's collator, whose batches also have the reference columns of their rows, float32 (rows,).
+    """A collator that adds the reference columns of the rows, float32 (rows,), to the batches of TRL's collator.
 
     Attributes:
-        collator: TRL's.
+        collator: TRL's collator.
     """
 
     def __init__(self, collator: Any) -> None:
@@ -256,7 +261,7 @@ class CollatorWithReference:
 
 
 def _require_whole_images(rows: Dataset, max_length: int | None, name: str) -> None:
-    """Raise UsageError if the collator's truncation cuts image tokens, which fails in the model in the middle of a run."""
+    """Raise UsageError if the collator's truncation cuts image tokens, because the model would then fail during the run."""
     if max_length is None:
         return
     prompts = rows.with_format("arrow")["prompt_ids"]

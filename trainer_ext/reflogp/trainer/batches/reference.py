@@ -1,6 +1,6 @@
 """Give a framework the stored values of its padded batches, through an object in place of its reference model.
 
-The values of all rows are looked up before training, once per node. Missing ones are scored first if requested.
+The values of all rows are looked up before training, once per node. Missing values are scored first if requested.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 
 class BatchReference(ReferenceDuringTraining):
-    """Reference log-probs of padded batches, from a store or a service.
+    """The reference log-probs of padded batches, from a store or a service.
 
     The constructor looks up every row of the datasets, so that no value can be missing during training. In a batch, each row is
     found by its tokens, so shuffling, packing and evaluation need no special handling.
 
     Args:
-        source: where the values are. Files of `reflogp join` hold sums of whole completions and cannot be used.
-        datasets: name -> tokenised dataset, all that the trainer will see: {"train": …, "eval": …}.
+        source: where the values are stored. Files of `reflogp join` hold sums of whole completions and cannot be used.
+        datasets: name -> tokenised dataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
         output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
         run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
         UnusableLogpsError: values are damaged, NaN or infinite.
-        UsageError: a source that cannot be used.
+        UsageError: the source cannot be used.
         RankFailedError: another process of a distributed run has raised one of these.
 
     Attributes:
-        joins: dataset name -> what was looked up and from where.
+        joins: name of each dataset -> what was looked up and from where.
         where: where the values come from.
 
     Examples:
@@ -102,8 +102,8 @@ class BatchReference(ReferenceDuringTraining):
             attention_mask: 0 where a token is padding, (B, L).
 
         Returns:
-            log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is that of token t + 1; 0 before a
-            row's completion and in its padding.
+            log-probs in nats, float32 (B, L - 1), on the device of `input_ids`: entry t is the log-prob of token t + 1; entries
+            before a row's completion and in its padding are 0.
 
         Raises MissingLogpsError for a row that is in none of the datasets.
         """
@@ -128,16 +128,16 @@ class BatchReference(ReferenceDuringTraining):
 
         Args:
             input_ids, attention_mask: see `token_logps`, (B, L).
-            labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in it.
+            labels: -100 for tokens that are not in the sum, (B, L). A row's first token is never in the sum.
 
         Returns:
             sums in nats, float32 (B,), and numbers of tokens, int64 (B,), on the device of `input_ids`.
 
-        Raises UsageError for labels at padding, whose log-probs no store has.
+        Raises UsageError if padding has labels, because no store has log-probs of padding.
         """
         if bool(((labels != IGNORED) & (attention_mask == 0)).any()):
             raise UsageError("padding has labels other than -100, so the loss counts its log-probs, which no store has")
-        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # with padding before it, a first token has a place
+        counts = (labels[:, 1:] != IGNORED) & (attention_mask[:, :-1] != 0)  # a first token after padding has an entry
         values = self.token_logps(input_ids, attention_mask).double()
         return (values * counts).sum(1).float(), counts.sum(1)
 
@@ -146,7 +146,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
     """Raise UsageError for a source that cannot give values by tokens, before anything is loaded."""
     if source.is_file:
         raise UsageError(
-            f"{source.location} holds one sum for each completion, but a value for each token is needed here: give the store"
+            f"{source.location} holds one sum for each completion, but this needs a value for each token: give the store"
         )
     if source.on_miss == "compute":
         raise UsageError("on_miss='compute' is for TRL's trainers; here use 'error' or 'score'")
@@ -158,7 +158,7 @@ def check_source(source: ReferenceSource, run_command: bool) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """The result of the first process' lookup, for all processes."""
+    """The result of the first process' lookup, which all processes receive."""
 
     where: Where
     scored: dict[str, int]
@@ -167,7 +167,7 @@ class Answered:
 def look_up_rows(
     datasets: Mapping[str, TokenDataset], source: ReferenceSource, output_dir: Path, run_command: bool
 ) -> tuple[RowValues, dict[str, JoinRecord]]:
-    """Return the values of all rows of some datasets; every process gets the same ones.
+    """Return the values of all rows of some datasets; every process gets the same values.
 
     The first process of each node reads the datasets. The first process of the run finds the missing sequences, and has them
     scored if the source or `run_command` says so, while the others wait. Then each node reads the values of one snapshot into a
@@ -232,13 +232,14 @@ def _answered(sequences: Sequences, source: ReferenceSource, output_dir: Path, r
 
 
 def _opened(source: ReferenceSource) -> tuple[Values | None, str]:
-    """Return the values and an empty text. If the store has nothing of this reference, return None and a text that says so."""
+    """Return the values and an empty text. If the store has no values of this reference, return None and a text that says
+    so."""
     try:
         return source.open(), ""
     except (ReferenceNotFoundError, StoreNotFoundError) as error:
         if source.is_service or source.described is None:
             raise
-        return None, str(error.__cause__ or error)  # without the command for the whole dataset
+        return None, str(error.__cause__ or error)  # the cause's text, which lacks the command for the whole dataset
 
 
 def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
@@ -246,7 +247,7 @@ def _missing_of(values: Values | None, asked: Asked) -> npt.NDArray[np.bool_]:
 
 
 def _needed(asked: Asked) -> npt.NDArray[np.bool_]:
-    """Return True for each sequence that needs values: those with an empty completion need none."""
+    """Return True for each sequence that needs values; a sequence with an empty completion needs none."""
     return asked.needed[_SEQUENCES] > 0
 
 
@@ -264,7 +265,7 @@ def _written(
 
 
 def _run(command: str) -> None:
-    """Run a `reflogp` command with this Python, in a process that is not part of this distributed run."""
+    """Run a `reflogp` command with this Python interpreter, in a process that is not part of this distributed run."""
     words = [sys.executable, "-c", "from reflogp.cli import main; main()", *shlex.split(command)[1:]]
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
     status = subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
