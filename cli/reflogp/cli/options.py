@@ -1,4 +1,4 @@
-"""Define the options that several subcommands share, so that they have the same meaning and text everywhere."""
+"""Define the options that several subcommands share, so that an option has the same meaning and text in every subcommand."""
 
 from __future__ import annotations
 
@@ -39,34 +39,44 @@ StoreDtype = Annotated[
 ]
 LmHeadDtype = Annotated[
     str | None,
-    typer.Option(help="float32 computes the logits in float32. Default: in --dtype. Part of the reference id."),
+    typer.Option(
+        help="Dtype of the logits: float32, or by default the dtype in which the model computes. Part of the reference id."
+    ),
 ]
 MaxLength = Annotated[
-    int | None, typer.Option(min=1, help="Maximum tokens of prompt and completion, as in the trainer's config. Default: all.")
+    int | None,
+    typer.Option(
+        min=1, help="Maximum number of tokens of prompt and completion, as in the trainer's config. Default: no maximum."
+    ),
 ]
 TruncationMode = Annotated[
     str,
-    typer.Option(help="Which end a longer sequence keeps: keep_start, or keep_end (needs a scoring run per max_length)."),
+    typer.Option(
+        help="Part that is kept of a longer sequence: keep_start, or keep_end (needs a scoring run for each max_length)."
+    ),
 ]
 Form = Annotated[
     str | None,
-    typer.Option("--format", help="preference, kto or tokens. Default: from the columns. kto makes two KTO rows of a pair."),
+    typer.Option(
+        "--format",
+        help="Format of the rows: preference, kto or tokens. Default: by the columns. kto makes two KTO rows of a pair.",
+    ),
 ]
 SnapshotNumber = Annotated[int | None, typer.Option("--snapshot", help="Snapshot number. Default: the latest.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of a hub id.")]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        help="Tokenizer that the trainer uses, if it is not the model's: a folder or a hub id. Give the same one to score, "
-        "join and report.",
+        help="Tokenizer of the trainer, if it differs from the model's: a folder or a hub id. Give the same tokenizer to "
+        "score, join and report.",
         metavar="PATH",
     ),
 ]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
-        help="Jinja file with the trainer's chat template, if it is not that of the tokenizer's folder. Give the same one to "
-        "score, join and report.",
+        help="Jinja file with the trainer's chat template, if it differs from the tokenizer's template. Give the same file "
+        "to score, join and report.",
         metavar="FILE",
     ),
 ]
@@ -79,7 +89,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as t
 def takes_score_arguments(command: Callable[Concatenate[ScoreArguments, _Own], None]) -> Callable[..., None]:
     """Return a command for Typer that has the options of `_score_arguments` in place of its first parameter.
 
-    The required ones come first in `--help`, then the shared options, then the command's own.
+    The required options come first in `--help`, then the shared options, then the command's own options.
     """
     shared = inspect.signature(_score_arguments, eval_str=True).parameters
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
