@@ -111,7 +111,7 @@ class _Rate(ProgressColumn):
 
 
 class Bar(ProgressCallbacks):
-    """A progress bar with rate and time left, which also collects bad rows; `report` prints the first few of them."""
+    """A progress bar with rate and time left, which also collects bad rows and prints the first few of them."""
 
     def __init__(self, progress: Progress, label: str) -> None:
         self._progress = progress
@@ -145,7 +145,7 @@ class Bar(ProgressCallbacks):
 
     def report(self) -> None:
         self._bad.print("left out (the others were kept)")
-        self._notes.print("kept, with a remark")
+        self._notes.print("kept, with a note")
 
 
 class _Rows:

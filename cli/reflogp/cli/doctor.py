@@ -182,7 +182,7 @@ def _model(model: str) -> Iterator[Finding]:
 
 
 def _largest_room() -> int | None:
-    """Return the free bytes of the device with the most free memory; None if torch or the service extra is not installed."""
+    """Return the free bytes of the device with the most free memory, or None if torch or the service extra is not installed."""
     if find_spec("torch") is None or _unmet("service")[0]:
         return None
     import torch

@@ -65,8 +65,8 @@ def export(
     """Write joined pairs as files that open-instruct, Megatron-Bridge or fairseq2 reads instead of running a reference model.
 
     A value belongs to exact tokens, but these stacks look values up by the row's number. So score and join rows of the
-    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset that it trains on.
-    Every row needs values: if some rows have none, nothing is written, the rows are named, and the exit code is 3.
+    token ids that the stack itself makes (prompt_ids, chosen_ids, rejected_ids), in the order of the dataset on which it
+    trains. Every row needs values: if some rows have none, nothing is written, the rows are named, and the exit code is 3.
 
     Example: reflogp export joined.parquet --as open-instruct -o ./caches --hash 3f0c9d2b81a4e567 --loss-type dpo_norm
 

@@ -52,7 +52,7 @@ MaxLength = Annotated[
 TruncationMode = Annotated[
     str,
     typer.Option(
-        help="Part that is kept of a longer sequence: keep_start, or keep_end (needs a scoring run for each max_length)."
+        help="Part that is kept of a sequence above --max-length: keep_start, or keep_end (one scoring run per max_length)."
     ),
 ]
 Form = Annotated[

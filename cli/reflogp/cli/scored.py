@@ -45,7 +45,7 @@ def open_scored(arguments: ScoreArguments, number: int | None) -> tuple[Tokenize
 
     Args:
         arguments: the arguments with which the dataset was scored.
-        number: number of the snapshot; None for the latest.
+        number: number of the snapshot, or None for the latest.
 
     Raises:
         UsageError: the dataset or the model cannot be used.

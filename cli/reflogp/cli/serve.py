@@ -65,7 +65,10 @@ def serve(
     devices = [name.strip() for entry in device or [] for name in entry.split(",")]
     settings = read_settings(config, references=references or None, devices=devices or None, **flags)
     if not settings.tokens:
-        err.print("no tokens are set: everybody on this machine may read and score; only loopback is served", style="yellow")
+        err.print(
+            "no tokens are set: everybody on this machine may read and score; the service listens on loopback only",
+            style="yellow",
+        )
     run(settings)
 
 

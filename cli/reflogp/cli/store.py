@@ -290,12 +290,14 @@ class _Tables:
         self.failed: dict[str, str] = {}
         if reference is not None and len(self.references) != 1:
             there = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in references) or "none"
-            raise UsageError(f"--reference {reference} names {len(self.references)} references of {store.uri}; it has: {there}")
+            raise UsageError(
+                f"--reference {reference} names {len(self.references)} references of {store.uri}; the store has: {there}"
+            )
 
     def only(self, holder: str) -> LogprobTable:
         """Return the table of the only reference.
 
-        Raises UsageError for several references; `holder` names the thing that can hold only one reference."""
+        Raises UsageError for several references; the message names `holder`, which can hold only one reference."""
         if len(self.references) != 1:
             names = ", ".join(f"{r.reference_id} ({r.name}, {r.dtype})" for r in self.references) or "none"
             raise UsageError(f"{holder} holds only one reference; name it with --reference: {names}")

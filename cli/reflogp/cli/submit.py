@@ -44,7 +44,9 @@ def submit(
         Literal["preference", "kto", "tokens"] | None, typer.Option("--format", help="Default: detected from the columns.")
     ] = None,
     max_length: options.MaxLength = None,
-    truncation_mode: Annotated[TruncationMode, typer.Option(help="Part that is kept of a longer sequence.")] = "keep_start",
+    truncation_mode: Annotated[
+        TruncationMode, typer.Option(help="Part that is kept of a sequence above --max-length.")
+    ] = "keep_start",
     ld_alpha: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Weight in LD-DPO of tokens beyond the length of the pair's shorter completion."),
@@ -77,7 +79,7 @@ def submit(
     if output is not None:
         files.check_output(output)
         if output.exists() and Path(data).exists() and output.samefile(data):
-            raise UsageError(f"the output {output} is the dataset itself; give it another name")
+            raise UsageError(f"the output {output} is the dataset itself; give the output another name")
     with Client(url, token) as client:
         job = client.submit(
             _dataset(client, data, on_service, dataset_config),

@@ -62,12 +62,12 @@ class CachedReferenceMixin(_AnyTrainer):
 
     Args:
         reference: where the reference log-probs are stored.
-        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
-            against the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
+        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
+            the joined values before the first step. Pass False if the policy starts elsewhere, for example from a later
             checkpoint.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
             the dtypes in use (reflogp.trainer.tolerances).
-        audit: the audit of the run; None for a `ReferenceAudit` with its defaults, False for no audit.
+        audit: the audit of the run, or None for a `ReferenceAudit` with its defaults, or False for no audit.
 
     Raises:
         MissingLogpsError, UnusableLogpsError, BroughtColumnsError: see `join_reference_logps`; raised before training begins.
@@ -76,9 +76,9 @@ class CachedReferenceMixin(_AnyTrainer):
         UsageError: an argument contradicts a stored reference.
 
     Attributes:
-        joins: name of each dataset ("train", "eval", …) -> what was joined and from where; `output_dir/reflogp_audit.json` has
-            this information too.
-        audit: the audit of the run; `audit.step_zero` is the result of the step-0 gate.
+        joins: name of each dataset ("train", "eval", …) -> what was joined and from where, which is also in
+            `output_dir/reflogp_audit.json`.
+        audit: the audit of the run, whose attribute `step_zero` is the result of the step-0 gate.
 
     Examples:
         >>> from trl import DPOTrainer
@@ -145,7 +145,8 @@ class CachedReferenceMixin(_AnyTrainer):
         args = copy.copy(args)
         if isinstance(getattr(args, "gradient_checkpointing_kwargs", None), dict):
             args.gradient_checkpointing_kwargs = dict(args.gradient_checkpointing_kwargs)  # TRL changes this dict
-        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses it for streams and for images.
+        # With this setting, TRL reads the columns and keeps no reference model. TRL refuses the setting for streams and for
+        # images.
         args.precompute_ref_log_probs = not streams and not self._has_images
         with unchanged_by_failure(model, *datasets):
             with no_reference_model(type(self), policy_is_path=isinstance(model, str)):

@@ -40,7 +40,7 @@ class ReferenceDuringTraining(NoReferenceModel):
 
     Attributes:
         where: where the values come from.
-        of_generated_text: True if the values are of text that the policy generates; the policy then runs more than once in a
+        of_generated_text: whether the values are of text that the policy generates; if so, the policy runs more than once in a
             step.
     """
 
@@ -64,11 +64,12 @@ def no_reference_model(trainer_class: type, policy_is_path: bool) -> Iterator[No
 
     TRL >= 1.15 hashes the policy's weights to name its cache file (`hash_module`), and loads a reference model under FSDP even
     if it precomputes log-probs. TRL <= 1.1 always makes a reference model (`create_model_from_path`, earlier
-    `create_reference_model`). The functions are replaced in each module of the class and of its parents that has them.
+    `create_reference_model`). These functions are replaced in each module of the class and of its parents that has such a
+    function.
 
     Args:
         trainer_class: a trainer.
-        policy_is_path: True if the policy is given as a path, so that the first model that is created is the policy.
+        policy_is_path: whether the policy is given as a path, so that the first model that is created is the policy.
     """
     policies_left = 1 if policy_is_path else 0
 
@@ -99,8 +100,8 @@ def unchanged_by_failure(*given: Any) -> Iterator[None]:
     """Record the given objects, and restore them if the block raises an exception.
 
     TRL's constructors add a "ref" adapter to a PeftModel, put LoRA layers into a plain model, replace its forward, switch
-    dropout off, freeze parameters, and set padding tokens. If they were not restored, a second trainer made with the same
-    objects would start with all these changes.
+    dropout off, freeze parameters, and set padding tokens. Without a restoration, a second trainer made with the same objects
+    would start with the changes of the first trainer.
 
     Args:
         given: models and tokenizers; other objects are ignored. Devices are not restored.

@@ -34,8 +34,8 @@ class Found:
     Attributes:
         where: where the values come from, after the service has scored missing rows.
         asked: the keys and lengths that this process' rows need.
-        columns: name of each column -> values, float32 (n,), in nats; NaN for the rows in `misses`.
-        misses: rows without values; None if every row has values.
+        columns: name of each column -> values, float32 (n,), in nats, which are NaN for the rows in `misses`.
+        misses: rows without values, or None if every row has values.
         scored: number of rows that were sent to the service to be scored during this join.
     """
 
@@ -95,7 +95,7 @@ def agree_on_snapshot(source: ReferenceSource) -> Where | NothingScored:
 
 
 def all_missing(dataset: Dataset, name: str, layout: Layout, settings: TrainerSettings) -> Misses | None:
-    """Return all rows of a dataset as missing, because the store has no values; None if the dataset has no completions."""
+    """Return all rows of a dataset as missing, because the store has no values, or None if the dataset has no completions."""
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     needed = np.logical_or.reduce([lengths > 0 for lengths in asked.needed.values()])
     nothing = {reference: np.full(len(dataset), np.nan, np.float32) for reference in asked.columns.values()}
@@ -121,11 +121,11 @@ def raise_missing(
         where: the snapshot in which they were looked up, or NothingScored.
         settings: the trainer's settings that the sums depend on.
         output_dir: folder to which the rows' token ids are written.
-        dtype: dtype to score in if nothing was scored yet; None for the source's dtype.
+        dtype: dtype in which to score if nothing was scored yet, or None for the source's dtype.
 
     Raises:
-        MissingLogpsError, or the store's own error if nothing was scored yet; RankFailedError on processes that did not
-        look up values.
+        MissingLogpsError: some rows were never scored; if no row was scored, the store's own error is raised instead.
+        RankFailedError: raised on processes that did not look up values.
     """
 
     def tell() -> None:
@@ -161,7 +161,7 @@ def join_on_all_ranks(
         read: function that turns a join's sums into the columns that the trainer's loss reads.
 
     Raises:
-        the errors of `join_reference_logps`, on every process: RankFailedError if the error was raised on another process.
+        the errors of `join_reference_logps`, on every process; as a RankFailedError if the error was raised on another process.
     """
     asked = on_all_ranks(f"reading {name}", lambda: ask_dataset(dataset, layout, settings))
     _require_equal(asked, name)

@@ -62,11 +62,11 @@ class BroughtColumnsError(ReferenceLogpsError):
 
 
 class ReferenceChangedError(ReferenceLogpsError):
-    """A service no longer has the reference model that a run began with."""
+    """A service no longer has the reference model with which a run began."""
 
 
 class RankFailedError(ReferenceLogpsError):
-    """Another process of a distributed run failed; that process' own error says why."""
+    """Another process of a distributed run failed; the error of the other process says why."""
 
 
 class AuditError(ReferenceLogpsError):

@@ -55,11 +55,11 @@ class Misses:
         dataset: name of the dataset.
         rows: numbers of the rows, int64 (n,).
         of: number of rows in the dataset.
-        has_kl: True if the rows have sequences of KTO's KL term.
-        own_found: True if some rows' own completions have values.
+        has_kl: whether the rows have sequences of KTO's KL term.
+        own_found: whether the own completions of some rows have values.
         tokens: the rows' token ids, if this process looked them up.
         why: reason why on_miss="compute" did not compute the values; empty otherwise.
-        has_images: True if the rows hold images.
+        has_images: whether the rows hold images.
     """
 
     dataset: str
@@ -78,12 +78,12 @@ class Misses:
 
 @dataclass(frozen=True)
 class JoinRecord:
-    """A record of what was joined, from where and with which settings, from which the same columns can be joined again.
+    """A record of what was joined, from where and with which settings. With it, the same columns can be joined again.
 
     Attributes:
         where: where the values come from.
         settings: the trainer's settings that the sums depend on.
-        rows: number of rows with values, which are all rows, because a row without values is an error; None for a stream.
+        rows: number of rows with values, which are all rows, because a row without values is an error, or None for a stream.
         coverage: number of rows with values divided by the number of all rows; 1.0 for a join that succeeded.
         scored: number of rows whose values the service scored during this join.
         computed: number of rows whose values the trainer's own model computed during this join.
@@ -125,7 +125,7 @@ def join_reference_logps(
 
     Args:
         dataset: tokenised rows: prompt_ids with chosen_ids and rejected_ids, or with completion_ids. A stream (IterableDataset)
-            is joined while it is read.
+            is joined while the stream is read.
         source: where the values are stored.
         max_length: the setting of the trainer's config; the values are the sums that TRL's own precomputation would give.
         truncation_mode: the setting of the trainer's config.
@@ -293,8 +293,8 @@ def join_stream(
     """Return a stream whose rows get their reference columns while they are read, in batches of a few hundred rows.
 
     Args:
-        values: the opened values; a data loader's worker is a forked process, in which Delta's library cannot open them.
-        trainer: the trainer that reads the columns; None for TRL's newest column names.
+        values: the opened values; a data loader's worker is a forked process, in which Delta's library cannot open values.
+        trainer: the trainer that reads the columns, or None for TRL's newest column names.
         name: the dataset's name, for errors.
     """
     return dataset.map(_StreamJoin(source, values, settings, trainer, name), batched=True, batch_size=_STREAM_ROWS)

@@ -46,7 +46,7 @@ class Layout:
         canonical: function that converts a table of these columns into prompt_ids with chosen_ids and rejected_ids, or with
             completion_ids (KL_completion_ids).
         names: name of a reference column -> the trainer's name of the column, if the two differ.
-        cut: True if the rows are truncated already.
+        cut: whether the rows are truncated already.
     """
 
     columns: list[str]
@@ -59,7 +59,7 @@ class Layout:
 
 
 def reference_columns(names: Iterable[str]) -> list[str]:
-    """Return the names that are names of columns of reference log-probs."""
+    """Return those of the given names that belong to columns of reference log-probs."""
     return [name for name in names if name in REFERENCE_COLUMNS]
 
 
@@ -68,7 +68,7 @@ def layout_of(column_names: list[str], trainer: Any = None) -> Layout:
 
     Args:
         column_names: the columns of the tokenised dataset.
-        trainer: the trainer that reads the reference columns; None for the names of the newest TRL.
+        trainer: the trainer that reads the reference columns, or None for the names of the newest TRL.
     """
     there = set(column_names)
     names = _EARLY_KTO_NAMES if hasattr(trainer, "compute_reference_log_probs") else {}
@@ -100,7 +100,8 @@ Columns = dict[str, npt.NDArray[np.float32]]
 def save_columns(columns: Columns) -> Path:
     """Write columns of equal length, each float32 (n,), and return the file's path.
 
-    The file is named by its content, so runs that join the same values share it. The file may be deleted when no run uses it.
+    The file's name is a hash of its content, so runs that join the same values share the file. The file may be deleted when no
+    run uses it.
 
     Raises UsageError if the cache folder cannot be written.
     """

@@ -35,7 +35,7 @@ def computes_references(trainer: Any) -> bool:
 def no_own_reference(trainer: Any) -> str:
     """Return the reason why the trainer's model cannot compute the reference's values; empty if it can.
 
-    The model can compute them with its adapter switched off, or if the policy starts at the reference, as long as the
+    The model can compute the values with its adapter switched off, or if the policy starts at the reference, as long as the
     underlying weights are unchanged since the trainer was made. All processes have to call this function together.
     """
     if not is_peft_model(trainer.model) and not getattr(trainer, "policy_starts_at_reference", True):
@@ -93,7 +93,7 @@ def fill_in(
     if why := no_own_reference(trainer):
         return why
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
-        return "it needs the whole model on each process, but FSDP and DeepSpeed split it"
+        return "each process needs the whole model, but FSDP and DeepSpeed split the model"
     known = np.setdiff1d(np.arange(len(dataset)), missing)[:_PROBES]
     if not len(known) and (why := on_all_ranks("reading the reference's weights", lambda: _is_not_the_checkpoint(trainer))):
         return why

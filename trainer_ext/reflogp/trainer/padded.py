@@ -24,7 +24,7 @@ class PaddedBatch:
         completion: number of tokens at the end of each row whose log-probs are needed; the full width for all tokens that have
             a context.
         temperature: the number by which logits are divided.
-        at_padding: True if values are needed at the completion's padding too.
+        at_padding: whether values are needed at the completion's padding too.
     """
 
     input_ids: Ids
@@ -37,7 +37,7 @@ class PaddedBatch:
     def of(cls, input_ids: Any, attention_mask: Any, completion: int, **more: Any) -> PaddedBatch:
         """Make a batch from tensors on any device.
 
-        The tensors are copied to the host in the calling thread, because it may have to wait for a device.
+        The tensors are copied to the host in the calling thread, because the copy may have to wait for a device.
         """
         return cls(_on_host(input_ids), _on_host(attention_mask), completion, **more)
 

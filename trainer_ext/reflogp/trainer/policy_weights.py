@@ -1,8 +1,8 @@
 """Detect whether a policy's weights have changed since its trainer was made.
 
-Step counts do not show changes: `train()` resets them, a checkpoint may be loaded without them, and a user may change the
-model. Version counters of tensors do not show changes either: writes through `.data` leave the counters unchanged. So the
-content of the weights is hashed.
+Step counts do not show changes, because `train()` resets step counts, a checkpoint may be loaded without them, and a user may
+change the model. Version counters of tensors do not show changes either: writes through `.data` leave the counters unchanged.
+So the content of the weights is hashed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def fingerprint(model: torch.nn.Module, with_adapters: bool = False) -> Fingerpr
 
     Args:
         model: the unwrapped model.
-        with_adapters: False to hash only those weights of a PEFT model that are used with its adapters off, and those of a
-            "ref" adapter.
+        with_adapters: whether to hash all weights of a PEFT model; if not, only the weights that are used with its adapters
+            off, and those of a "ref" adapter, are hashed.
     """
     layout, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     with torch.no_grad():
@@ -60,8 +60,8 @@ class PolicyWeights(TrainerCallback):
     """A callback that detects whether the weights of a trainer's policy change after the callback is made.
 
     Args:
-        trainer: a transformers Trainer. Its `train` is wrapped, because weights are cast, split and loaded before callbacks are
-            called.
+        trainer: a transformers Trainer, whose method `train` is wrapped, because weights are cast, split and loaded before
+            callbacks are called.
         with_adapters: see `fingerprint`.
     """
 
@@ -83,7 +83,7 @@ class PolicyWeights(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the weights again, because `train` may have changed their form.
 
-        `train` may have split, cast or broadcast the weights. Weights that were unchanged before still count as unchanged.
+        Training may have split, cast or broadcast the weights. Weights that were unchanged before still count as unchanged.
         """
         if self._carries:
             self._known.append(self._now())

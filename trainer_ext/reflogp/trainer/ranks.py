@@ -61,7 +61,7 @@ def on_all_ranks(what: str, work: Callable[[], T]) -> T:
         work: the function to run; it may use collective operations.
 
     Raises:
-        the exception of `work` on the process where it was raised; RankFailedError with the exception's text on all other
+        the exception of `work` on the process where it was raised, and a RankFailedError with the exception's text on all other
         processes.
     """
     if Rank.here().count == 1:
@@ -79,7 +79,8 @@ def on_all_ranks_for_long(what: str, work: Callable[[], T]) -> T:
 
     Args:
         what: description of the work, for the error on the other processes.
-        work: the function to run, in a thread, while the processes exchange heartbeats. It must not use collective operations.
+        work: the function to run, in a thread, while the processes exchange heartbeats. The function must not use collective
+            operations.
     """
     if Rank.here().count == 1:
         return work()
@@ -93,7 +94,7 @@ def outcome_on_all_ranks(what: str, future: Future[T], on_wait: Callable[[], Non
     Args:
         what: description of the work, for the error on the other processes.
         future: this process' work.
-        on_wait: called repeatedly while this process' work is not done.
+        on_wait: function that is called repeatedly while this process' work is not done.
     """
     while True:
         wait([future], timeout=_BEAT)

@@ -71,13 +71,13 @@ class RemoteReference(ReferenceDuringTraining):
     """A reference model that runs in a service; this object requests its log-probs.
 
     The object cannot be called like a model, because logits would be [tokens, vocabulary] numbers for each batch, and only one
-    number per token is needed. `per_token_logps` returns the numbers that are needed.
+    number per token is needed. The method `per_token_logps` returns the numbers that are needed.
 
     Args:
         source: a running service and the reference model's name, path or id.
-        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. A service may
-            be slow, unreachable or restarting for that time.
-        absolute_positions: True if the reference looks up positions in a table (GPT-2), so that padding changes its input.
+        deadline: maximum seconds to wait for one batch's values, including retries and the pauses between them. For that time,
+            a service may be slow, unreachable or restarting.
+        absolute_positions: whether the reference looks up positions in a table (GPT-2), so that padding changes its input.
 
     Raises:
         UsageError: the source is not a service.
@@ -142,8 +142,8 @@ class RemoteReference(ReferenceDuringTraining):
 
         Args:
             input_ids: (rows, width), padded on either side.
-            attention_mask: 0 where a token is padding, (rows, width); None if there is no padding.
-            completion_tokens: number of tokens at the end of each row; None for all tokens but the first.
+            attention_mask: 0 where a token is padding, (rows, width), or None if there is no padding.
+            completion_tokens: number of tokens at the end of each row, or None for all tokens but the first.
             temperature: the number by which logits are divided.
 
         Returns:
@@ -180,7 +180,7 @@ class RemoteReference(ReferenceDuringTraining):
 
         Args:
             dtype: dtype in which the policy computes, from `computes_in`.
-            float32_head: True if the policy's logits are computed in float32.
+            float32_head: whether the policy's logits are computed in float32.
         """
         has = self._values.reference
         head = "float32" if float32_head else dtype
@@ -195,7 +195,8 @@ class RemoteReference(ReferenceDuringTraining):
         )
 
     def begin(self, batch: PaddedBatch) -> None:
-        """Request a batch's values in a thread, so that the caller can compute meanwhile; `collect` returns the values."""
+        """Request a batch's values in a thread, so that the caller can compute meanwhile. The method `collect` returns the
+        values."""
         self._pending = _Pending(batch, lambda: self._ask(batch))
 
     def collect(self, batch: PaddedBatch) -> Logps:

@@ -37,23 +37,23 @@ class ReferenceSource:
         location: a store (a folder, or s3://…, gs://…, az://…), a running service (http://…), or a file of `reflogp join`
             (….parquet).
         model: the reference model: a folder or hub id. Only the digests of its files are needed, which are cached; weights are
-            never loaded. Omit `model` if `reference_id` or `reference` is given, or if the source is a file.
+            never loaded. No `model` is needed if `reference_id` or `reference` is given, or if the source is a file.
         dtype: dtype in which the reference was scored, as in `--dtype`; part of the reference id. "auto" takes the dtype of
             `reference_id` if an id is given, else the dtype in which the location has the model. If the location does not have
             the model, "auto" takes the dtype in which the run computes; if it has the model in several dtypes, the run's dtype
             must be one of them. CachedDPOTrainer and CachedKTOTrainer find the run's dtype from the policy and its mixed
             precision; all other users of a source assume bfloat16.
         reference_id: the reference's id, as `reflogp score` and `reflogp store ls` print it.
-        snapshot: number of a snapshot; None for the latest when the join begins.
+        snapshot: number of a snapshot, or None for the latest when the join begins.
         on_miss: what to do about rows without values. With "error", the run stops before training, and the error names the
             command that scores the rows. With "score", the service scores the rows into its store before training begins. With
             "compute", the trainer's own model computes the values while it still is the reference: before the first step, or
             with its adapter switched off.
         lm_head_dtype: "float32" if the reference was scored with `--lm-head-dtype float32`.
         reference: a service's name for the reference model, instead of `model` or `reference_id`.
-        token: a service's bearer token. Default: $REFLOGP_TOKEN.
-        score_timeout: maximum seconds for on_miss="score". None sets no limit, but a service that is unreachable for ten
-            minutes is an error.
+        token: a service's bearer token, by default $REFLOGP_TOKEN.
+        score_timeout: maximum seconds for on_miss="score". If it is None, there is no limit, but a service that is unreachable
+            for ten minutes is an error.
 
     Raises:
         UsageError: the arguments name no reference, or contradict each other.
@@ -144,7 +144,8 @@ class ReferenceSource:
         """Return the values at the latest snapshot, or at a given snapshot.
 
         Args:
-            snapshot: number of a snapshot; None for the source's `snapshot`, or for the latest if the source has none.
+            snapshot: number of a snapshot, or None for the source's `snapshot`, or for the latest if the source has no
+                `snapshot`.
 
         Raises:
             ReferenceNotFoundError: nothing was ever scored with this reference.
@@ -180,8 +181,8 @@ class ReferenceSource:
         Args:
             error: the error that the store or `open` raised.
             data: path of the dataset, for the command.
-            settings: the trainer's settings; None for the defaults.
-            dtype: dtype in which the run computes, if known; None for the source's dtype.
+            settings: the trainer's settings, or None for the defaults.
+            dtype: dtype in which the run computes, or None for the source's dtype.
         """
         assert self.described is not None
         command = self.score_command(dtype or self.described.dtype, data, settings)

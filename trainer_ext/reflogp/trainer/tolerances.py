@@ -36,7 +36,7 @@ def computes_in(model: torch.nn.Module, accelerator: Any) -> str:
     Args:
         model: the policy, unwrapped.
         accelerator: the trainer's Accelerator, which has the settings of bf16=, fp16=, `accelerate launch
-            --mixed_precision` and DeepSpeed; None to return the dtype of the weights.
+            --mixed_precision` and DeepSpeed, or None to return the dtype of the weights.
 
     Returns:
         "bfloat16-autocast" for float32 weights under torch.autocast (accelerate's mixed precision, TRL's default), and

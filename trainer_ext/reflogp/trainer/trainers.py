@@ -1,7 +1,7 @@
 """Train with TRL's DPOTrainer and KTOTrainer on stored reference log-probs.
 
 To estimate its KL term, TRL's KTOTrainer pairs each prompt with another row's completion, by batch size and order. The paired
-sequences need reference values too. They exist only after TRL has prepared the dataset, so the join reads the prepared rows.
+sequences need reference values too. Because TRL pairs when it prepares the dataset, the join reads the prepared rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reflogp.trainer.trl_versions import HOOK, TESTED, trl_version
 class CachedDPOTrainer(CachedReferenceMixin, DPOTrainer):
     """TRL's DPO trainer without a reference model: the reference log-probs come from a store.
 
-    Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
     Examples:
         >>> from datasets import load_dataset
@@ -60,7 +60,7 @@ _Trainer: Any = _found or object
 class CachedKTOTrainer(CachedReferenceMixin, _Trainer):
     """TRL's KTO trainer without a reference model: the reference log-probs come from a store.
 
-    Takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
+    The constructor takes the arguments of `CachedReferenceMixin` and of TRL's trainer.
 
     Raises:
         ImportError: TRL's KTOTrainer lacks the hook, as in TRL before 1.2.

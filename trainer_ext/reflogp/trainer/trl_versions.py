@@ -45,7 +45,7 @@ def _is_of_unsloth(trainer_class: type) -> bool:
 
 
 def trl_modules(trainer_class: type) -> list[ModuleType]:
-    """Return the modules of the classes of TRL, or of unsloth's copies of them, from which a trainer is derived."""
+    """Return the modules of the classes of TRL, or of unsloth's copies, from which a trainer is derived."""
     names = dict.fromkeys(parent.__module__ for parent in trainer_class.__mro__ if is_of_trl(parent))
     return [sys.modules[name] for name in names]
 
@@ -75,7 +75,7 @@ def require_hook(trainer_class: type) -> None:
 def refuse_liger_loss(args: Any) -> None:
     """Raise UsageError if TRL would compute the reference inside of Liger's loss, which takes no stored values.
 
-    In TRL 1.14 and newer, no loss computes the reference, and use_liger_kernel only replaces layers of the policy.
+    TRL 1.14 and newer have no Liger loss that computes the reference; use_liger_kernel only replaces layers of the policy.
     """
     name = next((name for name in ("use_liger_kernel", "use_liger_loss") if getattr(args, name, False)), None)
     if name is not None and Version(trl_version()) < _FIRST_WITHOUT_LIGER_LOSS:

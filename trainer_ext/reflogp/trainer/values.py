@@ -43,7 +43,7 @@ _VALUES_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Where:
-    """The place where values come from, from which the same values can be requested again.
+    """The origin of values, with which the same values can be requested again.
 
     Attributes:
         store: the store's URI, the service's URL, or the file's path.
@@ -216,7 +216,7 @@ class ServiceValues:
         Args:
             rows: prompt_ids and completion columns of token ids.
             on_change: function that is called with the job whenever the job changes.
-            timeout: maximum seconds to wait for the job; None for no limit.
+            timeout: maximum seconds to wait for the job, or None for no limit.
 
         Raises:
             DeadlineExceededError: the job did not end in time; it continues in the service.

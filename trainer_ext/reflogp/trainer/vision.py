@@ -1,11 +1,12 @@
 """Train on pairs with images, and refuse every other dataset that holds more than text.
 
-Stored log-probs depend on token ids alone, so a dataset is checked before a trainer prepares it: no row is trained on with the
+Stored log-probs depend on token ids alone. So a dataset is checked before a trainer prepares it, and no row is trained with the
 values of another input.
 
 TRL tokenises pairs with images in its collator, batch by batch (DataCollatorForVisionPreference). The same collator makes the
-tokens from which a row's keys are computed, without processing pixels: it gets blank images of the same sizes. Then image ids
-replace the image tokens (reflogp.store.images). The collator would drop the reference columns, so they are added to its output.
+tokens from which a row's keys are computed, without processing pixels, because it gets blank images of the same sizes. Then
+image ids replace the image tokens (reflogp.store.images). The collator would drop the reference columns, so they are added to
+its output.
 """
 
 from __future__ import annotations
@@ -76,15 +77,15 @@ def require_vision(trainer_class: type, datasets: list[Any], source: ReferenceSo
 
 
 def refuse_media(dataset: Any, name: str, raw: bool, images: bool = False) -> None:
-    """Raise UsageError if a dataset holds more than text and token ids; name the number of the first row that does.
+    """Raise UsageError, which names the first such row, if a dataset holds more than text and token ids.
 
     Args:
-        dataset: a Dataset, all of whose rows are checked if columns may hold media; a stream, whose first row is checked if
-            `raw`; any other object is accepted.
+        dataset: a Dataset, all of whose rows are checked if columns may hold media, or a stream, whose first row is checked if
+            `raw`. Any other object is accepted.
         name: the dataset's name in messages: train, eval, …
-        raw: True if TRL has yet to prepare the dataset; then columns with names for images are refused even if they hold no
+        raw: whether TRL has yet to prepare the dataset; if so, columns with names for images are refused even if they hold no
             images.
-        images: True if the trainer takes pairs with images; then only media other than images are refused, by the names of
+        images: whether the trainer takes pairs with images; if so, only media other than images are refused, by the names of
             columns.
     """
     if images:

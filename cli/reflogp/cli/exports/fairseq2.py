@@ -1,4 +1,4 @@
-"""Write fairseq2's preference datasets: JSON lines with reference scores, for training with `reference_model: null`.
+"""Write preference datasets for fairseq2, as JSON lines with reference scores, for training with `reference_model: null`.
 
 The format is defined by src/fairseq2/datasets/preference.py of facebookresearch/fairseq2, in pull request 958.
 """

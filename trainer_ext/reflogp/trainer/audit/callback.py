@@ -60,8 +60,8 @@ class ReferenceAudit(TrainerCallback):
     - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations
       and saves that the settings ask for but that did not happen. Additional logs, evaluations and saves are allowed.
 
-    - `spot_check` stops the run if some random rows, when they are scored again, get other values than the joined ones. They
-      are scored by a service, by the policy before it is trained, or by the policy with its adapter off.
+    - `spot_check` stops the run if some random rows, when they are scored again, get other values than the joined ones. The
+      rows are scored by a service, by the policy before it is trained, or by the policy with its adapter off.
 
     The checks `columns` and `spot_check` do not run for trainers that get their values during training (RemoteRLOOTrainer,
         adapters of other frameworks).
@@ -73,13 +73,13 @@ class ReferenceAudit(TrainerCallback):
 
     Args:
         on_finding: "fail" raises AuditError if reference values are wrong; "warn" only logs a warning.
-        checks: which checks run; all by default.
+        checks: names of the checks that run; by default all checks.
         step_zero_tolerance: allowed difference between two sums, in nats/√tokens. If it is None, the tolerance depends on the
             dtypes and the kind of model, and a reference that was scored in another dtype than the policy's is refused.
         spot_rows: number of rows in the spot check.
 
     Attributes:
-        step_zero: result of the step-0 gate; None before the first step, or if the check is off.
+        step_zero: result of the step-0 gate, or None before the first step and if the check is off.
         findings: name of each check with problems -> the problems.
 
     Examples:
@@ -413,8 +413,8 @@ class ReferenceAudit(TrainerCallback):
     def _weighs_losses(self) -> bool:
         """Return True if the loss is a list of losses.
 
-        With such a list, the rewards need not be beta times (log-prob minus reference): TRL before 0.29 adds up the rewards of
-        all losses, and some losses define their rewards differently.
+        With several losses, the rewards need not be beta times (log-prob minus reference), because TRL before 0.29 adds up the
+        rewards of all losses, and some losses define their rewards differently.
         """
         return isinstance(getattr(self._trainer, "loss_type", None), list)
 
@@ -491,7 +491,7 @@ def _words(check: str, problems: list[str]) -> str:
 def watching(trainer: Any, audit: ReferenceAudit | bool | None, step_zero_tolerance: float | None) -> ReferenceAudit | None:
     """Attach an audit to a trainer and return it; attach nothing if `audit` is False.
 
-    For None and True, a `ReferenceAudit` with defaults is made."""
+    If `audit` is None or True, a `ReferenceAudit` with defaults is made."""
     if audit is False:
         return None
     if not isinstance(audit, ReferenceAudit):

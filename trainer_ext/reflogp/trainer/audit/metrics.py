@@ -59,12 +59,12 @@ class GlobalMeans:
             self._references.append(torch.stack(means))
 
     def forget(self) -> None:
-        """Discard the recorded means: TRL's trainers empty their metrics with each log, even with one that a callback
+        """Discard the recorded means, because TRL's trainers empty their metrics with each log, even with a log that a callback
         requests."""
         self._references.clear()
 
     def check(self, logs: dict[str, float], beta: float | None) -> Disagreements:
-        """Return the problems of a log of training metrics; all processes have to call this together."""
+        """Return the problems of a log of training metrics; all processes have to call this method together."""
         mine = {name: float(value) for name, value in logs.items() if _is_shared(name, value)}
         everyone = gather(mine)
         found = Disagreements()
@@ -119,7 +119,7 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def apart(left: float, right: float) -> float:
-    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one is."""
+    """Return the relative difference of two metrics; 0 if both are NaN, infinite if only one of them is NaN."""
     if math.isnan(left) and math.isnan(right):
         return 0.0
     off = abs(left - right) / max(1.0, abs(right))
@@ -134,7 +134,7 @@ _PACKAGES = ("reflogp", "trl", "openrlhf", "deepspeed", "transformers", "acceler
 
 
 def write_report(output_dir: str, content: dict[str, Any]) -> Path:
-    """Write the report; a reader sees either the complete old one or the complete new one."""
+    """Write the report; a reader sees either the complete old report or the complete new report."""
     file = Path(output_dir) / AUDIT_FILE
     content = {"written_at": datetime.now(UTC).isoformat(timespec="seconds"), **content, "versions": versions()}
     with write_atomically(file) as partial:

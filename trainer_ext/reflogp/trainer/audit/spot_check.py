@@ -28,7 +28,7 @@ class SpotCheck:
     Attributes:
         by: "service", "policy", or the reason why the rows could not be scored again.
         rows: numbers of the checked rows in the training dataset.
-        seen: `step_zero.differences` of each part that this process scored.
+        seen: the result of `step_zero.differences` for each part that this process scored.
     """
 
     by: str

@@ -38,8 +38,8 @@ class StepZero:
         reference_dtype: dtype in which the reference was scored.
         policy_dtype: dtype in which the policy computes.
         advice: how to get values in the policy's dtype, if the two dtypes differ.
-        not_finite: number of sequences left out because the policy's own log-probs are NaN or infinite and the reference's are
-            not.
+        not_finite: number of sequences left out because the policy's own log-probs, unlike the reference's, are NaN or
+            infinite.
     """
 
     sequences: int

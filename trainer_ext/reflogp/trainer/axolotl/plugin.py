@@ -1,8 +1,9 @@
 """An axolotl plugin that trains on stored reference log-probs, without a reference model.
 
 axolotl loads a reference model before it makes its trainer, in full fine-tuning even if the trainer would not use it
-(axolotl/train.py, `setup_reference_model`). This module replaces that function with one that loads no model for a run with the
-plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command and launchers.
+(axolotl/train.py, `setup_reference_model`). This module replaces `setup_reference_model` with a function that loads no model
+for a run with the plugin, and the plugin chooses the trainer's class. Everything else is axolotl's code, with its own command
+and launchers.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class StoredReference:
 
     Attributes:
         source: where the values are stored.
-        run_command: True to score missing rows on this machine, by running `reflogp score` in a separate process.
-        policy_starts_at_reference: True if the policy begins as the reference; the first batch is then compared with the stored
-            values.
-        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; None for the one that suits
-            the dtypes.
+        run_command: whether to score missing rows on this machine, by running `reflogp score` in a separate process.
+        policy_starts_at_reference: whether the policy begins as the reference; if so, the first batch is compared with the
+            stored values.
+        step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens, or None to choose it by the
+            dtypes.
         on_finding: "fail" stops a run whose reference values are wrong; "warn" only logs a warning.
     """
 
@@ -54,8 +54,7 @@ class BatchReferenceMixin(_AnyTrainer):
 
     Attributes:
         ref_model: the BatchReference.
-        joins: name of each dataset -> what was looked up and from where; `output_dir/reflogp_audit.json` has this information
-            too.
+        joins: name of each dataset -> what was looked up and from where, which is also in `output_dir/reflogp_audit.json`.
         audit: the audit of the run.
     """
 
@@ -69,7 +68,7 @@ class BatchReferenceMixin(_AnyTrainer):
             rows_of: function that returns the rows of a dataset of the framework.
 
         Raises:
-            UsageError: a dataset that is a stream.
+            UsageError: a dataset is a stream.
             MissingLogpsError, UnusableLogpsError, RankFailedError: see BatchReference.
         """
         begin_report(self.args.output_dir, self.args.process_index)
@@ -85,10 +84,10 @@ class BatchReferenceMixin(_AnyTrainer):
         self.audit = ReferenceAudit(stored.on_finding, step_zero_tolerance=stored.step_zero_tolerance).attach(self)
 
     def compare_first_batch(self, policy: Callable[[], torch.Tensor], reference: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Run the step-0 gate if the next batch is the run's first; adapters call this for every batch.
+        """Run the step-0 gate if the next batch is the run's first; adapters call this method for every batch.
 
         Args:
-            policy: computes the policy's sums, (n,), without gradients and dropout.
+            policy: function that computes the policy's sums, (n,), without gradients and dropout.
             reference: the stored sums, (n,).
             tokens: number of tokens in each sum, (n,).
         """

@@ -25,11 +25,11 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str], argparse.ArgumentParser]:
     """Take the options that begin with --reflogp out of a command line.
 
-    If there are none, use the options of the command that started this process.
+    If the command line has no such options, use the options of the command that started this process.
 
     Args:
         command: the command, for its help.
-        words: its arguments.
+        words: the arguments of the command.
         model, dtype: descriptions of the defaults of --reflogp.model and --reflogp.dtype, for the help; the default description
             of the dtype is that of `stored_reference`.
 
@@ -63,9 +63,15 @@ def read_options(
         dest="step_zero_tolerance",
         type=float,
         metavar="NATS",
-        help="allowed difference on the first batch",
+        help="allowed difference on the first batch, in nats/√tokens",
     )
-    add("--reflogp.on_finding", dest="on_finding", choices=("fail", "warn"), default="fail", help="if values are wrong")
+    add(
+        "--reflogp.on_finding",
+        dest="on_finding",
+        choices=("fail", "warn"),
+        default="fail",
+        help="what to do if reference values are wrong",
+    )
     given = [word for word in words if word.startswith("--reflogp.")]
     if not given and _FOR_PROCESSES in os.environ:
         options, others = argparse.Namespace(**json.loads(os.environ[_FOR_PROCESSES])), list(words)
@@ -79,7 +85,7 @@ def read_options(
 
 
 def warn_if_untested(package: str, tested: str) -> None:
-    """Warn if a framework's installed version is not the one that reflogp was tested with.
+    """Warn if a framework's installed version is not the version with which reflogp was tested.
 
     The run continues, and the step-0 gate stops it if the log-probs differ.
 
@@ -120,8 +126,8 @@ def source_of(options: argparse.Namespace, model: str | None, dtype: str) -> Ref
 
     Args:
         options: see `read_options`.
-        model: the model that the framework would load as its reference; None if the options name the reference.
-        dtype: dtype of the reference if the options name none.
+        model: the model that the framework would load as its reference, or None if the options name the reference.
+        dtype: dtype of the reference if the options name no dtype.
 
     Raises UsageError for options that contradict each other.
     """

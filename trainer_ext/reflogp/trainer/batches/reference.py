@@ -37,7 +37,7 @@ from reflogp.trainer.values import Values, Where, command_to_score
 
 T = TypeVar("T")
 
-#: Maximum number of sequences per lookup. It bounds memory, in which the values of one lookup exist twice.
+#: Maximum number of sequences per lookup. This limit bounds memory, in which the values of one lookup exist twice.
 _AT_ONCE = 65_536
 _SEQUENCES = "completion_ids"
 #: Exit code of `reflogp score` if it left rows out; MissingLogpsError then names these rows.
@@ -56,7 +56,7 @@ class BatchReference(ReferenceDuringTraining):
         source: where the values are stored. Files of `reflogp join` hold sums of whole completions and cannot be used.
         datasets: name -> tokenised dataset, for every dataset that the trainer will see: {"train": …, "eval": …}.
         output_dir: folder to which the sequences of rows without values are written, as reflogp-missing.parquet.
-        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.
@@ -175,12 +175,11 @@ def look_up_rows(
 
     Args:
         datasets: name -> dataset.
-        source: where the values are.
+        source: where the values are stored.
         output_dir: folder to which missing sequences are written, as reflogp-missing.parquet.
-        run_command: True to score missing sequences here, by running `reflogp score` in a separate process.
+        run_command: whether to score missing sequences here, by running `reflogp score` in a separate process.
 
-    Returns:
-        the values, and what was joined for each dataset.
+    Returns: the values, and what was joined for each dataset.
 
     Raises:
         MissingLogpsError: some rows were never scored; the error names them and the command that scores them.

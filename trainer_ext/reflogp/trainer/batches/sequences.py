@@ -99,8 +99,8 @@ class Sequences:
     """Different sequences, n in number, and the rows to which they belong.
 
     Attributes:
-        table: prompt_ids and completion_ids, large_list<uint32>, n rows; `reflogp score` reads it as tokens.
-        row_keys: `row_key` of each sequence's tokens.
+        table: prompt_ids and completion_ids, large_list<uint32>, n rows, which `reflogp score` reads as tokens.
+        row_keys: the result of `row_key` for each sequence's tokens.
         of: name of each dataset -> positions in `table` of each row's sequences, int64 (rows, sequences of a row).
     """
 
@@ -118,11 +118,11 @@ class Sequences:
 def sequences_of(datasets: Mapping[str, TokenDataset]) -> Sequences:
     """Collect the sequences of datasets.
 
-    Rows with the same tokens share one sequence. If their completions begin at different tokens, the longer completion is used:
-    a token's log-prob depends on the tokens before it, and not on how many of these belong to the prompt.
+    Rows with the same tokens share one sequence. If the completions of such rows begin at different tokens, the longer
+    completion is used: a token's log-prob depends on the tokens before it, and not on how many of these belong to the prompt.
 
     Args:
-        datasets: name -> dataset.
+        datasets: the datasets by name.
     """
     tokens: list[TokenIds] = []
     begins: list[int] = []

@@ -3,8 +3,8 @@
     llamafactory-cli train dpo.yaml                                                     becomes
     python -m reflogp.trainer.llamafactory.train --reflogp.store ./logps train dpo.yaml
 
-LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only the functions that
-make its reference model and its trainers are replaced.
+LLaMA-Factory runs unchanged, with its own launcher, which starts torchrun in the same cases as before. Only LLaMA-Factory's
+functions that make the reference model and the trainers are replaced.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
     warn_if_untested("llamafactory", _TESTED)
     if is_env_enabled("USE_V1"):
         raise UsageError("USE_V1 is LLaMA-Factory's other engine, which reflogp does not support: unset it")
-    is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts its processes without the word `train`
+    is_process = "RANK" in os.environ and others[:1] != ["train"]  # torchrun starts the processes without the word `train`
     if not is_process and others[:1] != ["train"]:
         parser.error("give `train FILE.yaml` after the options, as for llamafactory-cli")
     sys.argv[1:] = others

@@ -1,6 +1,6 @@
 """Train with TRL's OnlineDPOTrainer, whose reference model runs in a service.
 
-TRL calls `_forward` for the policy and then for the reference. It truncates padded rows on the left.
+TRL calls `_forward` for the policy and then for the reference. TRL truncates padded rows on the left.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RemoteOnlineDPOTrainer(RemoteReferenceMixin, OnlineDPOTrainer):
         return self._reference_values(batch, lambda: own(self._policy, *given))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log as TRL does, but average val/contain_eos_token over all processes; TRL takes this metric from each process
+        """Log as TRL does, but average val/contain_eos_token over all processes, because TRL takes it from each process
         alone."""
         name = "val/contain_eos_token"
         if name in logs:

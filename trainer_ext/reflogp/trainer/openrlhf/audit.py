@@ -39,14 +39,14 @@ class RunAudit:
     A run is stopped only if its reference values are wrong; any other problem is logged as a warning and written to the report.
 
     - `forwards` stops the run if the policy makes more than one forward pass per micro-batch, or if a model runs in the part of
-      a step in which the reference's log-probs are read.
+      a step in which OpenRLHF reads the reference's log-probs.
 
     - `step_zero` stops the run before the first step if the policy's log-probs of the first batch differ from the stored
       log-probs by more than rounding. A policy whose own log-probs are not finite is only reported.
 
     - `metrics` reports values logged for a step that are not the mean over all processes. `loss_mean` and `acc_mean`, which
       OpenRLHF takes from the first process alone, are replaced by means over all processes. The report has the largest
-      difference.
+      difference between the two.
 
     - `schedule` reports steps in which global_step does not grow by exactly one per optimizer step, and logs, evaluations and
       checkpoints that the settings ask for but that did not happen.
@@ -93,7 +93,7 @@ class RunAudit:
 
         Args:
             settings: object with the attributes that `Schedule` reads.
-            engine: DeepSpeed's engine, which counts optimizer steps.
+            engine: the engine of DeepSpeed, which counts optimizer steps.
             policy: the unwrapped model.
             first_step: global step at which the run was started or resumed.
         """
@@ -319,5 +319,5 @@ def _message(found: dict[str, list[str]]) -> str:
 
 
 def _is_of_training(logged: Any) -> bool:
-    """Return True if a logged item belongs to a training step; TensorBoard gets a name, wandb a dictionary."""
+    """Return True if a logged item, which is a name for TensorBoard or a dictionary for wandb, belongs to a training step."""
     return any(str(name).startswith("train/") for name in ([logged] if isinstance(logged, str) else logged))

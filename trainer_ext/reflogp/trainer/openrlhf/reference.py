@@ -57,7 +57,7 @@ class CachedReference(BatchReference):
 
     Attributes:
         joins: name of each dataset -> what was joined and from where.
-        model: None; OpenRLHF looks here for the model that its strategy would wrap.
+        model: always None; in this attribute OpenRLHF looks for the model that its strategy would wrap.
     """
 
     model = None
@@ -92,6 +92,6 @@ class CachedReference(BatchReference):
             return_output, return_logprobs, ring_attn_group: ignored; part of OpenRLHF's call.
 
         Returns:
-            log-probs as `token_logps` returns them, and an empty output, which has no aux_loss.
+            log-probs as `token_logps` returns them, and an empty output, which has no entry aux_loss.
         """
         return self.token_logps(input_ids, attention_mask), {}

@@ -3,8 +3,8 @@
     deepspeed --module openrlhf.cli.train_dpo ARGUMENTS…                                             becomes
     deepspeed --module reflogp.trainer.openrlhf.train_dpo --reflogp.store ./logps ARGUMENTS…
 
-OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two of its names are replaced, Actor and DPOTrainer,
-which make its models and its trainer. Any launcher can start this module, which runs once in each process.
+OpenRLHF's module runs unchanged, as `__main__`, with its own parser. Only two names in OpenRLHF's module are replaced, Actor
+and DPOTrainer, which make the models and the trainer. Any launcher can start this module, which runs once in each process.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class CachedReferenceDPOTrainer(DPOTrainer):
 
     Args:
         reference: where the reference log-probs are stored.
-        run_command: True to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
-        policy_starts_at_reference: True (default) if the policy begins as the reference model: the first batch is then checked
-            against the stored values before the first step.
+        run_command: whether to score sequences that a local store lacks, by running `reflogp score` here in a separate process.
+        policy_starts_at_reference: whether the policy begins as the reference model; if so, the first batch is checked against
+            the stored values before the first step.
         step_zero_tolerance: allowed |policy - reference| of a completion's sum, in nats/√tokens; if it is None, it depends on
             the dtypes in use (reflogp.trainer.tolerances).
         on_finding: "fail" stops the run if reference values are wrong; "warn" only logs a warning.
@@ -39,8 +39,8 @@ class CachedReferenceDPOTrainer(DPOTrainer):
         UsageError: an argument contradicts a stored reference.
 
     Attributes:
-        joins: name of each dataset ("train", "eval") -> what was joined and from where; reflogp_audit.json in --ckpt.output_dir
-            has this information too.
+        joins: name of each dataset ("train", "eval") -> what was joined and from where, which is also in reflogp_audit.json in
+            --ckpt.output_dir.
         audit: the audit of the run.
     """
 

@@ -29,7 +29,7 @@ class EncodedRows:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        raw: Any = getattr(dataset, "dataset", None)  # a LazyLLMDataset has it
+        raw: Any = getattr(dataset, "dataset", None)  # a LazyLLMDataset has this attribute
         for column in set(_MEDIA) & set(getattr(raw, "column_names", None) or ()):
             if any(_has(value) for value in raw[column]):
                 raise UsageError(f"the dataset has {column}: for ms-swift, stored values are of text alone")
