@@ -163,7 +163,7 @@ class RemoteReference(ReferenceDuringTraining):
             raise UsageError(f"attention_mask has the shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}")
         if completion_tokens is not None and not 0 < completion_tokens <= width:
             raise UsageError(
-                f"completion_tokens={completion_tokens}: give 1 to the width {width} of input_ids, or None for all tokens"
+                f"completion_tokens={completion_tokens}: give 1 to {width}, the width of input_ids, or None for all tokens"
             )
         if not temperature > 0:
             raise UsageError(f"temperature {temperature}: must be above 0")
